@@ -1,0 +1,41 @@
+# The tasks of this repository. `make test` and `make demo` install what they need into .venv first.
+PY ?= python3
+BIN := .venv/bin
+CONSTRAINTS := constraints.txt
+
+.PHONY: test demo lint check-generated generate install fresh help
+
+help:            ## Show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+
+test: install lint ## Everything CI runs: lint, types, contract, walls, tests
+	$(BIN)/python -m pytest
+
+demo: install    ## Two agents live, die by kill -9, and go on; then one moves
+	$(BIN)/kvasir demo
+
+lint: install check-generated ## ruff, mypy, buf
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy clients/python/kvasir cachestore_svc inference_svc
+	$(BIN)/buf lint proto
+
+check-generated: install ## Committed stubs are what proto/ generates
+	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && tools/generate.sh "$$tmp" && \
+	for f in $$(cd "$$tmp" && find . -type f); do cmp "$$tmp/$$f" "clients/python/$$f" || { echo "run 'make generate'"; exit 1; }; done
+
+generate: install ## Write the Python stubs of proto/
+	tools/generate.sh
+
+install: .venv/.installed ## Make .venv with everything; a second run does nothing
+
+# Debian without python3-venv has no ensurepip: then the system's pip fills a bare environment.
+.venv/.installed: pyproject.toml $(CONSTRAINTS)
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { \
+	  rm -rf .venv; $(PY) -m venv .venv 2>/dev/null || { \
+	  rm -rf .venv; $(PY) -m venv --without-pip .venv && $(PY) -m pip --python $(BIN)/python install -q pip; }; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@touch $@
+
+fresh:           ## Remove what the tasks made
+	rm -rf .venv out

@@ -1,0 +1,1 @@
+"""The cache store: agents' memories on disk, by name."""

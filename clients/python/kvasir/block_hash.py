@@ -1,0 +1,95 @@
+"""Block hashes and KV identity hashes: names of what was computed.
+
+Each is BLAKE3-256 over fields, every field prefixed with its length as 8 bytes little-endian, so that no two
+different lists of fields give the same bytes. There is no seed: processes and machines agree. Golden cases for
+every language are in proto/vectors.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from blake3 import blake3
+
+from kvasir.cachestore.v1 import identity_pb2
+
+BLOCK_TOKENS = 256
+
+_BLOCK_TAG = b"kvasir.block.v1"
+_IDENTITY_TAG = b"kvasir.kv_identity.v1"
+
+
+def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:
+    """Hash of one block: H(namespace, KV identity, parent block hash, token ids).
+
+    `parent` is the hash of the block before it, "" for the first. Token ids are 4 bytes little-endian each.
+    The namespace is its UTF-8 bytes as given, never normalised.
+    """
+    tokens = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    return _hash_fields(_BLOCK_TAG, namespace.encode(), bytes.fromhex(kv_identity_hash), bytes.fromhex(parent), tokens)
+
+
+def block_hash_chain(namespace: str, kv_identity_hash: str, token_ids: Sequence[int]) -> list[str]:
+    """Hashes of the full blocks of `token_ids`, first block first; what is left over has none."""
+    hashes: list[str] = []
+    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        parent = hashes[-1] if hashes else ""
+        hashes.append(block_hash(namespace, kv_identity_hash, parent, token_ids[start : start + BLOCK_TOKENS]))
+    return hashes
+
+
+def chain_hash(kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:
+    """What a tensor file says of itself: the hash of its tokens and all before them, in no namespace.
+
+    It lets a reader refuse a file that holds KV of other tokens; it is never looked up.
+    """
+    return block_hash("", kv_identity_hash, parent, token_ids)
+
+
+def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
+    """Hash of a KV identity. Fields in the order of the .proto; numbers are 4 bytes little-endian."""
+    policy = identity.policy
+    layers = (
+        _numbers(layer.kind, layer.window, layer.kv_heads, layer.key_dim, layer.value_dim) for layer in identity.layers
+    )
+    return _hash_fields(
+        _IDENTITY_TAG,
+        bytes.fromhex(identity.weights_digest),
+        b"".join(layers),
+        _numbers(policy.key_bits, policy.value_bits, policy.group_size, policy.scale_type, policy.key_rotation),
+        _numbers(*policy.exact_layers),
+    )
+
+
+def differing_field(ours: identity_pb2.KvIdentity, theirs: identity_pb2.KvIdentity) -> str | None:
+    """The first field in which two KV identities differ, in words; None when they are equal."""
+    if ours.weights_digest != theirs.weights_digest:
+        return f"weights_digest: expected {ours.weights_digest[:12]}…, found {theirs.weights_digest[:12]}…"
+    if len(ours.layers) != len(theirs.layers):
+        return f"layers: expected {len(ours.layers)}, found {len(theirs.layers)}"
+    for index, (mine, other) in enumerate(zip(ours.layers, theirs.layers, strict=True)):
+        if difference := _first_difference(mine, other):
+            return f"layers[{index}].{difference}"
+    if difference := _first_difference(ours.policy, theirs.policy):
+        return f"policy.{difference}"
+    return None
+
+
+def _first_difference(mine: object, other: object) -> str | None:
+    for field in mine.DESCRIPTOR.fields:  # type: ignore[attr-defined]
+        expected, found = getattr(mine, field.name), getattr(other, field.name)
+        if expected != found:
+            return f"{field.name}: expected {expected}, found {found}"
+    return None
+
+
+def _numbers(*values: int) -> bytes:
+    return b"".join(value.to_bytes(4, "little") for value in values)
+
+
+def _hash_fields(*fields: bytes) -> str:
+    return blake3(b"".join(_prefixed(fields))).hexdigest()
+
+
+def _prefixed(fields: Iterable[bytes]) -> Iterable[bytes]:
+    for field in fields:
+        yield len(field).to_bytes(8, "little")
+        yield field

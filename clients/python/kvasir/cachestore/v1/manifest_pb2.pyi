@@ -1,0 +1,95 @@
+from kvasir.cachestore.v1 import identity_pb2 as _identity_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Digest(_message.Message):
+    __slots__ = ("hash", "size_bytes")
+    HASH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    hash: str
+    size_bytes: int
+    def __init__(self, hash: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
+
+class Manifest(_message.Message):
+    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms")
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_CHARS_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    SHAREABLE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    format: int
+    kv_identity: _identity_pb2.KvIdentity
+    tokenizer_digest: str
+    template_digest: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    text: str
+    token_chars: _containers.RepeatedScalarFieldContainer[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Message]
+    blocks: _containers.RepeatedCompositeFieldContainer[Digest]
+    tail: Digest
+    states: _containers.RepeatedCompositeFieldContainer[StatePoint]
+    shareable_tokens: int
+    parent_manifest: str
+    turn: Turn
+    created_unix_ms: int
+    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ...) -> None: ...
+
+class StatePoint(_message.Message):
+    __slots__ = ("tokens", "digest")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    digest: Digest
+    def __init__(self, tokens: _Optional[int] = ..., digest: _Optional[_Union[Digest, _Mapping]] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("role", "content", "name", "tool_calls", "tool_call_id")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    content: str
+    name: str
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    tool_call_id: str
+    def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., name: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("id", "name", "arguments_json")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_JSON_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    name: str
+    arguments_json: str
+    def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("request_id", "prompt_tokens", "prompt_chars", "finish_reason", "input_digest")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CHARS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    INPUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_tokens: int
+    prompt_chars: int
+    finish_reason: str
+    input_digest: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prompt_chars: _Optional[int] = ..., finish_reason: _Optional[str] = ..., input_digest: _Optional[str] = ...) -> None: ...

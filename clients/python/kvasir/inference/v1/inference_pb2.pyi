@@ -1,0 +1,333 @@
+from kvasir.cachestore.v1 import identity_pb2 as _identity_pb2
+from kvasir.cachestore.v1 import manifest_pb2 as _manifest_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class CacheSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CACHE_SOURCE_UNSPECIFIED: _ClassVar[CacheSource]
+    CACHE_SOURCE_COLD: _ClassVar[CacheSource]
+    CACHE_SOURCE_HOT: _ClassVar[CacheSource]
+    CACHE_SOURCE_WARM: _ClassVar[CacheSource]
+    CACHE_SOURCE_SHARED: _ClassVar[CacheSource]
+    CACHE_SOURCE_REPLAY: _ClassVar[CacheSource]
+
+class PrefixMatch(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PREFIX_MATCH_UNSPECIFIED: _ClassVar[PrefixMatch]
+    PREFIX_MATCH_NONE: _ClassVar[PrefixMatch]
+    PREFIX_MATCH_EXACT: _ClassVar[PrefixMatch]
+    PREFIX_MATCH_EXTEND: _ClassVar[PrefixMatch]
+    PREFIX_MATCH_DIVERGE: _ClassVar[PrefixMatch]
+
+class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MISS_REASON_UNSPECIFIED: _ClassVar[MissReason]
+    MISS_REASON_NEW_AGENT: _ClassVar[MissReason]
+    MISS_REASON_TEXT_DIFFERS: _ClassVar[MissReason]
+    MISS_REASON_KV_IDENTITY_DIFFERS: _ClassVar[MissReason]
+    MISS_REASON_STORE_UNREACHABLE: _ClassVar[MissReason]
+    MISS_REASON_STORE_TIMEOUT: _ClassVar[MissReason]
+    MISS_REASON_STORE_REFUSED: _ClassVar[MissReason]
+    MISS_REASON_BLOB_MISSING: _ClassVar[MissReason]
+    MISS_REASON_BLOB_DAMAGED: _ClassVar[MissReason]
+    MISS_REASON_MANIFEST_INVALID: _ClassVar[MissReason]
+    MISS_REASON_NO_MEMORY: _ClassVar[MissReason]
+
+class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FINISH_REASON_UNSPECIFIED: _ClassVar[FinishReason]
+    FINISH_REASON_STOP: _ClassVar[FinishReason]
+    FINISH_REASON_LENGTH: _ClassVar[FinishReason]
+    FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
+    FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
+
+class SnapshotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SNAPSHOT_STATE_UNSPECIFIED: _ClassVar[SnapshotState]
+    SNAPSHOT_STATE_NONE: _ClassVar[SnapshotState]
+    SNAPSHOT_STATE_COMMITTED: _ClassVar[SnapshotState]
+    SNAPSHOT_STATE_PENDING: _ClassVar[SnapshotState]
+    SNAPSHOT_STATE_FAILED: _ClassVar[SnapshotState]
+CACHE_SOURCE_UNSPECIFIED: CacheSource
+CACHE_SOURCE_COLD: CacheSource
+CACHE_SOURCE_HOT: CacheSource
+CACHE_SOURCE_WARM: CacheSource
+CACHE_SOURCE_SHARED: CacheSource
+CACHE_SOURCE_REPLAY: CacheSource
+PREFIX_MATCH_UNSPECIFIED: PrefixMatch
+PREFIX_MATCH_NONE: PrefixMatch
+PREFIX_MATCH_EXACT: PrefixMatch
+PREFIX_MATCH_EXTEND: PrefixMatch
+PREFIX_MATCH_DIVERGE: PrefixMatch
+MISS_REASON_UNSPECIFIED: MissReason
+MISS_REASON_NEW_AGENT: MissReason
+MISS_REASON_TEXT_DIFFERS: MissReason
+MISS_REASON_KV_IDENTITY_DIFFERS: MissReason
+MISS_REASON_STORE_UNREACHABLE: MissReason
+MISS_REASON_STORE_TIMEOUT: MissReason
+MISS_REASON_STORE_REFUSED: MissReason
+MISS_REASON_BLOB_MISSING: MissReason
+MISS_REASON_BLOB_DAMAGED: MissReason
+MISS_REASON_MANIFEST_INVALID: MissReason
+MISS_REASON_NO_MEMORY: MissReason
+FINISH_REASON_UNSPECIFIED: FinishReason
+FINISH_REASON_STOP: FinishReason
+FINISH_REASON_LENGTH: FinishReason
+FINISH_REASON_STOP_SEQUENCE: FinishReason
+FINISH_REASON_TOOL_CALLS: FinishReason
+SNAPSHOT_STATE_UNSPECIFIED: SnapshotState
+SNAPSHOT_STATE_NONE: SnapshotState
+SNAPSHOT_STATE_COMMITTED: SnapshotState
+SNAPSHOT_STATE_PENDING: SnapshotState
+SNAPSHOT_STATE_FAILED: SnapshotState
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("request_id", "model", "agent_id", "parent_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    APPEND_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    KEEP_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    agent_id: str
+    parent_version: int
+    prompt: str
+    messages: MessageList
+    append_messages: MessageList
+    sampling: Sampling
+    tools: _containers.RepeatedCompositeFieldContainer[Tool]
+    keep_partial: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., parent_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ...) -> None: ...
+
+class MessageList(_message.Message):
+    __slots__ = ("messages",)
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Message]
+    def __init__(self, messages: _Optional[_Iterable[_Union[_manifest_pb2.Message, _Mapping]]] = ...) -> None: ...
+
+class Tool(_message.Message):
+    __slots__ = ("name", "description", "parameters_json")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_JSON_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    parameters_json: str
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters_json: _Optional[str] = ...) -> None: ...
+
+class Sampling(_message.Message):
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids")
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("started", "prefill_progress", "delta", "finished")
+    STARTED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DELTA_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    started: Started
+    prefill_progress: PrefillProgress
+    delta: Delta
+    finished: Finished
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., prefill_progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+
+class Started(_message.Message):
+    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    model: str
+    prompt_tokens: int
+    cached_tokens: int
+    source: CacheSource
+    reason: str
+    miss: MissReason
+    match: PrefixMatch
+    parent_version: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ...) -> None: ...
+
+class PrefillProgress(_message.Message):
+    __slots__ = ("tokens_done", "tokens_total")
+    TOKENS_DONE_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    tokens_done: int
+    tokens_total: int
+    def __init__(self, tokens_done: _Optional[int] = ..., tokens_total: _Optional[int] = ...) -> None: ...
+
+class Delta(_message.Message):
+    __slots__ = ("text", "token_ids")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Finished(_message.Message):
+    __slots__ = ("reason", "matched_stop", "usage", "timings", "snapshot", "tool_calls")
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    reason: FinishReason
+    matched_stop: str
+    usage: Usage
+    timings: Timings
+    snapshot: SnapshotOutcome
+    tool_calls: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.ToolCall]
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOutcome, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[_manifest_pb2.ToolCall, _Mapping]]] = ...) -> None: ...
+
+class Usage(_message.Message):
+    __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("queue_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    queue_s: float
+    restore_s: float
+    prefill_s: float
+    first_token_s: float
+    decode_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+
+class SnapshotOutcome(_message.Message):
+    __slots__ = ("state", "version", "reason", "manifest", "written_bytes")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    state: SnapshotState
+    version: int
+    reason: str
+    manifest: _manifest_pb2.Digest
+    written_bytes: int
+    def __init__(self, state: _Optional[_Union[SnapshotState, str]] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[Model]
+    def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
+
+class Model(_message.Message):
+    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FP16_FIELD_NUMBER: _ClassVar[int]
+    POLICY_APPLIED_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
+    CELL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    kv_identity: _identity_pb2.KvIdentity
+    kv_identity_hash: str
+    tokenizer_digest: str
+    template_digest: str
+    context_tokens: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_fp16: int
+    policy_applied_layers: int
+    layer_count: int
+    cell_tokens: int
+    compute_type: str
+    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ...) -> None: ...
+
+class GetCapabilitiesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetCapabilitiesResponse(_message.Message):
+    __slots__ = ("version", "device", "blas", "store_is_reachable", "max_prompt_bytes", "kv_memory_bytes", "kv_memory_used_bytes", "misses")
+    class MissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    BLAS_FIELD_NUMBER: _ClassVar[int]
+    STORE_IS_REACHABLE_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    device: str
+    blas: str
+    store_is_reachable: bool
+    max_prompt_bytes: int
+    kv_memory_bytes: int
+    kv_memory_used_bytes: int
+    misses: _containers.ScalarMap[str, int]
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., store_is_reachable: bool = ..., max_prompt_bytes: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ...) -> None: ...

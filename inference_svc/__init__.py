@@ -1,0 +1,1 @@
+"""The inference service: owns MLX, turns text into tokens, and keeps agents' KV hot."""
