@@ -1,0 +1,299 @@
+"""The walls of the house: who may import what, kept by reading every module's imports with `ast`.
+
+A row says what is walled in, who may hold it, and why. Lazy imports and those under TYPE_CHECKING count too.
+"""
+
+import ast
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SDK = "clients/python/kvasir"
+PACKAGES = ("inference_svc", "cachestore_svc", SDK)
+GENERATED = ("*_pb2.py", "*_pb2_grpc.py")
+
+
+@dataclass(frozen=True)
+class Wall:
+    """Names at or below one of `names` may appear in the files of `inside` only."""
+
+    names: tuple[str, ...]
+    inside: tuple[str, ...]
+    reason: str
+
+    def covers(self, path: str) -> bool:
+        return not matches(path, self.inside)
+
+
+IMPORTS = (
+    Wall(
+        ("mlx", "mlx_lm"),
+        (
+            "inference_svc/mlx_thread.py",
+            "inference_svc/model_runner.py",
+            "inference_svc/sampling.py",
+            "inference_svc/kv/*",
+            "inference_svc/models/*",
+        ),
+        "streams belong to the MLX thread; everything else must be testable without MLX",
+    ),
+    Wall(
+        ("sqlite3", "sqlite_utils"),
+        ("cachestore_svc/index.py", "cachestore_svc/migrations.py"),
+        "one connection owns the database",
+    ),
+    Wall(
+        ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "kvasir.*_pb2_grpc", "google.rpc"),
+        (
+            "*/service.py",
+            "*/server.py",
+            "*/auth.py",
+            "*/credentials.py",
+            "*/__main__.py",
+            "inference_svc/remote_cache.py",
+            "cachestore_svc/peers.py",
+            f"{SDK}/*client*.py",
+            f"{SDK}/serving.py",
+            f"{SDK}/status.py",
+            f"{SDK}/channel*.py",
+            f"{SDK}/cli/health.py",
+            f"{SDK}/bench/*",
+        ),
+        "the wire is an edge; what is behind it must work without it",
+    ),
+    Wall(
+        ("kvasir.cachestore.v1.cachestore_pb2", "kvasir.inference.v1.inference_pb2"),
+        (
+            "*/service.py",
+            "*/messages.py",
+            "*/__main__.py",
+            "inference_svc/remote_cache.py",
+            "inference_svc/engine_messages.py",
+            "cachestore_svc/peers.py",
+            f"{SDK}/*client*.py",
+            f"{SDK}/serving.py",
+            f"{SDK}/status.py",
+            f"{SDK}/cli/*",
+            f"{SDK}/bench/*",
+        ),
+        "requests and responses stay at the edge; identity and manifest are plain data",
+    ),
+    Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
+    Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),
+    Wall(
+        ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle"),
+        (),
+        "a pickle is code from whoever wrote it",
+    ),
+    Wall(("typer", "click", "rich"), (f"{SDK}/cli/*",), "a client of the SDK needs no command line"),
+    Wall(
+        ("numpy", "torch"),
+        ("inference_svc/*", f"{SDK}/bench/*", f"{SDK}/cli/*"),
+        "the store never computes on tensors, and the SDK is light",
+    ),
+)
+
+# What a module does, seen as the dotted name of an attribute or a call.
+ENVIRONMENT = Wall(
+    ("os.environ", "os.getenv", "os.putenv", "os.environb"),
+    ("*/config.py", f"{SDK}/cli/processes.py", "inference_svc/models/*"),
+    "configuration is read in one place; the supervisor passes it on",
+)
+CLOCKS = ("time.time", "time.time_ns", "time.monotonic", "time.monotonic_ns", "time.perf_counter", "time.sleep")
+CHANCE = (
+    "random.*",
+    "secrets.token_*",
+    "uuid.uuid1",
+    "uuid.uuid4",
+    "os.urandom",
+    "datetime.now",
+    "datetime.datetime.now",
+)
+CALLS = Wall(
+    (*CLOCKS, *CHANCE),
+    (
+        "*/__main__.py",
+        "*/service.py",
+        "*/config.py",
+        "inference_svc/models/*",
+        "inference_svc/mlx_thread.py",
+        f"{SDK}/*client*.py",
+        f"{SDK}/credentials.py",
+        f"{SDK}/cli/*",
+        f"{SDK}/bench/*",
+    ),
+    "clock and randomness are passed in, so that a test can hold them",
+)
+
+
+def matches(path: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+
+def names_match(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
+
+
+def modules() -> dict[str, ast.Module]:
+    """Every module of ours that is not generated, by its path from the root."""
+    found: dict[str, ast.Module] = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if not matches(path.name, GENERATED):
+                found[path.relative_to(ROOT).as_posix()] = ast.parse(path.read_text(), str(path))
+    return found
+
+
+def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every name that a module imports anywhere: `import a.b`, `from a import b` as a.b, importlib with a literal."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: relative import; the walls read absolute ones"
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and _dotted(node.func) in ("importlib.import_module", "__import__"):
+            yield from ((node.lineno, str(name.value)) for name in node.args[:1] if isinstance(name, ast.Constant))
+
+
+def touched(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every dotted name that is read, with `from x import y` names spelled in full."""
+    names = _imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute | ast.Name) and (name := _dotted(node)):
+            yield node.lineno, _in_full(name, names)
+
+
+def called(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Like `touched`, of what is called: `clock: Clock = time.monotonic` passes a clock in and calls nothing."""
+    names = _imported_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and (name := _dotted(node.func)):
+            yield node.lineno, _in_full(name, names)
+
+
+def _imported_names(tree: ast.Module) -> dict[str, str]:
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+
+def _in_full(name: str, names: dict[str, str]) -> str:
+    first, dot, rest = name.partition(".")
+    return names.get(first, first) + dot + rest
+
+
+def _dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (owner := _dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return ""
+
+
+def breaches(wall: Wall, trees: dict[str, ast.Module], read: object) -> list[str]:
+    return [
+        f"{path}:{line} has {name}: {wall.reason}"
+        for path, tree in trees.items()
+        if wall.covers(path)
+        for line, name in read(tree)  # type: ignore[operator]
+        if names_match(name, wall.names)
+    ]
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return modules()
+
+
+@pytest.mark.parametrize("wall", IMPORTS, ids=lambda wall: wall.names[0])
+def test_an_import_stays_behind_its_wall(wall: Wall, trees: dict[str, ast.Module]) -> None:
+    assert breaches(wall, trees, imported) == []
+
+
+def test_only_configuration_reads_the_environment(trees: dict[str, ast.Module]) -> None:
+    assert breaches(ENVIRONMENT, trees, touched) == []
+
+
+def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> None:
+    assert breaches(CALLS, trees, called) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "caught_by"),
+    [
+        ("inference_svc/scheduler.py", "def f():\n    import mlx.core as mx", "mlx"),
+        ("inference_svc/scheduler.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mlx_lm", "mlx"),
+        ("cachestore_svc/store.py", "import sqlite3", "sqlite3"),
+        ("cachestore_svc/store.py", "from sqlite_utils import Database", "sqlite3"),
+        ("cachestore_svc/store.py", "import grpc.aio", "grpc"),
+        ("cachestore_svc/store.py", "from kvasir.cachestore.v1 import cachestore_pb2_grpc", "grpc"),
+        (
+            "inference_svc/engine.py",
+            "from kvasir.inference.v1 import inference_pb2",
+            "kvasir.cachestore.v1.cachestore_pb2",
+        ),
+        (
+            "inference_svc/engine.py",
+            "import importlib\nimportlib.import_module('cachestore_svc.store')",
+            "cachestore_svc",
+        ),
+        (f"{SDK}/cli/up.py", "from inference_svc import engine", "inference_svc"),
+        (f"{SDK}/store_client.py", "import pickle", "pickle"),
+        (f"{SDK}/store_client.py", "from rich.table import Table", "typer"),
+        ("cachestore_svc/blobs.py", "import numpy as np", "numpy"),
+    ],
+)
+def test_a_planted_import_is_caught(path: str, source: str, caught_by: str) -> None:
+    wall = next(wall for wall in IMPORTS if wall.names[0] == caught_by)
+    assert breaches(wall, {path: ast.parse(source)}, imported)
+
+
+@pytest.mark.parametrize(
+    ("wall", "read", "source"),
+    [
+        (ENVIRONMENT, touched, "import os\nx = os.environ.get('HOME')"),
+        (ENVIRONMENT, touched, "from os import environ\nx = environ['HOME']"),
+        (CALLS, called, "import time\ndef f():\n    return time.time()"),
+        (CALLS, called, "from time import monotonic\nx = monotonic()"),
+        (CALLS, called, "import secrets\nx = secrets.token_hex(8)"),
+        (CALLS, called, "import random\nx = random.Random().random()"),
+        (CALLS, called, "from datetime import datetime, UTC\nx = datetime.now(UTC)"),
+    ],
+)
+def test_a_planted_use_is_caught(wall: Wall, read: object, source: str) -> None:
+    assert breaches(wall, {"cachestore_svc/store.py": ast.parse(source)}, read)
+
+
+def test_a_clock_given_as_a_default_is_no_breach() -> None:
+    source = "import time\ndef f(clock=time.monotonic):\n    return clock()"
+    assert breaches(CALLS, {"cachestore_svc/leases.py": ast.parse(source)}, called) == []
+
+
+def test_every_wall_lets_its_own_modules_through() -> None:
+    for wall in IMPORTS:
+        for pattern in wall.inside:
+            assert not wall.covers(pattern.replace("*", "x"))
+
+
+def test_every_module_opens_with_a_sentence(trees: dict[str, ast.Module]) -> None:
+    tests = {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+        for path in (ROOT / "tests").rglob("*.py")
+        if path.read_text().strip()
+    }
+    without = [path for path, tree in {**trees, **tests}.items() if not _opens_with_sentence(ast.get_docstring(tree))]
+    assert without == []
+
+
+def _opens_with_sentence(docstring: str | None) -> bool:
+    first_paragraph = (docstring or "").split("\n\n")[0].strip()
+    return bool(re.match(r"\S.*[.:]", first_paragraph, re.DOTALL)) and first_paragraph[-1] in ".:"
