@@ -1,0 +1,247 @@
+"""What the store is asked and what it answers, as plain frozen data.
+
+No SQL, no protobuf services, no behaviour beyond properties: every module of the store, its service and its tests
+speak in these. Times are Unix milliseconds, sizes are bytes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from pathlib import Path
+
+from kvasir.digest import Digest
+
+MANIFEST_FORMAT = 1
+BLOCK_TOKENS = 256
+MAX_FRAME_BYTES = 1 << 20
+MAX_DIGESTS_PER_REQUEST = 10_000
+MAX_BLOCK_HASHES_PER_REQUEST = 10_000
+MAX_PAGE_SIZE = 1000
+DEFAULT_PAGE_SIZE = 100
+MAX_RETAINED_VERSIONS = 1000
+MIN_LEASE_TTL_S = 1.0
+MAX_LEASE_TTL_S = 600.0
+DEFAULT_LEASE_TTL_S = 30.0
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig:
+    """Where a store keeps its data and how much of it."""
+
+    data_dir: Path
+    """Made (0700) when it does not exist."""
+    default_quota_bytes: int | None = None
+    """Blob bytes that a namespace may hold, reservations included. None: only the disk limits it."""
+    namespace_quota_bytes: Mapping[str, int | None] = field(default_factory=dict)
+    """Quotas of named namespaces; these win over the default."""
+    free_disk_reserve_bytes: int = 256 * MIB
+    """Writes are refused when they would leave less than this on the disk."""
+    ballast_bytes: int = 16 * MIB
+    """A file given up when the disk is full, so that deletes and reads still have room for the index. 0: none."""
+    grace_period_s: float = 3600.0
+    """How long an unreferenced blob rests after it was marked, or last named by a caller, before it may be swept."""
+    max_blob_bytes: int = 256 * MIB
+    retained_versions: int = 8
+    """Versions kept per line, unless the agent says otherwise."""
+    event_history: int = 10_000
+    """Events kept per namespace for watchers that come back."""
+    evict_heads: bool = False
+    """Whether a full quota may remove the newest version of an unpinned, long-unused line. Off: such a write is
+    refused, because an acknowledged snapshot is then never given up. Old versions are given up either way."""
+
+    def quota_bytes(self, namespace: str) -> int | None:
+        return self.namespace_quota_bytes.get(namespace, self.default_quota_bytes)
+
+
+class BlobKind(StrEnum):
+    """How a blob's bytes are checked before they are kept."""
+
+    TENSORS = "tensors"
+    MANIFEST = "manifest"
+
+
+class Origin(IntEnum):
+    """Where a version came from. Numbers are those of the wire."""
+
+    TURN = 1
+    FORK = 2
+    ROLLBACK = 3
+    IMPORT = 4
+    PULL = 5
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotVersion:
+    """One version of a line."""
+
+    agent_id: str
+    kv_identity_hash: str
+    version: int
+    manifest: Digest
+    parent_version: int  # 0 for the first
+    token_count: int
+    created_unix_ms: int
+    total_bytes: int  # the manifest and every blob it names, shared ones included
+    origin: Origin
+    origin_detail: str = ""
+    request_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotPage:
+    snapshots: tuple[SnapshotVersion, ...]
+    next_page_token: str  # "" when there is no more
+
+
+@dataclass(frozen=True, slots=True)
+class AgentRecord:
+    """An agent and the newest version of each of its lines, last used first."""
+
+    agent_id: str
+    labels: Mapping[str, str]
+    is_pinned: bool
+    retained_versions: int
+    created_unix_ms: int
+    used_unix_ms: int
+    lines: tuple[SnapshotVersion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentPage:
+    agents: tuple[AgentRecord, ...]
+    next_page_token: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deletion:
+    """What deleting an agent will free, and when, if collection runs."""
+
+    bytes_gone_by_unix_ms: int
+    unshared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteStatus:
+    received_bytes: int
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseToken:
+    owner: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    token: LeaseToken
+    expires_unix_ms: int
+    head_version: int  # the line's newest version, 0 if none
+
+
+@dataclass(frozen=True, slots=True)
+class EventCursor:
+    """A place in a namespace's history. `incarnation` changes when history was lost."""
+
+    incarnation: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A new version of a line: by a turn, fork, rollback, import or pull (see its origin)."""
+
+    snapshot: SnapshotVersion
+
+
+@dataclass(frozen=True, slots=True)
+class AgentDeleted:
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AgentUpdated:
+    """Labels, pin or retention changed, or old versions were given up for quota."""
+
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlobDamaged:
+    digest: Digest
+
+
+EventBody = Committed | AgentDeleted | AgentUpdated | BlobDamaged
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    cursor: EventCursor
+    at_unix_ms: int
+    body: EventBody
+
+
+@dataclass(frozen=True, slots=True)
+class EventBatch:
+    """Events after a cursor, oldest first. `cursor` is where to go on from; when `is_lost`, events before the
+    first of these (or before `cursor`, when there are none) are gone."""
+
+    events: tuple[Event, ...]
+    cursor: EventCursor
+    is_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyProgress:
+    """How far a re-hash has come. `damaged` are those found since the last one; they are quarantined."""
+
+    blobs_checked: int
+    blobs_total: int
+    damaged: tuple[Digest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GcReport:
+    blobs_marked: int = 0
+    blobs_swept: int = 0
+    bytes_freed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that `check` found wrong. `problem` is stable and UPPER_SNAKE_CASE."""
+
+    problem: str
+    namespace: str
+    detail: str
+    is_repaired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    findings: tuple[Finding, ...]
+    namespaces: int
+    blobs: int
+    snapshots: int
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Sizes and counters of one namespace."""
+
+    agent_count: int
+    snapshot_count: int
+    blob_count: int
+    blob_bytes: int
+    logical_bytes: int  # what the newest versions would take if nothing were shared
+    quota_bytes: int | None
+    reserved_bytes: int
+    free_disk_bytes: int
+    unreferenced_bytes: int
+    damaged_blob_count: int
+    counters: Mapping[str, int]
