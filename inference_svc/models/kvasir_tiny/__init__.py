@@ -1,0 +1,8 @@
+"""kvasir-tiny: the few-megabyte model that ships, so that everything runs on a fresh machine with no download."""
+
+from pathlib import Path
+
+
+def path() -> Path:
+    """The model's directory, in the form that `mlx_lm.load` takes."""
+    return Path(__file__).parent / "weights"
