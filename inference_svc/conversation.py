@@ -1,0 +1,221 @@
+"""Messages in, text out: conversations through the model's chat template, and replies back into messages.
+
+The whole conversation is rendered each time; what of it is already remembered, the character match finds. A template
+is asked for text and never for tokens.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from blake3 import blake3
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import InvalidArgument
+
+ROLES = ("system", "user", "assistant", "tool")
+TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
+
+_INPUT_TAG = b"kvasir.turn_input.v1"
+_MAX_MESSAGES = 10_000
+_MAX_TOOLS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the template may offer to the model; `parameters_json` is a JSON schema object."""
+
+    name: str
+    description: str
+    parameters_json: str
+
+
+class ChatTemplate(Protocol):
+    """Renders messages and tools, in the form of Hugging Face templates, to text. Raises anything when it cannot."""
+
+    def __call__(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+    ) -> str: ...
+
+
+ToolParser = Callable[[str], Any]
+
+
+def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
+    """Raise InvalidArgument, the field named, unless these are messages that may be rendered."""
+    if not messages:
+        raise InvalidArgument(f"{field}: expected at least one message", field=field)
+    if len(messages) > _MAX_MESSAGES:
+        raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} messages, got {len(messages)}", field=field)
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            where = f"{field}[{index}].role"
+            raise InvalidArgument(
+                f"{where}: expected one of {', '.join(ROLES)}, got {message.role[:40]!r}", field=where
+            )
+        for number, call in enumerate(message.tool_calls):
+            _json_object(call.arguments_json, f"{field}[{index}].tool_calls[{number}].arguments_json")
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raise InvalidArgument, the field named, unless every tool has a name and a schema that is a JSON object."""
+    if len(tools) > _MAX_TOOLS:
+        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {len(tools)}", field="tools")
+    for index, tool in enumerate(tools):
+        if not 1 <= len(tool.name) <= 128:
+            raise InvalidArgument(
+                f"tools[{index}].name: expected 1 to 128 characters, got {len(tool.name)}", field=f"tools[{index}].name"
+            )
+        _json_object(tool.parameters_json or "{}", f"tools[{index}].parameters_json")
+
+
+def render(
+    template: ChatTemplate,
+    messages: Sequence[manifest_pb2.Message],
+    tools: Sequence[Tool],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """The text of a conversation. Raises InvalidArgument when the model's template refuses it."""
+    try:
+        return template(
+            [_message_fields(message) for message in messages],
+            [_tool_fields(tool) for tool in tools] or None,
+            add_generation_prompt,
+        )
+    except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
+        # The template's own words may quote the conversation: only the kind of its error is told.
+        raise InvalidArgument(
+            f"messages: the model's chat template refused them ({type(error).__name__})", field="messages"
+        ) from None
+
+
+def reply_message(
+    template: ChatTemplate,
+    messages: Sequence[manifest_pb2.Message],
+    tools: Sequence[Tool],
+    *,
+    reply: str,
+    told_text: str,
+    tool_calls: Sequence[manifest_pb2.ToolCall],
+) -> manifest_pb2.Message:
+    """The assistant's message to remember: the form that the template renders back to what was said, `told_text`.
+
+    Structured tool calls where they render to the same characters; else the reply as it was, so that the next
+    turn extends the memory instead of diverging from it.
+    """
+    plain = manifest_pb2.Message(role="assistant", content=reply)
+    if not tool_calls:
+        return plain
+    said = reply[: max(reply.find(TOOL_CALL_START), 0)]
+    structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls)
+    rendered = render(template, [*messages, structured], tools, add_generation_prompt=False)
+    return structured if rendered.startswith(told_text) else plain
+
+
+def parse_tool_calls(
+    reply: str,
+    parse: ToolParser | None,
+    *,
+    id_prefix: str,
+    start: str = TOOL_CALL_START,
+    end: str = TOOL_CALL_END,
+) -> list[manifest_pb2.ToolCall]:
+    """The tool calls of a reply, in order; what does not parse is text and not a call.
+
+    `parse` is the model's own parser of what stands between the markers; without one it is JSON with name and
+    arguments. A call's id is `id_prefix` and its number.
+    """
+    calls: list[manifest_pb2.ToolCall] = []
+    for inner in _between(reply, start, end):
+        try:
+            parsed = (parse or json.loads)(inner)
+        except Exception:  # noqa: BLE001, S112 - a model may write anything, and a parser may raise anything on it
+            continue
+        for fields in parsed if isinstance(parsed, list) else [parsed]:
+            if isinstance(fields, Mapping) and isinstance(fields.get("name"), str):
+                calls.append(_tool_call(f"{id_prefix}{len(calls)}", fields))
+    return calls
+
+
+def input_digest(
+    kind: str,
+    prompt: str,
+    messages: Sequence[manifest_pb2.Message],
+    tools: Sequence[Tool],
+    settings: Sequence[tuple[str, str]],
+) -> str:
+    """BLAKE3-256 over a request's input, in hex: every field prefixed with its length as 8 bytes little-endian.
+
+    In order: a tag, the kind of input, the prompt, each message's fields, each tool's fields, and each setting's name
+    and value; counts stand before repeated fields.
+    """
+    fields = [kind, prompt, str(len(messages))]
+    for message in messages:
+        fields += [message.role, message.content, message.name, message.tool_call_id, str(len(message.tool_calls))]
+        for call in message.tool_calls:
+            fields += [call.id, call.name, call.arguments_json]
+    fields.append(str(len(tools)))
+    for tool in tools:
+        fields += [tool.name, tool.description, tool.parameters_json]
+    for setting in settings:
+        fields += setting
+    hasher = blake3()
+    for data in (_INPUT_TAG, *(field.encode() for field in fields)):
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest()
+
+
+def _between(text: str, start: str, end: str) -> Iterator[str]:
+    if not start:
+        return
+    at = text.find(start)
+    while at >= 0:
+        begin = at + len(start)
+        stop = text.find(end, begin) if end else -1
+        if end and stop < 0:
+            return
+        yield text[begin : stop if end else len(text)]
+        at = text.find(start, stop) if end else -1
+
+
+def _tool_call(call_id: str, fields: Mapping[str, Any]) -> manifest_pb2.ToolCall:
+    arguments = fields.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)
+
+
+def _message_fields(message: manifest_pb2.Message) -> dict[str, Any]:
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        fields["name"] = message.name
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "id": call.id,
+                "function": {"name": call.name, "arguments": json.loads(call.arguments_json or "{}")},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _tool_fields(tool: Tool) -> dict[str, Any]:
+    parameters = json.loads(tool.parameters_json or "{}")
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
+    }
+
+
+def _json_object(text: str, field: str) -> None:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidArgument(f"{field}: expected a JSON object", field=field)
