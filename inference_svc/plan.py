@@ -1,0 +1,219 @@
+"""What turn preparation and the engine say to each other: plain data, no tensors, no wire.
+
+Turn preparation makes a `TurnPlan`; the engine answers with events. Everything here is frozen and may cross threads.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from kvasir.block_file import FileIdentity
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import KvasirError
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKey:
+    """Whose memory a sequence is. The namespace comes from the caller's credential."""
+
+    namespace: str
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The loaded model, as far as others need to know it. Read after a probe of the live caches."""
+
+    name: str
+    kv_identity: identity_pb2.KvIdentity  # never mutated
+    kv_identity_hash: str
+    tokenizer_digest: str
+    template_digest: str
+    context_tokens: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_fp16: int
+    layer_count: int
+    policy_applied_layers: int
+    cell_tokens: int
+    compute_type: str  # "float32", "float16" or "bfloat16"
+    stop_token_ids: tuple[int, ...]  # the model's own end tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Already validated: the engine refuses only what does not fit the model."""
+
+    max_tokens: int
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Nothing is reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hot:
+    """The engine's own memory of the plan's key is reused: its first `keep_tokens` tokens, which must equal the plan's.
+
+    `keep_tokens` may lie anywhere (DIVERGE). The engine refuses with FailedPrecondition, reason HOT_MEMORY_GONE, if the
+    memory was dropped in between; nothing has happened then, and the turn may be planned again.
+    """
+
+    keep_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """KV read from outside: `blobs` are tensor files' bytes, in order from position 0, the last one full or a tail.
+
+    `token_ids` are the tokens of the files, all of them (a block's chain hash covers the whole block). The first
+    `keep_tokens` of them are reused and must equal the plan's; `keep_tokens` may cut inside the last file (DIVERGE).
+    `shareable_tokens` is what the manifest says or, for blocks found by block hash, all of them. Every file is checked
+    before MLX sees it: DataLoss (reason BLOB_DAMAGED, metadata "blob" = its index) when one is not what it must be;
+    live state is untouched then, and the turn may be planned again.
+    """
+
+    blobs: tuple[bytes, ...]
+    token_ids: tuple[int, ...]
+    keep_tokens: int
+    shareable_tokens: int = 0
+
+
+Reuse: TypeAlias = Cold | Hot | Restored
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """One turn: the whole prompt as tokens, what of it need not be computed, and how to go on."""
+
+    token_ids: tuple[int, ...]
+    token_chars: tuple[int, ...]  # code points that each prompt token completes, as in manifest.proto
+    sampling: SamplingParams
+    reuse: Reuse = field(default_factory=Cold)
+    key: SequenceKey | None = None  # None: nothing is remembered
+    keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
+
+
+class FinishReason(Enum):
+    """Why generation ended."""
+
+    STOP = "stop"  # an end token: the model's own or the request's
+    LENGTH = "length"
+    STOP_SEQUENCE = "stop_sequence"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, on the engine's clock. `first_token_s` counts from submit."""
+
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The turn has its memory and begins. `cached_tokens` is what was truly reused: they will not be computed."""
+
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A cell of the prompt is computed. Both counts include the reused tokens."""
+
+    tokens_done: int
+    tokens_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFull:
+    """The sequence now holds `count` full blocks, whose rows will not change during this turn: they may be published
+    meanwhile, by `Engine.snapshot(key, first_block)` with `blocks_only=True`.
+    """
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens generated since the last event, and the text that is now certain to belong to the reply (may lag behind: a
+    character or a possible stop string is held back until it is whole or ruled out). A stop token is among `ids`, its
+    text is not.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What a sequence remembers: token i completes `token_chars[i]` code points of the whole text."""
+
+    token_ids: tuple[int, ...]
+    token_chars: tuple[int, ...]
+    shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The turn is over and, with a key, is the key's hot memory. Also after a cancel with keep_partial; a cancel
+    without it is `Failed(Cancelled)`, and the memory is the one before the turn.
+
+    `state` is exactly what a snapshot taken now holds: the prompt, the reply, and its stop token; not tokens that only
+    spell a stop string. `generated_text` is the text of all tokens of `state` behind the prompt, special tokens
+    spelled, so that prompt text + generated_text is the text of the state. `text` is the whole reply as the client saw
+    it.
+    """
+
+    finish_reason: FinishReason
+    matched_stop: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    timings: Timings
+    text: str
+    generated_text: str
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The turn is over without effect on the key's hot memory."""
+
+    error: KvasirError
+
+
+Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Ended | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class HotMemory:
+    """An agent's memory in the engine, as of its last whole turn. `tag` is what `tag_hot` attached: opaque to the
+    engine.
+    """
+
+    state: SequenceState
+    tag: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if it was asked for and
+    there is one.
+    """
+
+    first_block: int
+    blocks: tuple[tuple[FileIdentity, bytes], ...]
+    tail: tuple[FileIdentity, bytes] | None
+    state: SequenceState  # as of the snapshot
