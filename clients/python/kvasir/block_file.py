@@ -234,14 +234,15 @@ def _contiguous_tensors(entries: Mapping[str, object]) -> Iterable[TensorSpec]:
             raise HeaderError(f"tensor name: expected layer_N_k…, layer_N_v… or layer_N_state_M, got {name[:80]!r}")
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise HeaderError(f"{name}: expected exactly dtype, shape and data_offsets")
-        spec = _tensor_spec(name, entry["dtype"], entry["shape"])
+        spec = tensor_spec(name, entry["dtype"], entry["shape"])
         if entry["data_offsets"] != [offset, offset + spec.size_bytes]:
             raise HeaderError(f"{name}: data_offsets: expected [{offset}, {offset + spec.size_bytes}]")
         offset += spec.size_bytes
         yield spec
 
 
-def _tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
+def tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
+    """A header entry's dtype and shape, checked. Raises HeaderError."""
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise HeaderError(f"{name}: dtype: expected one of {sorted(_ITEM_BYTES)}, got {str(dtype)[:20]!r}")
     if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or not all(_is_count(n) and n > 0 for n in shape):
