@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
+from kvasir.digest import Digest
+
+from cachestore_svc.disk import Disk
 from cachestore_svc.records import (
     DEFAULT_LEASE_TTL_S,
     AgentPage,
@@ -29,7 +32,6 @@ from cachestore_svc.records import (
     VerifyProgress,
     WriteStatus,
 )
-from kvasir.digest import Digest
 
 
 class BlobWriter(Protocol):
@@ -68,9 +70,16 @@ class Store:
     """Everything that the service serves, below gRPC."""
 
     @classmethod
-    def open(cls, config: StoreConfig) -> "Store":
+    def open(
+        cls,
+        config: StoreConfig,
+        clock: Callable[[], float],
+        token_hex: Callable[[int], str],
+        disk: Disk | None = None,
+    ) -> "Store":
         """Lock the data directory, bring its database to today's form, and sweep what a crash left.
 
+        `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`).
         Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW).
         """
         raise NotImplementedError
@@ -131,8 +140,8 @@ class Store:
 
         `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
-        LEASE_FENCED), FailedPrecondition (BLOB_MISSING or BLOB_UNFIT with "digest"; LEASE_HELD: another owner's lease is
-        live) and InvalidArgument (manifest or name).
+        LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
+        now) and InvalidArgument (manifest or name).
         """
         raise NotImplementedError
 
@@ -199,7 +208,7 @@ class Store:
         kv_identity_hash: str | None = None,
         version: int | None = None,
     ) -> AgentRecord:
-        """Start an agent whose first version of each line is another's. Copies no blob. Raises NotFound, AlreadyExists."""
+        """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists."""
         raise NotImplementedError
 
     def rollback_agent(

@@ -1,0 +1,105 @@
+"""Everything the store does to a file system, one method per effect, so that a test can count, refuse or kill at each.
+
+A name is durable only when its directory was synced, and bytes only when their file was. On macOS `fsync` neither
+persists nor orders: F_FULLFSYNC does.
+"""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
+_READ_CHUNK = 1 << 20
+
+
+class Disk:
+    """The real file system. Files are 0600 and directories 0700; no symbolic link is followed at a path's end."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make a directory and those above it; each new name is durable on return."""
+        if path.is_dir():
+            return
+        self.make_directory(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+        self.fsync_directory(path.parent)
+
+    def open_append(self, path: Path) -> int:
+        """A descriptor that reads, and writes at the end; the file is made when it does not exist."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def write(self, descriptor: int, data: bytes | memoryview) -> None:
+        """Write all of the bytes. Raises OSError (ENOSPC), possibly after some of them."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+
+    def truncate(self, descriptor: int, size_bytes: int) -> None:
+        os.ftruncate(descriptor, size_bytes)
+
+    def fsync(self, descriptor: int) -> None:
+        """The file's bytes survive a loss of power on return."""
+        if _FULL_FSYNC is not None:
+            fcntl.fcntl(descriptor, _FULL_FSYNC)
+        else:
+            os.fsync(descriptor)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file its other name, replacing what had it."""
+        source.replace(target)
+
+    def fsync_directory(self, path: Path) -> None:
+        """The directory's names survive a loss of power on return."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file; none there is fine."""
+        path.unlink(missing_ok=True)
+
+    def read(self, path: Path, max_bytes: int) -> memoryview:
+        """The file's bytes, at most `max_bytes` of them. Raises OSError."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb", buffering=0) as file:
+            data = memoryview(bytearray(max_bytes))
+            filled = 0
+            while filled < max_bytes and (count := file.readinto(data[filled:])):
+                filled += count
+        return data[:filled].toreadonly()
+
+    def read_back(self, descriptor: int) -> Iterator[bytes]:
+        """The bytes of an open file from its start, in pieces."""
+        offset = 0
+        while piece := os.pread(descriptor, _READ_CHUNK, offset):
+            offset += len(piece)
+            yield piece
+
+    def names(self, path: Path) -> list[str]:
+        """Names in a directory; none when it does not exist."""
+        try:
+            with os.scandir(path) as entries:
+                return [entry.name for entry in entries]
+        except FileNotFoundError:
+            return []
+
+    def size_bytes(self, path: Path) -> int | None:
+        """Size of a regular file; None when there is none."""
+        try:
+            status = path.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        return status.st_size
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes that an ordinary user may still write."""
+        status = os.statvfs(path)
+        return status.f_bavail * status.f_frsize
+
+    def reached(self, point: str) -> None:
+        """A place between effects, named for tests: around each commit of the index."""
