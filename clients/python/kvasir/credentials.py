@@ -1,0 +1,184 @@
+"""Credentials: who a caller is, read from one file shared by store, engine and gateway.
+
+The file (TOML, mode 0600) holds hashes of tokens, never tokens; each token is bound to one namespace and its roles. A
+client's own token lies in a file of its own, also 0600. Nothing here knows gRPC; randomness is passed in.
+"""
+
+import hmac
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from kvasir.digest import is_hash
+from kvasir.errors import InvalidArgument
+from kvasir.names import check_namespace
+
+ENGINE, CLIENT, PEER, ADMIN = "engine", "client", "peer", "admin"
+ROLES = frozenset({ENGINE, CLIENT, PEER, ADMIN})
+DEFAULT_NAMESPACE = "default"
+_MIN_TOKEN_CHARS = 32
+_MAX_FILE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who calls: the credential's name, the namespace it is bound to, and what it may do."""
+
+    name: str
+    namespace: str
+    roles: frozenset[str]
+
+
+# A caller on the Unix socket without a token: file modes let only the owner of the service (and root) connect.
+OWNER = Principal("owner", DEFAULT_NAMESPACE, ROLES)
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """One entry of the credential file."""
+
+    principal: Principal
+    token_blake3: str
+
+
+class CredentialFileError(ValueError):
+    """The credential file cannot be used. The message says what to do."""
+
+
+class Credentials:
+    """The entries of a credential file, and the question that is asked of them."""
+
+    def __init__(self, entries: Sequence[Credential]) -> None:
+        self._entries = tuple(entries)
+
+    def principal_of(self, token: str) -> Principal | None:
+        """Whose token this is. Takes the same time whichever entry matches, or none."""
+        presented = hash_token(token).encode()
+        found: Principal | None = None
+        for entry in self._entries:
+            if hmac.compare_digest(presented, entry.token_blake3.encode()):
+                found = entry.principal
+        return found
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def hash_token(token: str) -> str:
+    """BLAKE3-256 of a token's UTF-8 bytes, in hex."""
+    return blake3(token.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_credentials(path: Path) -> Credentials:
+    """Read a credential file. Raises CredentialFileError: absent, readable by others, malformed, empty, doubled."""
+    document = _parse(read_private_text(path), path)
+    unknown = set(document) - {"credential"}
+    entries = document.get("credential", [])
+    if unknown or not isinstance(entries, list) or not entries:
+        raise CredentialFileError(f"{path}: expected [[credential]] tables and nothing else")
+    credentials = [_credential(entry, f"{path}: credential {index + 1}") for index, entry in enumerate(entries)]
+    if len({credential.token_blake3 for credential in credentials}) != len(credentials):
+        raise CredentialFileError(f"{path}: two credentials have the same token")
+    if len({credential.principal.name for credential in credentials}) != len(credentials):
+        raise CredentialFileError(f"{path}: two credentials have the same name")
+    return Credentials(credentials)
+
+
+def write_credentials(path: Path, principals: Iterable[Principal], new_token: Callable[[], str]) -> dict[str, str]:
+    """Create a credential file with a fresh token (`new_token`) per principal; returns name → token.
+
+    Raises FileExistsError rather than replacing one: its tokens are in use.
+    """
+    tokens: dict[str, str] = {}
+    lines: list[str] = []
+    for principal in principals:
+        token = tokens[principal.name] = new_token()
+        if len(token) < _MIN_TOKEN_CHARS:
+            raise ValueError(f"a token has at least {_MIN_TOKEN_CHARS} characters, got {len(token)}")
+        roles = ", ".join(_quoted(role) for role in sorted(principal.roles))
+        lines += [
+            "[[credential]]",
+            f"name = {_quoted(principal.name)}",
+            f"token_blake3 = {_quoted(hash_token(token))}",
+            f"roles = [{roles}]",
+            f"namespace = {_quoted(check_namespace(principal.namespace))}",
+            "",
+        ]
+    write_private_text(path, "\n".join(lines))
+    return tokens
+
+
+def read_token(path: Path) -> str:
+    """The token in a client's token file. Raises CredentialFileError when others can read it or it is empty."""
+    token = read_private_text(path).strip()
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise CredentialFileError(f"{path}: expected one token of printable ASCII")
+    return token
+
+
+def write_private_text(path: Path, text: str) -> None:
+    """Create a file that only its owner can read, in a directory that only its owner can enter if it is new."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_private_text(path: Path) -> str:
+    """Text of a file that group and others cannot read. Raises CredentialFileError otherwise, saying what to do."""
+    try:
+        with path.open("rb") as file:
+            # The open file's own mode: a path could be exchanged between asking and reading.
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise CredentialFileError(f"{path}: expected a regular file")
+            if mode & 0o077:
+                raise CredentialFileError(
+                    f"{path}: mode {stat.S_IMODE(mode):04o} lets others read it; run: chmod 600 {path}"
+                )
+            data = file.read(_MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise CredentialFileError(f"{path}: {error.strerror or error}") from None
+    if len(data) > _MAX_FILE_BYTES:
+        raise CredentialFileError(f"{path}: expected at most {_MAX_FILE_BYTES} bytes")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise CredentialFileError(f"{path}: expected UTF-8") from None
+
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CredentialFileError(f"{path}: not TOML: {error}") from None
+
+
+def _credential(entry: object, where: str) -> Credential:
+    if not isinstance(entry, dict) or set(entry) != {"name", "token_blake3", "roles", "namespace"}:
+        raise CredentialFileError(f"{where}: expected exactly name, token_blake3, roles and namespace")
+    name, token_hash, roles, namespace = (entry[key] for key in ("name", "token_blake3", "roles", "namespace"))
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise CredentialFileError(f"{where}: name: expected printable text")
+    if not isinstance(token_hash, str) or not is_hash(token_hash):
+        raise CredentialFileError(f"{where}: token_blake3: expected 64 lower-case hex digits")
+    if not isinstance(roles, list) or not roles or not ROLES.issuperset(map(str, roles)):
+        raise CredentialFileError(f"{where}: roles: expected some of {sorted(ROLES)}")
+    try:
+        check_namespace(namespace if isinstance(namespace, str) else "")
+    except InvalidArgument as error:
+        raise CredentialFileError(f"{where}: {error.message}") from None
+    return Credential(Principal(name, namespace, frozenset(roles)), token_hash)
+
+
+def _quoted(text: str) -> str:
+    """A TOML basic string. Names hold no control characters, so two escapes suffice."""
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -1,0 +1,160 @@
+"""What stands around every handler of both services: who calls, may they, and what their error becomes.
+
+`Authentication` tells the handler its caller, or refuses. `Errors` turns typed errors into statuses; what is not typed
+is a bug of ours: INTERNAL with a request id and nothing else, logged without any payload. Handlers are coroutines
+(one response) or asynchronous generators (a stream of them).
+"""
+
+import contextvars
+import logging
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvasir import errors
+from kvasir.credentials import OWNER, Credentials, Principal
+from kvasir.status import abort
+
+_LOG = logging.getLogger("kvasir.rpc")
+_BEARER = "Bearer "
+_MAX_TOKEN_CHARS = 512
+# They say nothing of anyone's data, and a supervisor or a load balancer has no token.
+_OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
+
+_principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
+
+# Entered around a handler with its ServicerContext.
+Guard = Callable[[Any], AbstractAsyncContextManager[None]]
+Continuation = Callable[[Any], Awaitable[Any]]
+
+
+def current_principal() -> Principal:
+    """Who calls the RPC that is running. Raises LookupError outside of one."""
+    return _principal.get()
+
+
+class Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """The outermost interceptor: the one place where an exception becomes a status."""
+
+    def __init__(self, new_request_id: Callable[[], str]) -> None:
+        self._new_request_id = new_request_id
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+
+        @asynccontextmanager
+        async def guard(context: Any) -> AsyncIterator[None]:
+            try:
+                yield
+            except grpc.aio.AbortError:
+                raise
+            except errors.KvasirError as error:
+                await abort(context, error)
+            # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
+            except Exception as error:  # noqa: BLE001  every bug ends here, once
+                request_id = self._new_request_id()
+                _log_bug(method, request_id, error)
+                await abort(context, errors.Internal(f"internal error; request {request_id}"))
+
+        return handler and _guarded(handler, guard)
+
+
+class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Knows the caller before the handler runs, and whether its roles allow the RPC.
+
+    `allowed_roles` has a row for every RPC of the service: "/package.Service/Rpc" → roles, any of which suffices. An
+    RPC without a row is refused to everybody.
+    """
+
+    def __init__(self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]]) -> None:
+        self._credentials = credentials
+        self._allowed_roles = allowed_roles
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+        metadata = handler_call_details.invocation_metadata or ()
+
+        @asynccontextmanager
+        async def guard(context: Any) -> AsyncIterator[None]:
+            caller = self._caller(context.peer(), metadata)
+            self._check_role(method, caller)
+            _principal.set(caller)
+            yield
+
+        is_open = handler is None or method.startswith(_OPEN_SERVICES)
+        return handler if is_open else _guarded(handler, guard)
+
+    def _caller(self, peer: str, metadata: Any) -> Principal:
+        presented = [value for key, value in metadata if key == "authorization"]
+        if not presented:
+            # The socket's mode lets its owner connect and nobody else.
+            if peer.startswith("unix:"):
+                return OWNER
+            raise errors.Unauthenticated("no credential: send `authorization: Bearer <token>`", reason="NO_CREDENTIAL")
+        text = presented[0]
+        if len(presented) > 1 or not isinstance(text, str) or not text.startswith(_BEARER):
+            raise errors.Unauthenticated("authorization: expected one `Bearer <token>`")
+        token = text.removeprefix(_BEARER)
+        caller = self._credentials.principal_of(token) if self._credentials and len(token) <= _MAX_TOKEN_CHARS else None
+        if caller is None:
+            raise errors.Unauthenticated("the token is not one of this service's credentials")
+        return caller
+
+    def _check_role(self, method: str, caller: Principal) -> None:
+        allowed = self._allowed_roles.get(method, frozenset())
+        if not allowed & caller.roles:
+            name = method.rpartition("/")[2]
+            raise errors.PermissionDenied(
+                f"{name} needs one of the roles {sorted(allowed)}; {caller.name!r} has {sorted(caller.roles)}",
+                metadata={"rpc": name, "roles": " ".join(sorted(allowed))},
+            )
+
+
+def _guarded(handler: Any, guard: Guard) -> Any:
+    """The same handler, run inside the guard."""
+    if handler.response_streaming:
+        behaviour = _guarded_stream(handler.stream_stream or handler.unary_stream, guard)
+    else:
+        behaviour = _guarded_unary(handler.stream_unary or handler.unary_unary, guard)
+    make = _MAKERS[handler.request_streaming, handler.response_streaming]
+    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+# (request_streaming, response_streaming) → what makes such a handler.
+_MAKERS = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+
+
+def _guarded_unary(behaviour: Any, guard: Guard) -> Any:
+    async def call(request: Any, context: Any) -> Any:
+        async with guard(context):
+            return await behaviour(request, context)
+
+    return call
+
+
+def _guarded_stream(behaviour: Any, guard: Guard) -> Any:
+    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
+        async with guard(context), aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return call
+
+
+def _log_bug(method: str, request_id: str, error: BaseException) -> None:
+    # Neither the error's text nor locals: either may hold a prompt. Its type and its places are enough to find it.
+    frames = traceback.extract_tb(error.__traceback__)
+    places = " < ".join(f"{frame.name} {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+    _LOG.error("rpc.failed method=%s request_id=%s error=%s at=%s", method, request_id, type(error).__name__, places)
