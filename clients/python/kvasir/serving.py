@@ -212,7 +212,7 @@ def prepare_socket_path(path: Path) -> None:
         raise RefusedToStart(f"unix:{path}: expected an absolute path")
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise RefusedToStart(
-            f"unix:{path}: {len(os.fsencode(path))} bytes; systems allow {MAX_SOCKET_PATH_BYTES} for the path of a socket: "
+            f"unix:{path}: {len(os.fsencode(path))} bytes; a socket may have {MAX_SOCKET_PATH_BYTES}: "
             "choose a shorter one"
         )
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
