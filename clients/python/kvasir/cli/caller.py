@@ -1,0 +1,75 @@
+"""What the caller of a command asked for everywhere: which home, which address, JSON or not; and how results are shown.
+
+Results go to stdout, progress and remarks to stderr, so that a pipe holds the result and nothing else.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvasir.cli.home import DEFAULT_HOME, Endpoint, Home
+
+
+@dataclass
+class Caller:
+    """One invocation. `main` makes it, the options fill it, every command reads it."""
+
+    home: Home = field(default_factory=lambda: Home(DEFAULT_HOME.expanduser()))
+    store_address: str = ""
+    engine_address: str = ""
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    as_json: bool = False
+    out: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    err: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
+
+    @property
+    def store(self) -> Endpoint:
+        return self._endpoint("store", self.store_address)
+
+    @property
+    def engine(self) -> Endpoint:
+        return self._endpoint("engine", self.engine_address)
+
+    def _endpoint(self, service: str, address: str) -> Endpoint:
+        if address:
+            return Endpoint(address, self.token_file, self.ca_file)
+        known = self.home.endpoint(service)
+        return Endpoint(known.address, self.token_file or known.token_file, self.ca_file or known.ca_file)
+
+    def result(self, value: object, show: Callable[[Console], None]) -> None:
+        """Print a command's result: as JSON for scripts, else by `show`."""
+        if self.as_json:
+            self.out.file.write(json.dumps(value, ensure_ascii=False, indent=2) + "\n")
+        else:
+            show(self.out)
+
+    def say(self, text: str) -> None:
+        """A remark for people; scripts do not get it."""
+        if not self.as_json:
+            self.err.print(text, markup=False)
+
+    @property
+    def shows_progress(self) -> bool:
+        return not self.as_json and self.err.is_terminal
+
+
+def caller_of(context: typer.Context) -> Caller:
+    """The invocation that a command belongs to."""
+    caller: Any = context.find_root().obj
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def _remember_json(context: typer.Context, value: bool) -> bool:
+    if value:
+        caller_of(context).as_json = True
+    return value
+
+
+JsonOption = Annotated[bool, typer.Option("--json", callback=_remember_json, help="Print JSON, for scripts.")]

@@ -1,0 +1,52 @@
+"""How a refusal ends a command: one line that says what happened and what to do next, and an exit code by its kind."""
+
+import json
+import sys
+
+from kvasir import errors
+from kvasir.cli.caller import Caller
+
+OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 70, 130
+
+HELP = (
+    "Exit codes: 0 done; 1 done, and problems were found; 2 wrong usage; 3 a service cannot be reached or is too slow; "
+    "4 refused; 5 not found; 6 stored bytes are damaged; 70 a bug of ours; 130 interrupted."
+)
+
+EXIT_CODES: dict[type[errors.KvasirError], int] = {
+    errors.Unavailable: UNREACHABLE,
+    errors.DeadlineExceeded: UNREACHABLE,
+    errors.NotFound: NOT_FOUND,
+    errors.DataLoss: DAMAGED,
+    errors.Internal: BUG,
+    errors.Cancelled: INTERRUPTED,
+}
+
+HINTS: dict[type[errors.KvasirError], str] = {
+    errors.Unavailable: "Is it running? Start it with `kvasir up`, or name it with --address and --token-file.",
+    errors.DeadlineExceeded: "Try again, or look at `kvasir doctor`.",
+    errors.Unauthenticated: "Name a token file with --token-file.",
+    errors.PermissionDenied: "Use a credential that has the role.",
+    errors.DataLoss: "Run `kvasir store scrub` to find all that is damaged; an engine computes damaged blocks again.",
+    errors.Conflict: "Look at `kvasir agents history`, then try again.",
+    errors.Internal: "The service's log names the request; please report it.",
+}
+
+
+def exit_code(error: errors.KvasirError) -> int:
+    return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), REFUSED)
+
+
+def hint(error: errors.KvasirError) -> str:
+    return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
+
+
+def report(error: errors.KvasirError, caller: Caller) -> int:
+    """Print the refusal where the caller looks for it, and return the command's exit code."""
+    if caller.as_json:
+        value = {"reason": error.reason, "message": error.message, "field": error.field, "metadata": error.metadata}
+        caller.out.file.write(json.dumps({"error": value}, ensure_ascii=False) + "\n")
+    else:
+        line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
+        sys.stderr.write(line.replace("\n", " ") + "\n")
+    return exit_code(error)

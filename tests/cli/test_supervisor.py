@@ -1,0 +1,178 @@
+"""The supervisor with real processes: starts in order, restarts what crashes, says why it gives up, stops together."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kvasir.cli.supervisor import RestartPolicy, Service, Supervisor, last_lines, process_exists, rotate_log
+from kvasir.errors import Unavailable
+
+QUICK = RestartPolicy(max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05)
+# Says that it is ready by making a file; ends at SIGTERM and writes that it did.
+SERVER = """
+import pathlib, signal, sys, time
+name, place = sys.argv[1], pathlib.Path(sys.argv[2])
+def stop(*_):
+    with (place / "order").open("a") as file: file.write(f"{name} stopped\\n")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+with (place / "order").open("a") as file: file.write(f"{name} started\\n")
+(place / name).write_text("ready")
+while True: time.sleep(0.05)
+"""
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('here', flush=True); time.sleep(60)"
+)
+
+
+class Group:
+    """A supervisor over scripts, and what it said."""
+
+    def __init__(self, place: Path, scripts: dict[str, str], *, ready_within_s: float = 10, grace_s: float = 5) -> None:
+        self.place = place
+        self.said: list[str] = []
+        services = [
+            Service(
+                name,
+                (sys.executable, "-c", script, name, str(place)),
+                place / f"{name}.log",
+                self._readiness(name),
+                ready_within_s,
+            )
+            for name, script in scripts.items()
+        ]
+        self.supervisor = Supervisor(
+            services, say=self.said.append, clock=time.monotonic, policy=QUICK, grace_s=grace_s
+        )
+        self.started = asyncio.Event()
+
+    def _readiness(self, name: str):
+        async def is_ready() -> bool:
+            return (self.place / name).exists()
+
+        return is_ready
+
+    def begin(self) -> asyncio.Task[None]:
+        return asyncio.create_task(self.supervisor.run(self.started.set, lambda: None))
+
+    def order(self) -> list[str]:
+        return (self.place / "order").read_text().splitlines()
+
+
+async def eventually(claim, within_s: float = 10) -> None:
+    end = time.monotonic() + within_s
+    while not claim():
+        assert time.monotonic() < end, "it did not happen"
+        await asyncio.sleep(0.02)
+
+
+def test_services_start_in_order_and_stop_in_reverse(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": SERVER, "engine": SERVER})
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        group.supervisor.stop()
+        await run
+        assert group.order() == ["store started", "engine started", "engine stopped", "store stopped"]
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": SERVER})
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        first = group.supervisor.pid("store")
+        os.kill(first, signal.SIGKILL)
+        await eventually(lambda: group.supervisor.pid("store") not in (0, first))
+        assert any("SIGKILL" in line for line in group.said)
+        second = group.supervisor.pid("store")
+        group.supervisor.stop()
+        await run
+        assert not process_exists(second)
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_cannot_start_ends_the_group_with_its_last_words(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": SERVER, "engine": "raise SystemExit('the model is not there')"})
+        with pytest.raises(Unavailable, match="the model is not there") as failed:
+            await group.begin()
+        assert failed.value.reason == "SERVICE_DID_NOT_START"
+        assert group.order() == ["store started", "store stopped"]
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_crashes_again_and_again_ends_the_group(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "store").write_text("ready before it runs, so that each start counts as one")
+        group = Group(tmp_path, {"store": "print('out of luck', flush=True)"})
+        with pytest.raises(Unavailable, match=r"4 times within 30 s.*out of luck"):
+            await asyncio.wait_for(group.begin(), 30)
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_never_gets_ready_is_killed(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"engine": STUBBORN}, ready_within_s=0.5)
+        run = group.begin()
+        await eventually(lambda: group.supervisor.pid("engine") != 0)
+        pid = group.supervisor.pid("engine")
+        with pytest.raises(Unavailable, match=r"not ready within 0\.5 s"):
+            await run
+        assert not process_exists(pid)
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_ignores_the_stop_is_killed_after_its_grace(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "engine").write_text("ready")
+        group = Group(tmp_path, {"engine": STUBBORN}, grace_s=0.3)
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        pid = group.supervisor.pid("engine")
+        await eventually(lambda: last_lines(tmp_path / "engine.log") == ["here"])
+        group.supervisor.stop()
+        await run
+        assert not process_exists(pid)
+        assert any("is killed" in line for line in group.said)
+
+    asyncio.run(scenario())
+
+
+def test_a_stop_during_the_start_ends_what_had_started(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"store": SERVER, "engine": "import time; time.sleep(60)"})
+        run = group.begin()
+        await eventually(lambda: group.supervisor.pid("engine") != 0)
+        pid = group.supervisor.pid("engine")
+        group.supervisor.stop()
+        await run
+        assert not group.started.is_set()
+        assert not process_exists(pid)
+        assert group.order() == ["store started", "store stopped"]
+
+    asyncio.run(scenario())
+
+
+def test_delays_double_up_to_a_limit() -> None:
+    policy = RestartPolicy(first_delay_s=0.5, longest_delay_s=3)
+    assert [policy.delay_s(crashes) for crashes in (1, 2, 3, 4, 100)] == [0.5, 1, 2, 3, 3]
+
+
+def test_a_log_that_has_grown_long_is_put_aside(tmp_path: Path) -> None:
+    log = tmp_path / "store.log"
+    with log.open("wb") as file:
+        file.truncate(17 << 20)
+    rotate_log(log)
+    assert not log.exists()
+    assert (tmp_path / "store.1.log").stat().st_size == 17 << 20
