@@ -8,12 +8,12 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvasir.address import MAX_SOCKET_PATH_BYTES
+from kvasir.channel import Tls
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
 DEFAULT_HOME = Path("~/.kvasir")
-# sockaddr_un holds 104 bytes on macOS; what the services accept.
-MAX_SOCKET_PATH_BYTES = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,10 @@ class Endpoint:
     address: str  # "unix:/path", "host:port" or "[v6]:port"
     token_file: Path | None = None
     ca_file: Path | None = None
+
+    @property
+    def tls(self) -> Tls | None:
+        return None if self.ca_file is None else Tls(self.ca_file)
 
     def token(self) -> str | None:
         """The bearer token. Raises CredentialFileError when others can read its file."""
