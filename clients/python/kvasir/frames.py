@@ -1,6 +1,6 @@
 """Blobs as frames and back: pieces of at most 1 MiB, in offset order, verified when the last one is in.
 
-A message of 4 MiB is refused by a default gRPC peer, and 1 MiB was the fastest size measured; so every blob, whatever its
+A message of 4 MiB is refused by a default gRPC peer, and 1 MiB was the fastest measured; so every blob, whatever its
 size, travels as the same small pieces, and an interrupted one goes on at the offset where it stopped.
 """
 

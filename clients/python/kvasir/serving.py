@@ -7,7 +7,6 @@ could make grow: message and metadata size, streams, idle time. It stops gracefu
 
 import asyncio
 import contextlib
-import ipaddress
 import os
 import signal
 import socket
@@ -22,12 +21,11 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.interceptors import Authentication, Errors
 
 MAX_MESSAGE_BYTES = 4 << 20
-# sockaddr_un holds 104 bytes on macOS and 108 on Linux, with the NUL; one limit for both.
-MAX_SOCKET_PATH_BYTES = 100
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_STREAMS_PER_CONNECTION = 128
 _MAX_CONCURRENT_RPCS = 1024
@@ -65,10 +63,6 @@ class Listening:
     # Certificates of the clients that may connect (mutual TLS).
     tls_client_ca_file: Path | None = None
 
-    @property
-    def socket_path(self) -> Path | None:
-        return Path(self.address.removeprefix("unix:")) if self.address.startswith("unix:") else None
-
 
 class EdgeServer:
     """One grpc.aio server under Kvasir's rules. Register servicers on `.grpc`, then start() and run_until_stopped()."""
@@ -84,7 +78,7 @@ class EdgeServer:
         """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it."""
         self._listening = listening
         self._service_names = tuple(service_names)
-        credentials = check_listening(listening)
+        self._address, credentials = check_listening(listening)
         self.grpc = grpc.aio.server(
             interceptors=(Errors(new_request_id), Authentication(credentials, allowed_roles)),
             options=_OPTIONS,
@@ -97,15 +91,15 @@ class EdgeServer:
         )
         # Set when a stop was asked for: streams without an end of their own watch it.
         self.stopping = asyncio.Event()
-        self.address = listening.address
+        self.address = str(self._address)
 
     async def start(self) -> None:
         """Listen. Live at once (health ""); ready at set_ready(True). Raises RefusedToStart if the address is taken."""
         await self.set_ready(False)
-        if self._listening.socket_path is None:
-            self.address = self._bind_tcp()
+        if self._address.socket_path is None:
+            self.address = str(self._bind_tcp())
         else:
-            self._bind_socket(self._listening.socket_path)
+            self._bind_socket(self._address.socket_path)
         await self.grpc.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
@@ -125,26 +119,23 @@ class EdgeServer:
         finally:
             await self._health.enter_graceful_shutdown()
             await self.grpc.stop(grace_s)
-            if self._listening.socket_path is not None:
-                self._listening.socket_path.unlink(missing_ok=True)
+            if self._address.socket_path is not None:
+                self._address.socket_path.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Ask for a graceful stop. Safe to repeat."""
         self.stopping.set()
 
-    def _bind_tcp(self) -> str:
-        host, port = split_host_port(self._listening.address)
-        shown = f"[{host}]" if ":" in host else host
+    def _bind_tcp(self) -> Address:
         tls = _server_tls(self._listening)
         try:
-            bound = (
-                self.grpc.add_secure_port(f"{shown}:{port}", tls)
-                if tls
-                else self.grpc.add_insecure_port(f"{shown}:{port}")
-            )
+            if tls:
+                port = self.grpc.add_secure_port(str(self._address), tls)
+            else:
+                port = self.grpc.add_insecure_port(str(self._address))
         except RuntimeError:
-            raise RefusedToStart(f"cannot listen on {self._listening.address}: is another process there?") from None
-        return f"{shown}:{bound}"
+            raise RefusedToStart(f"cannot listen on {self._address}: is another process there?") from None
+        return Address(host=self._address.host, port=port)
 
     def _bind_socket(self, path: Path) -> None:
         prepare_socket_path(path)
@@ -159,62 +150,40 @@ class EdgeServer:
         path.chmod(0o600)
 
 
-def check_listening(listening: Listening) -> Credentials | None:
-    """The credentials to ask for; None on a Unix socket without a file. RefusedToStart for what is not allowed."""
+def check_listening(listening: Listening) -> tuple[Address, Credentials | None]:
+    """Where to listen and the credentials to ask for; None on a Unix socket without a file. Raises RefusedToStart."""
+    try:
+        address = parse_address(listening.address)
+        _check_protection(listening, address)
+        file = listening.credentials_file
+        return address, None if file is None else read_credentials(file)
+    except (AddressError, CredentialFileError) as error:
+        raise RefusedToStart(str(error)) from None
+
+
+def _check_protection(listening: Listening, address: Address) -> None:
     has_tls = listening.tls_cert_file is not None and listening.tls_key_file is not None
     if (listening.tls_cert_file is None) != (listening.tls_key_file is None):
         raise RefusedToStart("TLS needs both a certificate and its key: give both files or neither")
     if listening.tls_client_ca_file is not None and not has_tls:
         raise RefusedToStart("a client CA needs TLS: give a certificate and its key too")
-    if listening.socket_path is not None:
+    if address.socket_path is not None:
         if has_tls:
             raise RefusedToStart("a Unix socket has no TLS: leave out the certificate, or listen on host:port")
-    else:
-        host, _ = split_host_port(listening.address)
-        if listening.credentials_file is None:
-            raise RefusedToStart(
-                f"{listening.address} is TCP, which any process here can reach: give a credential file, "
-                "or listen on unix:/path"
-            )
-        if not is_loopback(host) and not has_tls:
-            raise RefusedToStart(
-                f"{listening.address} can be reached from other machines: give a TLS certificate and key besides the "
-                "credential file, or listen on 127.0.0.1 or unix:/path"
-            )
-    try:
-        return None if listening.credentials_file is None else read_credentials(listening.credentials_file)
-    except CredentialFileError as error:
-        raise RefusedToStart(str(error)) from None
-
-
-def split_host_port(address: str) -> tuple[str, int]:
-    """("::1", 80) from "[::1]:80". Raises RefusedToStart."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise RefusedToStart(f"{address!r}: expected unix:/path, host:port or [v6 address]:port")
-    is_v6 = host.startswith("[") and host.endswith("]")
-    if ":" in host and not is_v6:
-        raise RefusedToStart(f"{address!r}: write a v6 address as [address]:port")
-    return (host[1:-1] if is_v6 else host), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """True for addresses that no other machine can reach. A name other than localhost could resolve to anything."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return
+    if listening.credentials_file is None:
+        raise RefusedToStart(
+            f"{address} is TCP, which any process here can reach: give a credential file, or listen on unix:/path"
+        )
+    if not address.is_loopback and not has_tls:
+        raise RefusedToStart(
+            f"{address} can be reached from other machines: give a TLS certificate and its key too, "
+            "or listen on 127.0.0.1 or unix:/path"
+        )
 
 
 def prepare_socket_path(path: Path) -> None:
     """Make the directory (0700), and remove a socket that nobody listens on. Raises RefusedToStart otherwise."""
-    if not path.is_absolute():
-        raise RefusedToStart(f"unix:{path}: expected an absolute path")
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise RefusedToStart(
-            f"unix:{path}: {len(os.fsencode(path))} bytes; a socket may have {MAX_SOCKET_PATH_BYTES}: "
-            "choose a shorter one"
-        )
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     directory = path.parent.stat()
     if directory.st_uid != os.getuid() or directory.st_mode & 0o077:

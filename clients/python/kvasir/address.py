@@ -1,0 +1,62 @@
+"""Addresses of services, as people write them: unix:/path, host:port, [v6 address]:port."""
+
+import ipaddress
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+# sockaddr_un holds 104 bytes on macOS and 108 on Linux, with the NUL; one limit for both.
+MAX_SOCKET_PATH_BYTES = 100
+
+
+class AddressError(ValueError):
+    """The text is no address. Says what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A Unix socket's path, or a host and port."""
+
+    socket_path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    @property
+    def is_loopback(self) -> bool:
+        """True for what no other machine can reach. A name other than localhost could resolve to anything."""
+        if self.socket_path is not None:
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def __str__(self) -> str:
+        """As gRPC wants it."""
+        if self.socket_path is not None:
+            return f"unix:{self.socket_path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str) -> Address:
+    """Raises AddressError: not an address, a relative socket path, or one longer than systems allow."""
+    if text.startswith("unix:"):
+        return Address(socket_path=_socket_path(text.removeprefix("unix:")))
+    host, colon, port = text.rpartition(":")
+    is_v6 = host.startswith("[") and host.endswith("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise AddressError(f"{text!r}: expected unix:/path, host:port or [v6 address]:port")
+    if (":" in host) != is_v6 or "/" in host:
+        raise AddressError(f"{text!r}: expected host:port, with a v6 address in brackets")
+    return Address(host=host[1:-1] if is_v6 else host, port=int(port))
+
+
+def _socket_path(text: str) -> Path:
+    size_bytes = len(os.fsencode(text))
+    if not text.startswith("/") or "\0" in text:
+        raise AddressError(f"unix:{text!r}: expected an absolute path")
+    if size_bytes > MAX_SOCKET_PATH_BYTES:
+        raise AddressError(
+            f"unix:{text}: {size_bytes} bytes; a socket may have {MAX_SOCKET_PATH_BYTES}: choose a shorter path"
+        )
+    return Path(text)

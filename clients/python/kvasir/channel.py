@@ -1,0 +1,102 @@
+"""Channels of gRPC clients: to whom, over what, and how patient.
+
+Tokens never travel in the clear to another machine; a server may be pinned by its own certificate. Only reads are
+retried by the channel itself: repeating them changes nothing.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+
+from kvasir.address import AddressError, parse_address
+from kvasir.errors import InvalidArgument
+
+_MAX_MESSAGE_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """How a client knows its server, and what it shows of itself."""
+
+    # PEM: the authority that signed the server's certificate, or that certificate itself, which pins it.
+    ca_file: Path
+    # The name in the server's certificate, when it is not the host of the address.
+    server_name: str = ""
+    # PEM: the client's own certificate and key, for a server that asks (mutual TLS).
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+
+def aio_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> grpc.aio.Channel:
+    """A channel of grpc.aio. `safe_reads` are "package.Service/Rpc" that may be repeated. Raises InvalidArgument."""
+    target, options = _target(address, tls), _options(tls, safe_reads)
+    if tls is None:
+        return grpc.aio.insecure_channel(target, options)
+    return grpc.aio.secure_channel(target, _credentials(tls), options)
+
+
+def sync_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> grpc.Channel:
+    """As aio_channel, for blocking calls."""
+    target, options = _target(address, tls), _options(tls, safe_reads)
+    if tls is None:
+        return grpc.insecure_channel(target, options)
+    return grpc.secure_channel(target, _credentials(tls), options)
+
+
+def _target(address: str, tls: Tls | None) -> str:
+    try:
+        parsed = parse_address(address)
+    except AddressError as error:
+        raise InvalidArgument(f"address: {error}", field="address") from None
+    if tls is None and not parsed.is_loopback:
+        raise InvalidArgument(f"address: {address} is another machine, so TLS is needed", field="tls")
+    return str(parsed)
+
+
+def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+    try:
+        return grpc.ssl_channel_credentials(
+            root_certificates=tls.ca_file.read_bytes(),
+            private_key=tls.key_file.read_bytes() if tls.key_file else None,
+            certificate_chain=tls.cert_file.read_bytes() if tls.cert_file else None,
+        )
+    except OSError as error:
+        raise InvalidArgument(f"tls: {error.filename}: {error.strerror}", field="tls") from None
+
+
+def _options(tls: Tls | None, safe_reads: Sequence[str]) -> list[tuple[str, str | int]]:
+    options: list[tuple[str, str | int]] = [
+        ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
+        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        # A service that froze or a machine that vanished ends the call as UNAVAILABLE after 20 s at most.
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # A service that restarts is found again soon; gRPC's own schedule grows to two minutes.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        # A proxy named in the environment has no business with these calls.
+        ("grpc.enable_http_proxy", 0),
+    ]
+    if safe_reads:
+        options += [("grpc.enable_retries", 1), ("grpc.service_config", _retry_config(safe_reads))]
+    if tls is not None and tls.server_name:
+        options.append(("grpc.ssl_target_name_override", tls.server_name))
+    return options
+
+
+def _retry_config(safe_reads: Sequence[str]) -> str:
+    names = [dict(zip(("service", "method"), name.split("/"), strict=True)) for name in safe_reads]
+    policy = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.1s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": policy}]})
