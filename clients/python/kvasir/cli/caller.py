@@ -59,17 +59,12 @@ class Caller:
         return not self.as_json and self.err.is_terminal
 
 
-def caller_of(context: typer.Context) -> Caller:
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+
+
+def caller_of(context: typer.Context, as_json: bool = False) -> Caller:
     """The invocation that a command belongs to."""
     caller: Any = context.find_root().obj
     assert isinstance(caller, Caller)
+    caller.as_json = as_json
     return caller
-
-
-def _remember_json(context: typer.Context, value: bool) -> bool:
-    if value:
-        caller_of(context).as_json = True
-    return value
-
-
-JsonOption = Annotated[bool, typer.Option("--json", callback=_remember_json, help="Print JSON, for scripts.")]

@@ -2,9 +2,13 @@
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvasir import errors
 from kvasir.cli.caller import Caller
+from kvasir.cli.home import Endpoint
+from kvasir.credentials import CredentialFileError
 
 OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 70, 130
 
@@ -39,6 +43,22 @@ def exit_code(error: errors.KvasirError) -> int:
 
 def hint(error: errors.KvasirError) -> str:
     return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
+
+
+@contextmanager
+def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
+    """Replace gRPC's own words for "nobody answers there" by ours; what a service says of itself stays."""
+    try:
+        yield
+    except errors.Unavailable as error:
+        if error.metadata or "connect" not in error.message:
+            raise
+        raise errors.Unavailable(f"no {service} answers at {endpoint.address}", reason=error.reason) from None
+
+
+def unusable_token(error: CredentialFileError) -> errors.KvasirError:
+    """A token file that cannot be used is the caller's to put right."""
+    return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
 
 
 def report(error: errors.KvasirError, caller: Caller) -> int:

@@ -1,0 +1,296 @@
+"""`kvasir agents …`: look at agents' memories, branch them, take them back, forget them, carry them elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cli import carrying, failures
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.progress import transfer_progress
+from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row
+from kvasir.errors import InvalidArgument
+from kvasir.store_client import StoreClient
+
+app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
+_PAGE = 1000
+
+AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar="AGENT")]
+LineOption = Annotated[
+    str,
+    typer.Option(
+        "--kv-identity", help="Hash of the line's KV identity; the line used last if left out.", metavar="HASH"
+    ),
+]
+VersionOption = Annotated[int, typer.Option("--version", min=0, help="0: the newest.")]
+
+
+@contextmanager
+def store_client(caller: Caller) -> Iterator[StoreClient]:
+    """A client of the caller's store. Says which address does not answer."""
+    endpoint = caller.store
+    with StoreClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False) as client:
+        with failures.naming("store", endpoint):
+            yield client
+
+
+@app.command("ls")
+def ls(
+    context: typer.Context,
+    prefix: Annotated[str, typer.Option(help="Only names that begin so.")] = "",
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only agents with this label; may be repeated.", metavar="KEY=VALUE")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List agents by name."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        agents = list(_all_agents(client, prefix, _labels(label or [])))
+    caller.result([agent_row(agent) for agent in agents], lambda out: out.print(_agents_table(agents)))
+
+
+@app.command("show")
+def show(context: typer.Context, agent: AgentArgument, as_json: JsonOption = False) -> None:
+    """Show one agent and its lines."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        found = client.get_agent(agent)
+    caller.result(agent_row(found), lambda out: _show(out, found))
+
+
+@app.command("history")
+def history(context: typer.Context, agent: AgentArgument, line: LineOption = "", as_json: JsonOption = False) -> None:
+    """List the versions that an agent can be rolled back to, newest first."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        versions = list(_all_versions(client, agent, line))
+    caller.result([snapshot_row(version) for version in versions], lambda out: out.print(_versions_table(versions)))
+
+
+@app.command("fork")
+def fork(
+    context: typer.Context,
+    source: AgentArgument,
+    agent: Annotated[str, typer.Argument(help="The new agent's name.", metavar="NEW")],
+    version: VersionOption = 0,
+    line: LineOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Start a new agent that remembers what another does. Copies no bytes."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        made = client.fork_agent(source, agent, line, version)
+    caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers what {source} does.", markup=False))
+
+
+@app.command("rollback")
+def rollback(
+    context: typer.Context,
+    agent: AgentArgument,
+    version: Annotated[int, typer.Argument(min=1, help="The version to go back to.")],
+    line: LineOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Make an old version the newest again, as a new version; nothing is removed."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        made = client.rollback_agent(agent, version, line)
+    caller.result(
+        snapshot_row(made),
+        lambda out: out.print(f"{agent} is at version {made.version}, which is version {version} again.", markup=False),
+    )
+
+
+@app.command("rm")
+def rm(
+    context: typer.Context,
+    agent: AgentArgument,
+    force: Annotated[bool, typer.Option("--force", help="Also if it is pinned.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Forget an agent: all its lines and versions."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        answer = client.delete_agent(agent, force=force)
+    value = {"agent_id": agent, "unshared_bytes": answer.unshared_bytes, "bytes_gone_by": iso(answer.bytes_gone_by)}
+    caller.result(
+        value,
+        lambda out: out.print(
+            f"{agent} is forgotten. {size(answer.unshared_bytes)} that nobody else uses are gone by "
+            f"{value['bytes_gone_by'] or 'the next collection'}.",
+            markup=False,
+        ),
+    )
+
+
+@app.command("label")
+def label(
+    context: typer.Context,
+    agent: AgentArgument,
+    labels: Annotated[list[str], typer.Argument(help="KEY=VALUE sets, KEY= removes.", metavar="KEY=VALUE…")],
+    as_json: JsonOption = False,
+) -> None:
+    """Set or remove labels."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        changed = client.update_agent(agent, labels=_labels(labels))
+    caller.result(agent_row(changed), lambda out: _show(out, changed))
+
+
+@app.command("pin")
+def pin(
+    context: typer.Context,
+    agent: AgentArgument,
+    off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False,
+    keep: Annotated[int | None, typer.Option(min=1, max=1000, help="Versions to keep per line.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep an agent from eviction and from rm, or let it go again."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        changed = client.update_agent(agent, is_pinned=not off, retained_versions=keep)
+    caller.result(agent_row(changed), lambda out: _show(out, changed))
+
+
+@app.command("export")
+def export(
+    context: typer.Context,
+    agent: AgentArgument,
+    file: Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False)],
+    version: VersionOption = 0,
+    line: LineOption = "",
+    form: Annotated[
+        carrying.Form, typer.Option("--format", help="Kvasir's archive, or the seed's one safetensors file.")
+    ] = carrying.Form.ARCHIVE,
+    model_name: Annotated[str, typer.Option(help="What the seed's form says as model_id.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Save one version of an agent's memory as a file."""
+    caller = caller_of(context, as_json)
+    began = time.monotonic()
+    with store_client(caller) as client:
+        if form is carrying.Form.ARCHIVE:
+            size_bytes = client.export_to_file(agent, file, line, version)
+        else:
+            size_bytes = carrying.export_seed_file(client, agent, file, line, version, model_name)
+    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value}
+    seconds = time.monotonic() - began
+    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s", markup=False))
+
+
+@app.command("import")
+def import_(
+    context: typer.Context,
+    file: Annotated[Path, typer.Argument(help="The file to read.", exists=True, dir_okay=False)],
+    agent: Annotated[str, typer.Argument(help="Its name here; as in the file if left out.", metavar="[AGENT]")] = "",
+    replace: Annotated[bool, typer.Option("--replace", help="Add a version to an agent that exists.")] = False,
+    form: Annotated[
+        carrying.Form, typer.Option("--format", help="Kvasir's archive, or the seed's one safetensors file.")
+    ] = carrying.Form.ARCHIVE,
+    of_agent: Annotated[
+        str, typer.Option(help="A seed file of foreign origin: an agent here with the same model.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Read an agent's memory from a file, as a new version."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        if form is carrying.Form.ARCHIVE:
+            made = client.import_from_file(agent or carrying.agent_of_archive(file), file, replace=replace)
+        else:
+            made = carrying.import_seed_file(client, file, agent, replace=replace, of_agent=of_agent)
+    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made), markup=False))
+
+
+@app.command("pull")
+def pull(
+    context: typer.Context,
+    peer: Annotated[str, typer.Argument(help="A peer of the store's configuration.", metavar="PEER")],
+    agent: AgentArgument,
+    as_: Annotated[str, typer.Option("--as", help="Its name here; the same if left out.", metavar="NAME")] = "",
+    line: LineOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Copy an agent's memory from another store; only blobs that lack travel."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
+        made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)
+    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made), markup=False))
+
+
+def _all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iterator[pb.Agent]:
+    token = ""
+    while True:
+        page = client.list_agents(name_prefix=prefix, labels=labels, page_size=_PAGE, page_token=token)
+        yield from page.agents
+        if not (token := page.next_page_token):
+            return
+
+
+def _all_versions(client: StoreClient, agent: str, line: str) -> Iterator[pb.SnapshotVersion]:
+    token = ""
+    while True:
+        page = client.list_snapshots(agent, line, page_size=_PAGE, page_token=token)
+        yield from page.snapshots
+        if not (token := page.next_page_token):
+            return
+
+
+def _labels(texts: list[str]) -> dict[str, str]:
+    labels: dict[str, str] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise InvalidArgument(f"label: expected KEY=VALUE, got {text!r}", field="label")
+        labels[key] = value
+    return labels
+
+
+def _arrived(made: pb.SnapshotVersion) -> str:
+    return f"{made.agent_id} is here at version {made.version}: {made.token_count} tokens, {size(made.total_bytes)}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        is_number = column in ("version", "tokens", "bytes", "parent")
+        table.add_column(column, justify="right" if is_number else "left", overflow="fold")
+    return table
+
+
+def _agents_table(agents: list[pb.Agent]) -> Table:
+    table, now = _table("agent", "version", "tokens", "bytes", "used", "pinned", "labels"), datetime.now(UTC)
+    for agent in agents:
+        newest: Any = agent.lines[0] if agent.lines else pb.SnapshotVersion()
+        labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items()))
+        table.add_row(
+            *(agent.agent_id, str(newest.version), str(newest.token_count), size(newest.total_bytes)),
+            *(ago(agent.used_at, now), "yes" if agent.is_pinned else "", labels),
+        )
+    return table
+
+
+def _versions_table(versions: list[pb.SnapshotVersion]) -> Table:
+    table, now = _table("version", "parent", "tokens", "bytes", "made", "by", "line"), datetime.now(UTC)
+    for each in versions:
+        made_by = f"{origin(each.origin)} {each.origin_detail}".strip()
+        table.add_row(
+            *(str(each.version), str(each.parent_version), str(each.token_count), size(each.total_bytes)),
+            *(ago(each.created_at, now), made_by, short(each.kv_identity_hash)),
+        )
+    return table
+
+
+def _show(out: Console, agent: pb.Agent) -> None:
+    labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items())) or "none"
+    pinned = "pinned" if agent.is_pinned else "not pinned"
+    out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}", markup=False)
+    out.print(_versions_table(list(agent.lines)))

@@ -1,0 +1,70 @@
+"""Memories as files: which form they have, and the seed's form to and from the store."""
+
+import enum
+import json
+import mmap
+import tarfile
+from pathlib import Path
+
+from kvasir import manifest as manifests
+from kvasir.appendix_a import from_seed_file, to_seed_file
+from kvasir.archive import pack
+from kvasir.archive_file import new_file
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import InvalidArgument
+from kvasir.store_client import StoreClient
+
+_MAX_INDEX_BYTES = 1 << 20
+
+
+class Form(enum.StrEnum):
+    """How a memory stands in a file."""
+
+    ARCHIVE = "archive"
+    SEED = "seed"
+
+
+def export_seed_file(client: StoreClient, agent: str, file: Path, line: str, version: int, model_name: str) -> int:
+    """Save one version in the seed's form; returns its size in bytes."""
+    snapshot, manifest_bytes = client.get_snapshot(agent, line, version)
+    manifest = manifests.parse(manifest_bytes)
+    blobs = {digest: bytes(data) for digest, data in client.get_blobs(manifests.digests(manifest))}
+    model_id = model_name or manifest.kv_identity.weights_digest
+    with new_file(file) as out:
+        for piece in to_seed_file(manifest, blobs.__getitem__, agent_id=snapshot.agent_id, model_id=model_id):
+            out.write(piece)
+        return out.tell()
+
+
+def import_seed_file(
+    client: StoreClient, file: Path, agent: str, *, replace: bool, of_agent: str
+) -> pb.SnapshotVersion:
+    """Read a file of the seed's form into a new version of `agent`, or of the agent that the file names."""
+    identity = _identity_of(client, of_agent) if of_agent else None
+    with file.open("rb") as opened:
+        if not file.stat().st_size:
+            raise InvalidArgument(f"{file}: the file is empty", field="file")
+        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            memory = from_seed_file(bytes(data), identity=identity)
+    name = agent or memory.agent_id
+    return client.import_agent(name, pack(memory.manifest, memory.blobs, agent_id=name), replace=replace)
+
+
+def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
+    _, manifest_bytes = client.get_snapshot(agent)
+    return manifests.parse(manifest_bytes).kv_identity
+
+
+def agent_of_archive(file: Path) -> str:
+    """The agent that an archive says it is of. Nothing is extracted."""
+    try:
+        with tarfile.open(file) as archive:
+            member = archive.next()
+            content = archive.extractfile(member) if member is not None and member.size <= _MAX_INDEX_BYTES else None
+            agent = json.loads(content.read())["agent_id"] if content is not None else None
+    except (tarfile.TarError, OSError, ValueError, KeyError, TypeError, RecursionError):
+        agent = None
+    if not isinstance(agent, str):
+        raise InvalidArgument(f"{file}: not an archive of `kvasir agents export`", field="file")
+    return agent

@@ -1,0 +1,71 @@
+"""`kvasir`: every command in one tree. Start here for the command line."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import kvasir
+from kvasir.cli import agents, failures, store, up
+from kvasir.cli.caller import Caller, caller_of
+from kvasir.cli.home import DEFAULT_HOME, Home
+from kvasir.credentials import CredentialFileError
+from kvasir.errors import KvasirError
+
+app = typer.Typer(
+    name="kvasir",
+    help="An agent's KV cache is its memory. Kvasir keeps it.",
+    epilog=failures.HELP,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command("up")(up.up)
+app.add_typer(agents.app, name="agents")
+app.add_typer(store.app, name="store")
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        sys.stdout.write(f"kvasir {kvasir.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    context: typer.Context,
+    home: Annotated[
+        Path, typer.Option(envvar="KVASIR_HOME", help="Where `kvasir up` keeps everything.")
+    ] = DEFAULT_HOME,
+    address: Annotated[
+        str, typer.Option(help="The store: unix:/path or HOST:PORT. Left out: that of the home.", metavar="ADDRESS")
+    ] = "",
+    engine: Annotated[
+        str, typer.Option(help="The engine: unix:/path or HOST:PORT. Left out: that of the home.", metavar="ADDRESS")
+    ] = "",
+    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, mode 0600.")] = None,
+    ca_file: Annotated[Path | None, typer.Option(help="PEM certificate that the service must show.")] = None,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """What every command takes."""
+    caller = caller_of(context)
+    caller.home = Home(home.expanduser().absolute())
+    caller.store_address = address
+    caller.engine_address = engine
+    caller.token_file = token_file
+    caller.ca_file = ca_file
+
+
+def main() -> None:
+    """Run the command line and end the process with its exit code."""
+    caller = Caller()
+    try:
+        app(obj=caller)
+    except KvasirError as error:
+        sys.exit(failures.report(error, caller))
+    except CredentialFileError as error:
+        sys.exit(failures.report(failures.unusable_token(error), caller))
+    except KeyboardInterrupt:
+        sys.exit(failures.INTERRUPTED)

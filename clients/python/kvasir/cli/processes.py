@@ -1,0 +1,82 @@
+"""The command lines of both services, as the supervisor, the demo and the self-test start them.
+
+The services are programs to the command line, never imports: `python -m cachestore_svc …`, `python -m inference_svc …`.
+"""
+
+import functools
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvasir.cli.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
+from kvasir.cli.home import Endpoint
+from kvasir.cli.supervisor import Service
+
+# A large model is read from disk and its weights are hashed the first time.
+STORE_READY_WITHIN_S = 60.0
+ENGINE_READY_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreProcess:
+    """A cache store to start."""
+
+    data_dir: Path
+    endpoint: Endpoint
+    log_file: Path
+    credentials_file: Path | None = None
+    peers_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+
+    def argv(self) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "cachestore_svc", "serve"),
+            *("--data-dir", str(self.data_dir), "--listen", self.endpoint.address),
+            *_option("--credentials-file", self.credentials_file),
+            *_option("--peers-file", self.peers_file),
+            *_option("--tls-cert-file", self.tls_cert_file),
+            *_option("--tls-key-file", self.tls_key_file),
+        )
+
+    def service(self) -> Service:
+        return Service("store", self.argv(), self.log_file, _health(self.endpoint, STORE_SERVICE), STORE_READY_WITHIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """An inference service to start, with the store that it publishes to."""
+
+    endpoint: Endpoint
+    store: Endpoint
+    log_file: Path
+    model: str = ""  # the shipped model when empty
+    credentials_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+
+    def argv(self) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "inference_svc", "serve"),
+            *("--listen", self.endpoint.address, "--store", self.store.address),
+            *_option("--model", self.model),
+            *_option("--credentials-file", self.credentials_file),
+            *_option("--tls-cert-file", self.tls_cert_file),
+            *_option("--tls-key-file", self.tls_key_file),
+            *_option("--store-token-file", self.store.token_file),
+            *_option("--store-ca-file", self.store.ca_file),
+        )
+
+    def service(self) -> Service:
+        return Service(
+            "engine", self.argv(), self.log_file, _health(self.endpoint, ENGINE_SERVICE), ENGINE_READY_WITHIN_S
+        )
+
+
+def _health(endpoint: Endpoint, service: str) -> Callable[[], Awaitable[bool]]:
+    return functools.partial(is_ready, endpoint, service)
+
+
+def _option(name: str, value: Path | str | None) -> tuple[str, ...]:
+    return (name, str(value)) if value else ()

@@ -1,0 +1,84 @@
+"""What the store tells, as plain values for --json and as words for people."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def snapshot_row(snapshot: pb.SnapshotVersion) -> dict[str, Any]:
+    """One version of a line."""
+    return {
+        "agent_id": snapshot.agent_id,
+        "kv_identity_hash": snapshot.kv_identity_hash,
+        "version": snapshot.version,
+        "parent_version": snapshot.parent_version,
+        "tokens": snapshot.token_count,
+        "total_bytes": snapshot.total_bytes,
+        "created_at": iso(snapshot.created_at),
+        "origin": origin(snapshot.origin),
+        "origin_detail": snapshot.origin_detail,
+        "request_id": snapshot.request_id,
+        "manifest": snapshot.manifest.hash,
+    }
+
+
+def agent_row(agent: pb.Agent) -> dict[str, Any]:
+    """An agent and the newest version of each of its lines."""
+    return {
+        "agent_id": agent.agent_id,
+        "labels": dict(sorted(agent.labels.items())),
+        "is_pinned": agent.is_pinned,
+        "retained_versions": agent.retained_versions,
+        "created_at": iso(agent.created_at),
+        "used_at": iso(agent.used_at),
+        "lines": [snapshot_row(line) for line in agent.lines],
+    }
+
+
+def stats_row(stats: pb.GetStatsResponse) -> dict[str, Any]:
+    """Sizes and counters of a namespace."""
+    row: dict[str, Any] = {
+        field.name: getattr(stats, field.name)
+        for field in pb.GetStatsResponse.DESCRIPTOR.fields
+        if field.name != "counters"
+    }
+    return row | {"counters": dict(sorted(stats.counters.items()))}
+
+
+def origin(value: "pb.Origin") -> str:
+    return pb.Origin.Name(value).removeprefix("ORIGIN_").lower()
+
+
+def iso(at: Timestamp) -> str:
+    """ISO 8601 in UTC; empty when the service did not say."""
+    return at.ToDatetime(UTC).isoformat(timespec="milliseconds") if at.seconds or at.nanos else ""
+
+
+def ago(at: Timestamp, now: datetime) -> str:
+    """How long ago, in the largest unit that fits."""
+    if not at.seconds:
+        return ""
+    seconds = max(0, int((now - at.ToDatetime(UTC)).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size} {unit} ago"
+    return f"{seconds} s ago"
+
+
+def size(count: int) -> str:
+    """Bytes in the largest binary unit that fits."""
+    value = float(count)
+    for unit in _UNITS:
+        if value < 1024 or unit == _UNITS[-1]:
+            return f"{int(value)} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError("the last unit always fits")
+
+
+def short(digest: str) -> str:
+    return digest[:12]

@@ -1,0 +1,131 @@
+"""`kvasir store …`: serve a store, and look after the one that runs."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvasir.cli.agents import store_client
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.failures import DAMAGED, PROBLEMS
+from kvasir.cli.progress import counting_progress
+from kvasir.cli.rows import size, stats_row
+from kvasir.digest import Digest
+
+app = typer.Typer(help="Look after the store.", no_args_is_help=True)
+
+
+@app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(context: typer.Context) -> None:
+    """Run a cache store alone. Takes the options of `python -m cachestore_svc serve`; add --help to see them."""
+    caller = caller_of(context)
+    arguments = list(context.args)
+    if not any(argument.split("=")[0] == "--data-dir" for argument in arguments):
+        arguments += ["--data-dir", str(caller.home.store_data)]
+    if not any(argument.split("=")[0] == "--listen" for argument in arguments):
+        caller.home.make()
+        arguments += ["--listen", caller.home.socket_address("store")]
+    os.execv(sys.executable, [sys.executable, "-m", "cachestore_svc", "serve", *arguments])  # noqa: S606  it becomes it
+
+
+@app.command("check")
+def check(
+    context: typer.Context,
+    data_dir: Annotated[Path | None, typer.Option(help="The store's data; that of the home if left out.")] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Also put right what can be.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare index and files both ways. The store must not run meanwhile."""
+    caller = caller_of(context, as_json)
+    argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
+    argv += ["--data-dir", str(data_dir or caller.home.store_data)]
+    answer = subprocess.run([*argv, *(["--repair"] if repair else [])], stdout=subprocess.PIPE, check=False)
+    if not answer.stdout:
+        raise typer.Exit(answer.returncode or PROBLEMS)
+    report: dict[str, Any] = json.loads(answer.stdout)
+    caller.result(report, lambda out: _show_report(out, report))
+    raise typer.Exit(answer.returncode)
+
+
+@app.command("scrub")
+def scrub(
+    context: typer.Context,
+    agent: Annotated[str, typer.Argument(help="Only this agent's blobs; all if left out.", metavar="[AGENT]")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Hash every stored blob again. Damaged ones are set aside and named; engines compute them anew."""
+    caller = caller_of(context, as_json)
+    damaged: list[Digest] = []
+    checked = 0
+    with store_client(caller) as client, counting_progress(caller, "blobs") as on_progress:
+        for report in client.verify_blobs(agent):
+            checked = report.blobs_checked
+            on_progress(report.blobs_checked, report.blobs_total)
+            damaged += [Digest.from_proto(digest) for digest in report.damaged]
+    value = {"blobs_checked": checked, "damaged": [digest.hash for digest in damaged]}
+    caller.result(value, lambda out: _show_scrub(out, checked, damaged))
+    if damaged:
+        raise typer.Exit(DAMAGED)
+
+
+@app.command("gc")
+def gc(
+    context: typer.Context,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Mark blobs that nothing names, and sweep those that were marked longer than the grace period ago."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        answer = client.collect_garbage(dry_run=dry_run)
+    value = {
+        "blobs_marked": answer.blobs_marked,
+        "blobs_swept": answer.blobs_swept,
+        "bytes_freed": answer.bytes_freed,
+        "is_dry_run": dry_run,
+    }
+    freed = f"{size(answer.bytes_freed)} freed" + (" if it were not a dry run" if dry_run else "")
+    text = f"{answer.blobs_marked} blobs marked, {answer.blobs_swept} swept, {freed}"
+    caller.result(value, lambda out: out.print(text))
+
+
+@app.command("stats")
+def stats(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show sizes and counters."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        row = stats_row(client.get_stats())
+    caller.result(row, lambda out: out.print(_stats_table(row)))
+
+
+def _show_report(out: Console, report: dict[str, Any]) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in report.items():
+        table.add_row(
+            name.replace("_", " "), json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none"
+        )
+    out.print(table)
+
+
+def _show_scrub(out: Console, checked: int, damaged: list[Digest]) -> None:
+    out.print(f"{checked} blobs checked, {len(damaged)} damaged")
+    for digest in damaged:
+        out.print(f"  {digest.hash} ({size(digest.size_bytes)})")
+
+
+def _stats_table(row: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for name, value in row.items():
+        if name != "counters":
+            table.add_row(name.replace("_", " "), size(value) if name.endswith("_bytes") else str(value))
+    for name, value in row["counters"].items():
+        table.add_row(f"{name.replace('_', ' ')} since start", str(value))
+    return table
