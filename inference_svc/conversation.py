@@ -83,6 +83,8 @@ def render(
             [_tool_fields(tool) for tool in tools] or None,
             add_generation_prompt,
         )
+    except InvalidArgument:
+        raise
     except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
         # The template's own words may quote the conversation: only the kind of its error is told.
         raise InvalidArgument(

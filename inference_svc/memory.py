@@ -1,0 +1,87 @@
+"""What the service knows of an agent's memory beside its KV: text, messages, the turn that made it, where it is kept.
+
+It is read from a manifest, or made at a turn's end and attached to the engine's hot memory. KV itself is the engine's
+or the store's; the digests here name it.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvasir import manifest as manifests
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.digest import Digest
+
+from inference_svc.plan import ModelInfo
+from inference_svc.prefix_matching import Memory
+from inference_svc.remote_cache import Head
+from inference_svc.service_data import SnapshotOutcome
+
+
+@dataclass(slots=True)
+class Kept:
+    """How much of a memory the store holds. Changed by publication alone, on the event loop.
+
+    `head` is the newest version in the store as far as this engine knows (None: it could not be asked); the memory
+    either is that version or extends it.
+    """
+
+    head: Head | None
+    is_head: bool
+    blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
+    tail: Digest | None = None
+    # Set when a commit was sent and its answer was lost: a head with this manifest is then ours after all.
+    attempted: Digest | None = None
+    publication: "asyncio.Task[SnapshotOutcome] | None" = None
+
+    @property
+    def is_being_published(self) -> bool:
+        return self.publication is not None and not self.publication.done()
+
+
+@dataclass(frozen=True, slots=True)
+class AgentMemory:
+    """An agent's memory as of one whole turn."""
+
+    words: Memory  # text, token ids, token chars
+    messages: tuple[manifest_pb2.Message, ...]  # empty when the agent was addressed by raw prompts
+    turn: manifest_pb2.Turn
+    shareable_tokens: int
+    tokenizer_digest: str
+    kept: Kept
+
+
+def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
+    """The memory that a checked manifest describes."""
+    blocks = [Digest.from_proto(block) for block in manifest.blocks]
+    tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
+    return AgentMemory(
+        words=Memory(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
+        messages=tuple(manifest.messages),
+        turn=manifest.turn,
+        shareable_tokens=manifest.shareable_tokens,
+        tokenizer_digest=manifest.tokenizer_digest,
+        kept=Kept(head, is_head=True, blocks=blocks, tail=tail),
+    )
+
+
+def to_manifest(
+    memory: AgentMemory, model: ModelInfo, blocks: Sequence[Digest], tail: Digest | None, created_unix_ms: int
+) -> bytes:
+    """The manifest of a memory whose tensors are stored under these digests."""
+    head = memory.kept.head
+    return manifests.build(
+        kv_identity=model.kv_identity,
+        token_ids=memory.words.token_ids,
+        text=memory.words.text,
+        token_chars=memory.words.token_chars,
+        blocks=blocks,
+        tail=tail,
+        shareable_tokens=memory.shareable_tokens,
+        messages=memory.messages,
+        tokenizer_digest=model.tokenizer_digest,
+        template_digest=model.template_digest,
+        parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
+        turn=memory.turn,
+        created_unix_ms=created_unix_ms,
+    )

@@ -1,0 +1,301 @@
+"""What an agent remembers, and what of it serves a prompt: from hot memory, from the store, or from shared blocks.
+
+First the newest memory is found (`Recall.newest`); then a prompt is held against it and a plan for the engine is made
+(`Recall.plan`). Text decides first, because tokenizations differ; block hashes get their turn for what text did not
+cover. Whatever the store cannot give is a miss with its reason.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvasir import manifest as manifests
+from kvasir.block_file import MAX_HEADER_BYTES
+from kvasir.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
+from kvasir.digest import Digest
+from kvasir.errors import InvalidArgument
+
+from inference_svc.engine import Engine
+from inference_svc.memory import AgentMemory, Kept, from_manifest
+from inference_svc.plan import Cold, Hot, Restored, Reuse, SequenceKey
+from inference_svc.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch, match_prefix
+from inference_svc.prompting import Prompting, Tokenized
+from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
+from inference_svc.service_data import Miss, MissReason, Source
+
+
+@dataclass(frozen=True, slots=True)
+class Recollection:
+    """An agent's newest memory. `head` is None when the store could not be asked; `kv_from` is COLD when the memory's
+    KV is of no use here (another KV identity), and its words are all there is.
+    """
+
+    memory: AgentMemory | None
+    kv_from: Source
+    head: Head | None
+    miss: Miss | None = None
+
+
+NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt, ready for the engine."""
+
+    text: str
+    tokens: Tokenized
+    reuse: Reuse
+    source: Source
+    match: Outcome
+    miss: Miss | None
+    stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A tokenization of the prompt, and whose KV serves its first `keep` tokens."""
+
+    tokens: Tokenized
+    keep: int
+    source: Source
+    match: PrefixMatch
+    known_ids: Sequence[int] = ()  # tokens of the files below, at least `keep` of them, the first `keep` the prompt's
+    blocks: Sequence[Digest] = ()
+    tail: Digest | None = None
+    shareable_tokens: int = 0
+
+
+class Recall:
+    """Finds memories and plans prompts for one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompting: Prompting,
+        stores: Mapping[str, RemoteCache],
+        *,
+        worthwhile_fraction: float,
+    ) -> None:
+        """`stores`: the cache store by namespace; a namespace without one has hot memory alone."""
+        self._engine = engine
+        self._prompting = prompting
+        self._stores = stores
+        self._worthwhile_fraction = worthwhile_fraction
+
+    # --- the newest memory ---
+
+    async def newest(self, key: SequenceKey, budget: Budget) -> Recollection:
+        """The agent's memory: hot if it is what the store calls newest, or if the store cannot be asked."""
+        hot = self._hot(key)
+        store = self._stores.get(key.namespace)
+        if store is None:
+            return _hot_or_nothing(hot, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+        if hot is not None and hot.kept.is_being_published and store.is_reachable:
+            await _wait(hot.kept, budget)
+        try:
+            heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+            ours = heads.ours if heads is not None else NO_HEAD
+            if hot is not None and _is_current(hot.kept, ours):
+                return Recollection(hot, Source.HOT, ours)
+            if hot is not None:
+                self._engine.drop_hot(key)
+            if ours.manifest is not None:
+                return await self._warm(store, key, ours, budget)
+            if heads is not None and heads.foreign is not None:
+                return await self._foreign(store, key, heads.foreign, budget)
+        except StoreMiss as error:
+            return _hot_or_nothing(self._hot(key), None, error.miss)
+        return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+
+    def _hot(self, key: SequenceKey) -> AgentMemory | None:
+        hot = self._engine.hot_memory(key)
+        return hot.tag if hot is not None and isinstance(hot.tag, AgentMemory) else None
+
+    async def _warm(self, store: RemoteCache, key: SequenceKey, head: Head, budget: Budget) -> Recollection:
+        try:
+            manifest = manifests.parse(await store.manifest(key.agent_id, head, budget))
+        except StoreMiss as error:
+            # The head is known, the memory is not: this turn may still become the version after it.
+            return Recollection(None, Source.COLD, head, error.miss)
+        except InvalidArgument as error:
+            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, error.message))
+        if difference := differing_field(self._engine.model.kv_identity, manifest.kv_identity):
+            miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
+            return Recollection(from_manifest(manifest, head), Source.COLD, head, miss)
+        memory = from_manifest(manifest, head)
+        if too_large := self._too_large(memory.kept):
+            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, too_large))
+        return Recollection(memory, Source.WARM, head)
+
+    async def _foreign(self, store: RemoteCache, key: SequenceKey, foreign: Head, budget: Budget) -> Recollection:
+        """The agent remembers under another KV identity: its words rebuild a line of ours."""
+        try:
+            manifest = manifests.parse(await store.manifest(key.agent_id, foreign, budget))
+        except (StoreMiss, InvalidArgument):
+            difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
+            return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+        difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
+        memory = replace(from_manifest(manifest, NO_HEAD), kept=Kept(NO_HEAD, is_head=False))
+        return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+
+    def _too_large(self, kept: Kept) -> str | None:
+        """A manifest may name any size; what could not be a block of this layout is not asked for."""
+        largest = self._engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
+        named = [*kept.blocks, *((kept.tail,) if kept.tail else ())]
+        wrong = next((digest for digest in named if digest.size_bytes > largest), None)
+        return f"blob {wrong}: expected at most {largest} bytes" if wrong else None
+
+    # --- the plan ---
+
+    async def plan(
+        self,
+        recollection: Recollection,
+        text: str,
+        *,
+        namespace: str,
+        budget: Budget,
+        usable_files: int | None = None,
+    ) -> Prepared:
+        """Hold the prompt against the memory, then against shared blocks, and read what of the store's KV is reused.
+
+        `usable_files`: how many leading tensor files of the memory may be used, after the engine refused the next one.
+        """
+        choice = await self._by_text(recollection, text)
+        miss = recollection.miss or _text_miss(recollection, choice.match)
+        store = self._stores.get(namespace)
+        if store is not None and usable_files is None:
+            choice = await self._by_block_hashes(store, choice, text, namespace, budget)
+        reuse, read_miss = await self._reuse(choice, usable_files, store, budget)
+        kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
+        return Prepared(
+            text=text,
+            tokens=choice.tokens,
+            reuse=reuse,
+            source=choice.source if kept else Source.COLD,
+            match=choice.match.outcome,
+            miss=read_miss or miss,
+            stored_blocks=tuple(choice.blocks[: kept // BLOCK_TOKENS]),
+        )
+
+    async def _by_text(self, recollection: Recollection, text: str) -> _Choice:
+        memory = recollection.memory
+        # Token ids of another tokenizer would spell something else.
+        is_ours = memory is not None and (
+            recollection.kv_from is not Source.COLD or memory.tokenizer_digest == self._engine.model.tokenizer_digest
+        )
+        words = memory.words if memory is not None and is_ours else Memory("", (), ())
+        match, tokens = await self._prompting.run(lambda: self._match(words, text))
+        # At least one token is computed: its logits are the next token's.
+        keep = min(match.kept_tokens, len(tokens.ids) - 1) if recollection.kv_from is not Source.COLD else 0
+        if memory is None or keep <= 0:
+            return _Choice(tokens, 0, Source.COLD, match)
+        kept = memory.kept
+        return _Choice(
+            tokens,
+            keep,
+            recollection.kv_from,
+            match,
+            memory.words.token_ids,
+            kept.blocks,
+            kept.tail,
+            memory.shareable_tokens,
+        )
+
+    def _match(self, words: Memory, text: str) -> tuple[PrefixMatch, Tokenized]:
+        match = (
+            match_prefix(
+                words,
+                text,
+                worthwhile_fraction=self._worthwhile_fraction,
+                ends_whole=self._prompting.ends_whole,
+            )
+            if words.token_ids
+            else NO_MATCH
+        )
+        kept, rest = match.kept_tokens, text[match.kept_chars :]
+        suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
+        ids = (*words.token_ids[:kept], *suffix.ids)
+        return match, Tokenized(ids, (*words.token_chars[:kept], *suffix.chars))
+
+    async def _by_block_hashes(
+        self, store: RemoteCache, choice: _Choice, text: str, namespace: str, budget: Budget
+    ) -> _Choice:
+        """What a cold run would compute and the store already has, if that covers at least a block more."""
+        if len(choice.tokens.ids) - 1 - choice.keep < BLOCK_TOKENS:
+            return choice
+        tokens = choice.tokens
+        if choice.match.kept_tokens:
+            tokens = await self._prompting.run(lambda: self._prompting.tokenize(text))
+        kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
+        try:
+            hashes = block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1])
+            blocks = await store.find_prefix(kv_identity_hash, hashes, budget) if hashes else []
+        except StoreMiss:
+            return choice
+        # Whole cells: behind a cell's edge the rest is prefilled exactly as a cold run would.
+        keep = len(blocks) * BLOCK_TOKENS // cell * cell
+        if keep < choice.keep + BLOCK_TOKENS:
+            return choice
+        return _Choice(
+            tokens, keep, Source.SHARED, choice.match, tokens.ids, blocks[: keep // BLOCK_TOKENS], None, keep
+        )
+
+    async def _reuse(
+        self, choice: _Choice, usable_files: int | None, store: RemoteCache | None, budget: Budget
+    ) -> tuple[Reuse, Miss | None]:
+        """What of the choice can be had: of the store's files, as many as come whole."""
+        if choice.source is Source.HOT:
+            return Hot(choice.keep), None
+        if choice.source is Source.COLD or store is None:
+            return Cold(), None
+        named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
+        wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
+        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        # Behind the full blocks, the tail holds all the rest.
+        known = len(choice.known_ids)
+        covered = known if choice.tail and len(blobs) == len(named) else min(len(blobs) * BLOCK_TOKENS, known)
+        if not covered:
+            return Cold(), miss
+        return (
+            Restored(
+                blobs=tuple(blobs),
+                token_ids=tuple(choice.known_ids[:covered]),
+                keep_tokens=min(choice.keep, covered),
+                shareable_tokens=choice.shareable_tokens,
+            ),
+            miss,
+        )
+
+
+async def _wait(kept: Kept, budget: Budget) -> None:
+    """Give a publication that still runs what is left of the turn's budget; the memory itself is hot either way."""
+    if kept.publication is not None:
+        with budget.spending():
+            await asyncio.wait({kept.publication}, timeout=budget.remaining_s)
+
+
+def _is_current(kept: Kept, ours: Head) -> bool:
+    """Whether a hot memory is, or extends, what the store calls newest. Learns what a lost answer had hidden."""
+    if kept.head is None and not kept.is_being_published:
+        # Made while the store was away, from what the caller sent whole: it follows whatever is there.
+        kept.head = ours
+    if kept.attempted is not None and kept.attempted == ours.manifest:
+        kept.head, kept.is_head, kept.attempted = ours, True, None
+    if kept.is_being_published:
+        return True
+    return kept.head is not None and (kept.head.version, kept.head.manifest) == (ours.version, ours.manifest)
+
+
+def _hot_or_nothing(hot: AgentMemory | None, head: Head | None, miss: Miss) -> Recollection:
+    if hot is not None:
+        return Recollection(hot, Source.HOT, hot.kept.head)
+    return Recollection(None, Source.COLD, head, miss)
+
+
+def _text_miss(recollection: Recollection, match: PrefixMatch) -> Miss | None:
+    memory = recollection.memory
+    if memory is None or match.outcome in (Outcome.EXACT, Outcome.EXTEND):
+        return None
+    detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.words.text)}"
+    return Miss(MissReason.TEXT_DIFFERS, detail)

@@ -1,0 +1,155 @@
+"""What a caller asks of a turn and what it is told: plain data between the service's edge and turn preparation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeAlias
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.digest import Digest
+
+from inference_svc.conversation import Tool
+from inference_svc.plan import SamplingParams
+from inference_svc.prefix_matching import Outcome
+
+
+class Source(Enum):
+    """Where reused KV came from."""
+
+    COLD = "cold"
+    HOT = "hot"
+    WARM = "warm"
+    SHARED = "shared"
+    REPLAY = "replay"
+
+
+class MissReason(Enum):
+    """Why not everything, or nothing, was reused. A miss is never an error; each is counted."""
+
+    NEW_AGENT = "new_agent"
+    TEXT_DIFFERS = "text_differs"
+    KV_IDENTITY_DIFFERS = "kv_identity_differs"
+    STORE_UNREACHABLE = "store_unreachable"
+    STORE_TIMEOUT = "store_timeout"
+    STORE_REFUSED = "store_refused"
+    BLOB_MISSING = "blob_missing"
+    BLOB_DAMAGED = "blob_damaged"
+    MANIFEST_INVALID = "manifest_invalid"
+    NO_MEMORY = "no_memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A miss and what to tell people about it. The detail never quotes a text."""
+
+    reason: MissReason
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptInput:
+    """The whole text, template and special tokens included."""
+
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesInput:
+    """The whole conversation, or (`is_append`) only what follows the messages that the agent remembers."""
+
+    messages: tuple[manifest_pb2.Message, ...]
+    is_append: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRequest:
+    """A validated request. `namespace` is the credential's; `agent_id` is empty when nothing is to be remembered."""
+
+    request_id: str
+    namespace: str
+    agent_id: str
+    parent_version: int | None
+    input: PromptInput | MessagesInput
+    input_digest: str
+    sampling: SamplingParams
+    max_tokens_is_default: bool  # then what is left of the context bounds it, instead of refusing
+    tools: Sequence[Tool] = ()
+    keep_partial: bool = False
+
+
+class SnapshotState(Enum):
+    """What became of the agent's memory."""
+
+    NONE = "none"
+    COMMITTED = "committed"
+    PENDING = "pending"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOutcome:
+    """Told at a turn's end. `version` is the newest durable one as far as is known, 0 when there is none."""
+
+    state: SnapshotState
+    version: int = 0
+    reason: str = ""
+    manifest: Digest | None = None
+    written_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStarted:
+    """What was reused."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    source: Source
+    match: Outcome
+    parent_version: int
+    miss: Miss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnProgress:
+    """Tokens of the prompt whose KV is there, reused ones included."""
+
+    tokens_done: int
+    tokens_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnDelta:
+    """Reply text and tokens that are new since the last delta."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimings:
+    """Seconds. `restore_s` is reading from the store and putting it into live memory; `first_token_s` counts from the
+    request's arrival.
+    """
+
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnFinished:
+    """The reply is whole. `finish_reason` is a word of manifest.proto's Turn."""
+
+    finish_reason: str
+    matched_stop: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    timings: TurnTimings
+    snapshot: SnapshotOutcome
+    tool_calls: tuple[manifest_pb2.ToolCall, ...] = ()
+
+
+TurnEvent: TypeAlias = TurnStarted | TurnProgress | TurnDelta | TurnFinished
