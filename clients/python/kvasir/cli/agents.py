@@ -36,9 +36,9 @@ VersionOption = Annotated[int, typer.Option("--version", min=0, help="0: the new
 def store_client(caller: Caller) -> Iterator[StoreClient]:
     """A client of the caller's store. Says which address does not answer."""
     endpoint = caller.store
-    with StoreClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False) as client:
-        with failures.naming("store", endpoint):
-            yield client
+    client = StoreClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False)
+    with client, failures.naming("store", endpoint):
+        yield client
 
 
 @app.command("ls")
