@@ -29,6 +29,7 @@ def _question(question: Question) -> dict[str, Any]:
         "answer": question.answer,
         "told_in": question.told_in,
         "value": question.fact.value if question.fact else "",
+        "not_told": question.fact.not_told if question.fact else "",
     }
 
 
