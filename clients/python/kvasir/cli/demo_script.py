@@ -1,7 +1,7 @@
 """What is said in the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
 
-The generator lives with the model, in the engine's package, so it is asked as a program. A turn brings some hundred tokens
-of talk and ends with a question about something told before, which the agent answers live.
+The generator lives with the model, in the engine's package, so it is asked as a program. A turn brings some hundred
+tokens of talk and ends with a question about something told before, which the agent answers live.
 """
 
 import json
