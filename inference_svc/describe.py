@@ -1,0 +1,94 @@
+"""What of a model persists, as JSON: `python -m inference_svc.describe [--model PATH_OR_NAME]`, for `kvasir doctor`.
+
+Loads the model as the engine would, probes its live memory, and ends. Exit code 1, with the reason, for a model that
+the engine would refuse.
+"""
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import KvasirError
+
+from inference_svc.blas import load_optimized_blas
+from inference_svc.models import kvasir_tiny
+
+_PROBE_MEMORY_BYTES = 1 << 30
+
+
+def described(model: str | Path, cache_dir: Path) -> dict[str, Any]:
+    """Facts about a model, read after a probe. Raises what Engine.open raises."""
+    load_optimized_blas()
+    # Importing the engine imports MLX, and then it is too late for a BLAS.
+    from inference_svc.engine import Engine
+
+    engine = Engine.open(model, cache_dir=cache_dir, memory_budget_bytes=_PROBE_MEMORY_BYTES)
+    try:
+        info = engine.model
+        policy = info.kv_identity.policy
+        return {
+            "name": info.name,
+            "kv_identity_hash": info.kv_identity_hash,
+            "weights_digest": info.kv_identity.weights_digest,
+            "layers": [_layer(layer) for layer in info.kv_identity.layers],
+            "policy": {
+                "key_bits": policy.key_bits,
+                "value_bits": policy.value_bits,
+                "group_size": policy.group_size,
+                "scale_type": identity_pb2.ScaleType.Name(policy.scale_type).removeprefix("SCALE_TYPE_").lower(),
+                "applied_layers": info.policy_applied_layers,
+                "layer_count": info.layer_count,
+            },
+            "context_tokens": info.context_tokens,
+            "cell_tokens": info.cell_tokens,
+            "compute_type": info.compute_type,
+            "kv_bytes_per_token": info.kv_bytes_per_token,
+            "kv_bytes_per_token_fp16": info.kv_bytes_per_token_fp16,
+            "device": engine.device,
+            "blas": engine.blas,
+            "versions": _versions(),
+        }
+    finally:
+        engine.close()
+
+
+def _layer(layer: identity_pb2.LayerLayout) -> Mapping[str, object]:
+    return {
+        "kind": identity_pb2.LayerKind.Name(layer.kind).removeprefix("LAYER_KIND_").lower(),
+        "window": layer.window,
+        "kv_heads": layer.kv_heads,
+        "key_dim": layer.key_dim,
+        "value_dim": layer.value_dim,
+    }
+
+
+def _versions() -> Mapping[str, str]:
+    return {"python": platform.python_version(), "mlx": version("mlx"), "mlx-lm": version("mlx-lm")}
+
+
+def main() -> int:
+    """Print one model's facts to stdout."""
+    parser = argparse.ArgumentParser(prog="python -m inference_svc.describe", description=__doc__)
+    parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
+    parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as nowhere:
+        try:
+            facts = described(arguments.model or kvasir_tiny.path(), arguments.cache_dir or Path(nowhere))
+        except KvasirError as error:
+            sys.stderr.write(f"{error.message}\n")
+            return 1
+    json.dump(facts, sys.stdout, indent=2)
+    sys.stdout.write("\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
