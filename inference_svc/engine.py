@@ -4,28 +4,53 @@ Everything that computes lives on one thread (`mlx_thread`), which this class fe
 be called from any thread, do not block, and touch no tensor; what they return is plain data (`plan`) or a future of it.
 """
 
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.plan import Event, HotMemory, ModelInfo, SequenceKey, Snapshot, TurnPlan
+from inference_svc.blas import load_optimized_blas
+from inference_svc.engine_worker import EngineWorker, OnEvents, turn_bytes
+from inference_svc.mlx_thread import MlxThread
+from inference_svc.open_model import OpenedModel, open_model
+from inference_svc.plan import Ended, Event, Failed, HotMemory, ModelInfo, SequenceKey, Snapshot, TurnPlan
 from inference_svc.token_text import TokenText
+from inference_svc.turn import Turn
 
-OnEvents = Callable[[list[Event]], None]
+ResultT = TypeVar("ResultT")
 
 
 class TurnHandle:
     """A submitted turn."""
 
+    def __init__(self, turn: Turn, wake: Callable[[], None]) -> None:
+        self._turn = turn
+        self._wake = wake
+
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
-        raise NotImplementedError
+        self._turn.is_cancelled = True
+        self._wake()
 
 
 class Engine:
     """One model, its thread, and the hot memories of the agents that it served."""
+
+    def __init__(
+        self, opened: OpenedModel, thread: MlxThread[EngineWorker], worker: EngineWorker, max_open_turns: int
+    ) -> None:
+        self._opened = opened
+        self._thread = thread
+        self._worker = worker
+        self._max_open_turns = max_open_turns
+        self._open_turns = 0
+        self._lock = threading.Lock()  # of the count alone; never held around anything else
+        self._is_closed = False
 
     @classmethod
     def open(
@@ -37,48 +62,66 @@ class Engine:
         policy: identity_pb2.KvPolicy | None = None,
         context_tokens: int | None = None,
         compute_type: str | None = None,
-        max_queued_turns: int = 256,
+        max_open_turns: int = 256,
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
         by file identity. `memory_budget_bytes` bounds all KV, hot and running. `policy`: None for the default (4 bits,
         groups of 64). `compute_type`: None for float32 on a CPU, else the model's own. Raises NotFound (no such model),
-        FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named), InvalidArgument (policy).
+        FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument
+        (policy, compute type).
         """
-        raise NotImplementedError
+        load_optimized_blas()
+        made: list[tuple[OpenedModel, EngineWorker]] = []
+
+        def make_worker() -> EngineWorker:
+            opened, runner = open_model(
+                model, cache_dir=cache_dir, policy=policy, context_tokens=context_tokens, compute_type=compute_type
+            )
+            worker = EngineWorker(runner, opened.info, memory_budget_bytes)
+            made.append((opened, worker))
+            return worker
+
+        thread = MlxThread(make_worker)
+        opened, worker = made[0]
+        return cls(opened, thread, worker, max_open_turns)
 
     @property
     def model(self) -> ModelInfo:
         """The loaded model."""
-        raise NotImplementedError
+        return self._opened.info
 
     @property
     def tokenizer(self) -> object:
         """mlx-lm's TokenizerWrapper (encode, apply_chat_template, eos_token_ids, tool parser). It holds no MLX arrays,
         but may keep state while encoding: use it from one thread at a time.
         """
-        raise NotImplementedError
+        return self._opened.tokenizer
 
     @property
     def token_text(self) -> TokenText:
         """Bytes and code points of tokens, built once. Thread-safe."""
-        raise NotImplementedError
+        return self._opened.token_text
 
     @property
     def device(self) -> str:
-        """ "cpu", "metal" or "cuda"."""
-        raise NotImplementedError
+        """\"cpu\", \"metal\" or \"cuda\"."""
+        return self._opened.device
 
     @property
     def blas(self) -> str:
         """File name of the optimized BLAS in use; empty when there is none."""
-        raise NotImplementedError
+        return load_optimized_blas() or ""
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        return self._worker.memories.budget_bytes
 
     @property
     def memory_used_bytes(self) -> int:
-        """KV allocated now, hot and running."""
-        raise NotImplementedError
+        """KV allocated after the last step, hot and running."""
+        return self._worker.memory_used_bytes
 
     def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, at most once per step, with all events of that step,
@@ -87,39 +130,120 @@ class Engine:
 
         Turns of different keys run interleaved; turns of one key run in the order of submission (but plan them one by
         one: a plan depends on the memory that the turn before leaves). Raises ResourceExhausted at once when the prompt
-        and max_tokens cannot fit the context, or the KV budget even with all else dropped, or the queue is full;
-        Unavailable after close.
+        and max_tokens cannot fit the context, or the KV budget even with all else dropped, or too many turns are open;
+        InvalidArgument for a plan that is none; Unavailable after close.
         """
-        raise NotImplementedError
+        self._check(plan)
+        turn = Turn(
+            plan,
+            self.token_text,
+            frozenset(self.model.stop_token_ids) | frozenset(plan.sampling.stop_token_ids),
+            self.model.cell_tokens,
+            time.monotonic,
+        )
+        self._count_turn()
+
+        def listen(events: list[Event]) -> None:
+            if isinstance(events[-1], Ended | Failed):
+                with self._lock:
+                    self._open_turns -= 1
+            on_events(events)
+
+        posted = self._thread.post(lambda worker: worker.submit(turn, listen))
+        posted.add_done_callback(lambda done: listen([Failed(_closed())]) if done.cancelled() else None)
+        return TurnHandle(turn, self._wake)
 
     def hot_memory(self, key: SequenceKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
-        raise NotImplementedError
+        return self._worker.memories.described(key)
 
     def tag_hot(self, key: SequenceKey, tag: object) -> None:
         """Attach anything (say, the store version that equals this memory) to the key's hot memory. A turn that changes
         the memory removes the tag. Without effect if there is no memory.
         """
-        raise NotImplementedError
+        self._worker.memories.tag(key, tag)
 
     def drop_hot(self, key: SequenceKey) -> "Future[bool]":
         """Forget the key's memory, once no turn of it runs; True if there was one."""
-        raise NotImplementedError
+        return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
     def fork_hot(self, source: SequenceKey, target: SequenceKey) -> "Future[bool]":
-        """Give `target` the memory of `source`, tag included, without copying rows until one of them writes. False if
-        there is none.
+        """Give `target` the memory of `source`, tag included, without copying rows until one of them writes. Waits
+        until no turn of `source` runs. False if there is none.
         """
-        raise NotImplementedError
+        return self._when_idle(source, lambda worker: worker.fork(source, target))
 
     def snapshot(self, key: SequenceKey, first_block: int, *, blocks_only: bool = False) -> "Future[Snapshot | None]":
-        """Tensor files of the key's memory from block `first_block` on; None if there is no memory.
+        """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
+        of it runs.
 
-        With `blocks_only`, full blocks alone, and of the running turn if one runs. Bytes are copies: later turns do not
-        change them.
+        With `blocks_only`, full blocks alone, at once, and of the running turn if one runs. Bytes are copies: later
+        turns do not change them. Rows from a turn's `cached_tokens` on may differ from those before it, even for equal
+        tokens: publish from block `cached_tokens // 256`.
         """
-        raise NotImplementedError
+        if blocks_only:
+            return self._thread.post(lambda worker: worker.running_blocks(key, first_block))
+        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block))
 
     def close(self) -> None:
         """Fail what runs with Unavailable, free the model, end the thread cleanly; blocks until it has. Idempotent."""
-        raise NotImplementedError
+        self._is_closed = True
+        self._thread.close()
+
+    def _wake(self) -> None:
+        self._thread.post(lambda _worker: None)
+
+    def _when_idle(self, key: SequenceKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
+        result: Future[ResultT] = Future()
+
+        def deliver(worker: EngineWorker) -> None:
+            worker.when_idle(key, lambda: _fulfil(result, lambda: work(worker)))
+
+        posted = self._thread.post(deliver)
+        posted.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
+        return result
+
+    def _check(self, plan: TurnPlan) -> None:
+        if self._is_closed:
+            raise _closed()
+        if not plan.token_ids or len(plan.token_ids) != len(plan.token_chars):
+            raise InvalidArgument("prompt: expected at least one token, and a count of characters for each")
+        if max(plan.token_ids) >= self._opened.vocabulary_size or min(plan.token_ids) < 0:
+            raise InvalidArgument(f"prompt: expected token ids below {self._opened.vocabulary_size}")
+        needed_tokens = len(plan.token_ids) + plan.sampling.max_tokens
+        if needed_tokens > self.model.context_tokens:
+            raise ResourceExhausted(
+                f"context: the prompt's {len(plan.token_ids)} tokens and max_tokens {plan.sampling.max_tokens} make "
+                f"{needed_tokens}; the model takes {self.model.context_tokens}",
+                reason="CONTEXT_EXCEEDED",
+                metadata={"needed_tokens": str(needed_tokens), "context_tokens": str(self.model.context_tokens)},
+            )
+        needed_bytes = turn_bytes(plan, self.model)
+        if needed_bytes > self.memory_budget_bytes:
+            raise ResourceExhausted(
+                f"memory: the turn's KV may need {needed_bytes} bytes; the engine has {self.memory_budget_bytes}",
+                reason="MEMORY_EXCEEDED",
+                metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
+            )
+
+    def _count_turn(self) -> None:
+        with self._lock:
+            if self._open_turns >= self._max_open_turns:
+                raise ResourceExhausted(
+                    f"queue: {self._open_turns} turns are open, and no more are taken",
+                    reason="QUEUE_FULL",
+                    retry_after_s=1.0,
+                )
+            self._open_turns += 1
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the engine is shutting down", retry_after_s=1.0)
+
+
+def _fulfil(result: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
+    if result.set_running_or_notify_cancel():
+        try:
+            result.set_result(work())
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            result.set_exception(error)

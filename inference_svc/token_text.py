@@ -4,28 +4,147 @@ Built once per model (a detokenizer built per request costs tens of milliseconds
 replies, so that `token_chars` in a manifest adds up to the length of its text.
 """
 
-from collections.abc import Sequence
+import codecs
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextStream(Protocol):
+    """Text of tokens that arrive one by one."""
+
+    def push(self, token_id: int) -> str:
+        """The code points that this token completes."""
+        ...
+
+    @property
+    def is_whole(self) -> bool:
+        """True unless the last tokens end inside a character."""
+        ...
 
 
 class TokenText:
     """The spelling of every token of one tokenizer."""
 
+    def __init__(self, open_stream: Callable[[], TextStream], strips_leading_space: bool = False) -> None:
+        self._open_stream = open_stream
+        self._strips_leading_space = strips_leading_space
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer_json: str, decode: Callable[[Sequence[int]], str]) -> "TokenText":
+        """From a tokenizer.json. Byte-level and sentencepiece decoders are read into bytes per token; any other kind is
+        spelled by `decode` (of a few tokens at a time, special tokens included)."""
+        content = json.loads(tokenizer_json)
+        decoder = _decoder_parts(content.get("decoder"))
+        kinds = [part["type"] for part in decoder]
+        if kinds == ["ByteLevel"]:
+            return cls.of_pieces(_pieces(content, _byte_level_piece))
+        if kinds in (["Metaspace"], ["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
+            pieces = _pieces(content, _sentencepiece_piece)
+            return cls.of_pieces(pieces, strips_leading_space=_strips_leading_space(decoder[-1]))
+        return cls(lambda: _WindowStream(decode))
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence[bytes], strips_leading_space: bool = False) -> "TokenText":
+        """From each token's bytes. A token id beyond them spells nothing (vocabularies are padded)."""
+        return cls(lambda: _PieceStream(pieces), strips_leading_space)
+
     def spell(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-        """Text of the tokens, special tokens spelled, and the code points that each token completes (manifest.proto
+        """Text of the tokens, special ones spelled, and the code points that each completes (manifest.proto
         `token_chars`).
 
         The counts add up to the text's length. Bytes of a character that never completes are left out of the text.
         """
-        raise NotImplementedError
+        stream = self._open_stream()
+        parts = [stream.push(token_id) for token_id in token_ids]
+        if self._strips_leading_space and parts and parts[0].startswith(" "):
+            parts[0] = parts[0][1:]  # the tokenizer put it there
+        return "".join(parts), [len(part) for part in parts]
 
-    def stream(self) -> "TextStream":
-        """A growing text that begins empty."""
-        raise NotImplementedError
+    def stream(self) -> TextStream:
+        """A text that begins empty, behind other text."""
+        return self._open_stream()
 
 
-class TextStream:
-    """Text of tokens that arrive one by one."""
+class _PieceStream:
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        """The code points that this token completes."""
-        raise NotImplementedError
+        return self._decoder.decode(self._pieces[token_id]) if token_id < len(self._pieces) else ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._decoder.getstate()[0]
+
+
+class _WindowStream:
+    """For decoders that look at neighbours: decodes a short window and tells what it grew by.
+
+    A window ends in U+FFFD while a character is not whole; then nothing is told yet.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._told: list[int] = []  # the last tokens that were told, context for the next
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        self._held.append(token_id)
+        text, told = self._decode([*self._told, *self._held]), self._decode(self._told)
+        if text.endswith("\ufffd"):
+            return ""
+        self._told, self._held = self._held, []
+        return text[len(told) :]
+
+    @property
+    def is_whole(self) -> bool:
+        return not self._held
+
+
+def _decoder_parts(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    if decoder is None:
+        return []
+    return list(decoder["decoders"]) if decoder["type"] == "Sequence" else [decoder]
+
+
+def _strips_leading_space(decoder: Mapping[str, Any]) -> bool:
+    if decoder["type"] == "Metaspace":
+        return bool(decoder.get("prepend_scheme", "always") != "never" and decoder.get("add_prefix_space", True))
+    return bool(decoder["type"] == "Strip" and decoder.get("start", 0) > 0)
+
+
+def _pieces(content: Mapping[str, Any], spell: Callable[[str], bytes]) -> list[bytes]:
+    """Bytes by token id. Added tokens are spelled as they stand."""
+    vocabulary = content["model"]["vocab"]
+    if isinstance(vocabulary, list):  # Unigram: [token, score] by id
+        vocabulary = {entry[0]: token_id for token_id, entry in enumerate(vocabulary)}
+    pieces = {token_id: spell(token) for token, token_id in vocabulary.items()}
+    pieces |= {token["id"]: token["content"].encode() for token in content.get("added_tokens", ())}
+    return [pieces.get(token_id, b"") for token_id in range(max(pieces, default=-1) + 1)]
+
+
+def _sentencepiece_piece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _byte_level_piece(token: str) -> bytes:
+    """GPT-2's alphabet: every byte has a printable character; what is outside it stands for itself."""
+    spelled = bytearray()
+    for char in token:
+        spelled += bytes([_BYTES[char]]) if char in _BYTES else char.encode()
+    return bytes(spelled)
+
+
+def _byte_alphabet() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()

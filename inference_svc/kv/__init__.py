@@ -1,0 +1,1 @@
+"""Sequences' KV: how it is stored live, quantized, cut, forked, and turned into tensor files and back."""

@@ -1,0 +1,125 @@
+"""The one thread that runs MLX.
+
+A stream belongs to the thread that made it: evaluating a lazy array elsewhere raises "There is no Stream(...) in
+current thread". So the model is loaded, stepped and read on this thread, and only plain data or bytes leave it. Work
+reaches it through a mailbox, drained between steps. No lock is held around MLX, because no second thread has it.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import mlx.core as mx
+
+_IDLE_POLL_S = 1.0
+
+
+class Worker(Protocol):
+    """What lives on the thread."""
+
+    def step(self) -> bool:
+        """Do one step; False if there was nothing to do."""
+        ...
+
+    def close(self) -> None:
+        """End everything: the thread is about to end."""
+        ...
+
+
+WorkerT = TypeVar("WorkerT", bound=Worker)
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True)
+class _Letter(Generic[WorkerT, ResultT]):
+    work: Callable[[WorkerT], ResultT]
+    result: "Future[ResultT]"
+
+    def deliver(self, worker: WorkerT) -> None:
+        if self.result.set_running_or_notify_cancel():
+            try:
+                self.result.set_result(self.work(worker))
+            except Exception as error:  # noqa: BLE001 - it is the sender's
+                self.result.set_exception(error)
+
+
+class MlxThread(Generic[WorkerT]):
+    """Runs a worker: mailbox, step, mailbox, step …, and sleeps while there is nothing to do."""
+
+    def __init__(self, make_worker: Callable[[], WorkerT], name: str = "mlx") -> None:
+        """Start the thread and make the worker on it; blocks until it is made, and raises what making it raised."""
+        self._mailbox: queue.SimpleQueue[_Letter[WorkerT, Any]] = queue.SimpleQueue()
+        self._is_closing = threading.Event()
+        self._has_ended = threading.Event()
+        made: Future[None] = Future()
+        # Not a daemon: a daemon that is busy at exit aborts the process.
+        self._thread = threading.Thread(target=self._run, args=(make_worker, made), name=name, daemon=False)
+        self._thread.start()
+        try:
+            made.result()
+        except BaseException:
+            self._thread.join()
+            raise
+
+    def post(self, work: Callable[[WorkerT], ResultT]) -> "Future[ResultT]":
+        """Have `work` done between two steps; its result or exception is the future's, whose callbacks run on the MLX
+        thread. Cancelled if the thread ends before."""
+        letter: _Letter[WorkerT, ResultT] = _Letter(work, Future())
+        self._mailbox.put(letter)
+        if self._has_ended.is_set():
+            self._return_to_senders()
+        return letter.result
+
+    def close(self) -> None:
+        """End the worker and the thread; blocks until both have. Letters that came before are delivered. Idempotent."""
+        self._is_closing.set()
+        self.post(lambda _worker: None)  # wakes it
+        self._thread.join()
+
+    def _run(self, make_worker: Callable[[], WorkerT], made: "Future[None]") -> None:
+        try:
+            self._make_and_serve(make_worker, made)
+        finally:
+            self._has_ended.set()
+            self._return_to_senders()
+            # Without this the process dies with SIGABRT at exit in one run of three.
+            mx.synchronize()
+            mx.clear_streams()
+
+    def _make_and_serve(self, make_worker: Callable[[], WorkerT], made: "Future[None]") -> None:
+        try:
+            worker = make_worker()
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            made.set_exception(error)
+            return
+        made.set_result(None)
+        is_busy = True
+        while not self._is_over():
+            if not is_busy:
+                self._wait(worker)
+            self._deliver_all(worker)
+            is_busy = worker.step()
+        self._deliver_all(worker)
+        worker.close()
+
+    def _is_over(self) -> bool:
+        # A program that ends without close() must not hang in its exit, which waits for this thread.
+        return self._is_closing.is_set() or not threading.main_thread().is_alive()
+
+    def _wait(self, worker: WorkerT) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._mailbox.get(timeout=_IDLE_POLL_S).deliver(worker)
+
+    def _deliver_all(self, worker: WorkerT) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._mailbox.get_nowait().deliver(worker)
+
+    def _return_to_senders(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._mailbox.get_nowait().result.cancel()

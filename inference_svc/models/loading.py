@@ -1,0 +1,62 @@
+"""Loading a model directory through mlx-lm, in the type that the device computes best."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm.utils
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from mlx.nn.layers.base import Module
+
+COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model, its tokenizer (mlx-lm's TokenizerWrapper) and its configuration."""
+
+    model: Module
+    tokenizer: Any
+    config: dict[str, Any]
+
+
+def find_model(name: str | Path) -> Path:
+    """The directory of a model: `name` itself if it is one, else a Hugging Face repository, downloaded once.
+
+    Raises NotFound.
+    """
+    if (path := Path(name)).is_dir():
+        if not (path / "config.json").is_file():
+            raise NotFound(f"model: {path.name} has no config.json", field="model")
+        return path
+    try:
+        return Path(mlx_lm.utils._download(str(name)))
+    except Exception as error:
+        raise NotFound(f"model: neither a directory nor a repository that can be fetched ({error})") from error
+
+
+def load(directory: Path, compute_type: str | None) -> LoadedModel:
+    """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is the
+    fastest, else the model's own. Code that comes with a model is never run."""
+    if compute_type is not None and compute_type not in COMPUTE_TYPES:
+        raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
+    try:
+        model, config = mlx_lm.utils.load_model(directory, lazy=True)
+        load_tokenizer: Any = mlx_lm.utils.load_tokenizer
+        tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
+    except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
+        raise FailedPrecondition(f"model: mlx-lm cannot load it: {error}", reason="MODEL_NOT_LOADABLE") from error
+    if compute_type is None and device() == "cpu":
+        compute_type = "float32"
+    if compute_type is not None:
+        model.set_dtype(COMPUTE_TYPES[compute_type])
+    mx.eval(model.parameters())
+    return LoadedModel(model, tokenizer, config)
+
+
+def device() -> str:
+    """ "cpu", "metal" or "cuda"."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"

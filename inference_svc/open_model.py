@@ -1,0 +1,78 @@
+"""From a model's name to what serves it: loaded, probed, identified. Runs on the MLX thread, once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvasir.block_file import expected_tensors
+from kvasir.block_hash import BLOCK_TOKENS, kv_identity_hash
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.model_identity import default_policy, kv_identity, template_digest, tokenizer_digest, weights_digest
+from inference_svc.model_runner import ModelRunner
+from inference_svc.models.loading import LoadedModel, device, find_model, load
+from inference_svc.plan import ModelInfo
+from inference_svc.token_text import TokenText
+
+# Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap.
+_CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 4 * BLOCK_TOKENS}
+_DEFAULT_CONTEXT_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What other threads may know of the model."""
+
+    info: ModelInfo
+    tokenizer: Any
+    token_text: TokenText
+    vocabulary_size: int
+    device: str
+
+
+def open_model(
+    name: str | Path,
+    *,
+    cache_dir: Path,
+    policy: identity_pb2.KvPolicy | None,
+    context_tokens: int | None,
+    compute_type: str | None,
+) -> tuple[OpenedModel, ModelRunner]:
+    """Load a model and say what it is. Raises as `Engine.open` says."""
+    directory = find_model(name)
+    loaded = load(directory, compute_type)
+    runner = ModelRunner(loaded.model)
+    policy = policy or default_policy(runner.compute_type)
+    runner.check_policy(policy)
+    identity = kv_identity(weights_digest(directory, cache_dir), runner.layers, policy)
+    info = ModelInfo(
+        name=directory.name if isinstance(name, Path) or Path(name).is_dir() else str(name),
+        kv_identity=identity,
+        kv_identity_hash=kv_identity_hash(identity),
+        tokenizer_digest=tokenizer_digest(directory),
+        template_digest=template_digest(loaded.tokenizer.chat_template),
+        context_tokens=_context_tokens(loaded.config, context_tokens),
+        kv_bytes_per_token=sum(tensor.size_bytes for tensor in expected_tensors(identity, 1)),
+        kv_bytes_per_token_fp16=sum(
+            2 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in identity.layers
+        ),
+        layer_count=len(runner.layers),
+        policy_applied_layers=runner.applied_layers(identity),
+        cell_tokens=_CELL_TOKENS[device()],
+        compute_type=runner.compute_type,
+        stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
+    )
+    return OpenedModel(info, loaded.tokenizer, _token_text(directory, loaded), runner.vocabulary_size, device()), runner
+
+
+def _context_tokens(config: dict[str, Any], asked: int | None) -> int:
+    own = config.get("max_position_embeddings") or config.get("n_positions") or _DEFAULT_CONTEXT_TOKENS
+    return min(int(own), asked) if asked else int(own)
+
+
+def _token_text(directory: Path, loaded: LoadedModel) -> TokenText:
+    def decode(token_ids: Any) -> str:
+        return str(loaded.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    path = directory / "tokenizer.json"
+    return TokenText.of_tokenizer(path.read_text(encoding="utf-8") if path.is_file() else "{}", decode)

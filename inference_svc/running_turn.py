@@ -1,0 +1,92 @@
+"""A running turn with its KV: how it begins from a memory, what it leaves, and how it is undone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvasir.block_hash import BLOCK_TOKENS
+from kvasir.errors import FailedPrecondition
+
+from inference_svc.hot_memories import Memory
+from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
+from inference_svc.model_runner import ModelRunner
+from inference_svc.plan import Cold, Hot, ModelInfo, Restored, TurnPlan
+from inference_svc.sampling import Sampler
+from inference_svc.tensor_files import chain_hashes, check_files
+from inference_svc.turn import Turn
+
+
+@dataclass
+class RunningTurn:
+    """`memory` is the hot memory whose KV the turn extends, `saved` the rows of it that the turn overwrites."""
+
+    turn: Turn
+    kv: SequenceKV
+    sampler: Sampler
+    chain: tuple[str, ...]  # chain hashes of the first full blocks
+    memory: Memory[SequenceKV] | None = None
+    saved: SavedRows | None = None
+
+    def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> Memory[SequenceKV]:
+        """What the turn leaves behind. Computes the last token, which was drawn but never fed, if it is remembered."""
+        state = self.turn.state()
+        missing = state.token_ids[self.kv.length :]
+        if missing:
+            runner.prefill(self.kv, missing)
+        self.kv.trim_to(len(state.token_ids))
+        known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]
+        return Memory(self.kv, state, chain_hashes(kv_identity_hash, state.token_ids, known))
+
+    def undo(self) -> None:
+        """Make the hot memory what it was before the turn, to the bit."""
+        if self.memory is not None:
+            self.kv.trim_to(self.turn.cached)
+            if self.saved is not None:
+                self.kv.put_back(self.saved)
+
+
+def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo) -> RunningTurn:
+    """Give the turn the KV that its plan reuses. `memory` is the hot memory of its key.
+
+    Raises FailedPrecondition (HOT_MEMORY_GONE) and DataLoss (BLOB_DAMAGED); nothing has changed then.
+    """
+    sampler = Sampler(turn.plan.sampling)
+    turn.restoring()
+    match turn.plan.reuse:
+        case Cold():
+            turn.began(0, 0)
+            return RunningTurn(turn, runner.new_kv(model.kv_identity.policy), sampler, ())
+        case Hot() as hot:
+            return _from_memory(turn, sampler, memory, hot)
+        case Restored() as restored:
+            return _from_files(turn, sampler, model, restored)
+
+
+def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None, hot: Hot) -> RunningTurn:
+    keep = _kept(turn.plan, hot.keep_tokens)
+    if memory is None or not _begins_with(memory.state.token_ids, turn.plan.token_ids, keep):
+        raise FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
+    kv = memory.kv
+    saved = kv.saved_rows(keep) if keep < kv.length else None
+    kv.trim_to(keep)
+    turn.began(keep, memory.state.shareable_tokens)
+    return RunningTurn(turn, kv, sampler, memory.chain[: keep // BLOCK_TOKENS], memory, saved)
+
+
+def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restored) -> RunningTurn:
+    keep = _kept(turn.plan, restored.keep_tokens)
+    if not _begins_with(restored.token_ids, turn.plan.token_ids, keep):
+        raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
+    files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
+    kv = SequenceKV.from_files(model.kv_identity, files, keep)
+    chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
+    turn.began(keep, restored.shareable_tokens)
+    return RunningTurn(turn, kv, sampler, chain)
+
+
+def _kept(plan: TurnPlan, keep_tokens: int) -> int:
+    # The last prompt token is always computed: the reply begins with what follows it.
+    return min(keep_tokens, len(plan.token_ids) - 1)
+
+
+def _begins_with(tokens: Sequence[int], prompt: Sequence[int], count: int) -> bool:
+    return len(tokens) >= count and tuple(tokens[:count]) == tuple(prompt[:count])

@@ -1,0 +1,182 @@
+"""One turn as it runs: what is computed, what was generated, what may be told, and what will be remembered. Pure."""
+
+from collections.abc import Callable, Hashable
+
+from kvasir.block_hash import BLOCK_TOKENS
+from kvasir.errors import KvasirError
+
+from inference_svc.grid import cell_end, shareable_after
+from inference_svc.plan import (
+    BlocksFull,
+    Ended,
+    Event,
+    Failed,
+    FinishReason,
+    Prefilled,
+    SequenceState,
+    Started,
+    Timings,
+    Tokens,
+    TurnPlan,
+)
+from inference_svc.stop_strings import StopScanner
+from inference_svc.token_text import TokenText
+
+
+class Turn:
+    """A submitted turn. The sequence is `token_ids`; a step lets `computed` of them catch up with all but the last."""
+
+    def __init__(
+        self,
+        plan: TurnPlan,
+        token_text: TokenText,
+        stop_token_ids: frozenset[int],
+        cell_tokens: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self.plan = plan
+        self.token_ids = list(plan.token_ids)
+        self.computed = 0  # leading tokens whose KV exists
+        self.cached = 0  # of those, the reused ones
+        self.shareable = 0
+        self.finish_reason: FinishReason | None = None
+        self.is_cancelled = False  # set from any thread
+        self._stop_token_ids = stop_token_ids
+        self._cell_tokens = cell_tokens
+        self._clock = clock
+        self._events: list[Event] = []
+        self._stream = token_text.stream()
+        self._scanner = StopScanner(plan.sampling.stop)
+        self._reply: list[str] = []
+        self._spelled: list[str] = []  # by generated token
+        self._whole_tokens = 0  # generated tokens up to the last that ended a character
+        self._submitted_s = clock()
+        self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
+
+    @property
+    def line(self) -> Hashable | None:
+        return self.plan.key
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.plan.token_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.computed < self.prompt_tokens
+
+    @property
+    def full_blocks(self) -> int:
+        return self.computed // BLOCK_TOKENS
+
+    def restoring(self) -> None:
+        """The turn left the queue."""
+        self._begun_s = self._clock()
+
+    def began(self, cached: int, shareable: int) -> None:
+        """The first `cached` tokens' KV is there."""
+        self.cached = self.computed = cached
+        self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._restored_s = self._clock()
+        self._events.append(Started(cached))
+
+    def next_cell(self) -> list[int]:
+        """Prompt tokens to compute next, up to an edge of the grid or the prompt's end."""
+        return self.token_ids[self.computed : cell_end(self.computed, self.prompt_tokens, self._cell_tokens)]
+
+    def prefilled(self, count: int) -> None:
+        """The next `count` prompt tokens were computed."""
+        stop = self.computed + count
+        self.shareable = shareable_after(self.shareable, self.computed, stop, self._cell_tokens)
+        self._advance(stop)
+        self._events.append(Prefilled(stop, self.prompt_tokens))
+
+    def decoded(self) -> None:
+        """The last token was computed."""
+        self._advance(len(self.token_ids))
+
+    def accept(self, token_id: int) -> None:
+        """A token was drawn. Sets `finish_reason` if it is the last."""
+        if len(self.token_ids) == self.prompt_tokens:
+            self._first_token_s = self._clock()
+        self.token_ids.append(token_id)
+        text = self._stream.push(token_id)
+        self._spelled.append(text)
+        if self._stream.is_whole:
+            self._whole_tokens = len(self._spelled)
+        self._events.append(Tokens((token_id,), self._tell(token_id, text)))
+
+    @property
+    def remembered(self) -> int:
+        """Tokens that are remembered if it ends now: no half characters, nothing that only spells a stop string."""
+        kept = self._whole_tokens
+        if self.finish_reason is FinishReason.STOP_SEQUENCE:
+            reply_chars = sum(map(len, self._reply))
+            while sum(map(len, self._spelled[:kept])) > reply_chars:
+                kept -= 1
+        return self.prompt_tokens + kept
+
+    def end(self) -> None:
+        """The turn is over and remembered as `remembered` says. A cancel tells what was held back."""
+        if self.finish_reason is None:
+            self.finish_reason = FinishReason.CANCELLED
+            if rest := self._scanner.rest():
+                self._reply.append(rest)
+                self._events.append(Tokens((), rest))
+        now = self._clock()
+        kept = self.remembered - self.prompt_tokens
+        self._events.append(
+            Ended(
+                finish_reason=self.finish_reason,
+                matched_stop=self._scanner.matched or "",
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached,
+                completion_tokens=len(self.token_ids) - self.prompt_tokens,
+                timings=Timings(
+                    queue_s=self._begun_s - self._submitted_s,
+                    restore_s=self._restored_s - self._begun_s,
+                    prefill_s=self._first_token_s - self._restored_s,
+                    first_token_s=self._first_token_s - self._submitted_s,
+                    decode_s=now - self._first_token_s,
+                ),
+                text="".join(self._reply),
+                generated_text="".join(self._spelled[:kept]),
+                state=self.state(),
+            )
+        )
+
+    def fail(self, error: KvasirError) -> None:
+        """The turn is over and nothing of it is remembered."""
+        self._events.append(Failed(error))
+
+    def state(self) -> SequenceState:
+        """What is remembered if the turn ends now."""
+        kept = self.remembered - self.prompt_tokens
+        chars = (*self.plan.token_chars, *(len(text) for text in self._spelled[:kept]))
+        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, self.shareable)
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _advance(self, computed: int) -> None:
+        full_before = self.full_blocks
+        self.computed = computed
+        if self.full_blocks > full_before:
+            self._events.append(BlocksFull(self.full_blocks))
+
+    def _tell(self, token_id: int, text: str) -> str:
+        """The part of a token's text that the client may see now."""
+        if token_id in self._stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            told = self._scanner.rest()
+        else:
+            told = self._scanner.push(text)
+            if self._scanner.matched is not None:
+                self.finish_reason = FinishReason.STOP_SEQUENCE
+            elif len(self._spelled) >= self.plan.sampling.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                told += self._scanner.rest()
+        self._reply.append(told)
+        return told
