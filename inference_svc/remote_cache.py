@@ -90,13 +90,18 @@ class Breaker:
     def __init__(self, probe: Callable[[], Awaitable[None]]) -> None:
         self._probe = probe
         self._prober: asyncio.Task[None] | None = None
+        self.opened = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.closed.set()
 
     @property
     def is_open(self) -> bool:
-        return self._prober is not None
+        return self.opened.is_set()
 
     def trip(self) -> None:
-        if self._prober is None:
+        if not self.is_open:
+            self.closed.clear()
+            self.opened.set()
             self._prober = asyncio.create_task(self._until_it_answers())
             _LOG.warning("store.unreachable")
 
@@ -117,7 +122,8 @@ class Breaker:
                 break  # it refuses, so it answers
             else:
                 break
-        self._prober = None
+        self.opened.clear()
+        self.closed.set()
         _LOG.info("store.reachable")
 
 
@@ -135,6 +141,12 @@ class RemoteCache:
     def is_reachable(self) -> bool:
         """False from a failure until the store answers again. Says nothing about a store that was never asked."""
         return not self._breaker.is_open
+
+    async def until_reachable(self) -> None:
+        await self._breaker.closed.wait()
+
+    async def until_unreachable(self) -> None:
+        await self._breaker.opened.wait()
 
     async def close(self) -> None:
         await self._breaker.close()

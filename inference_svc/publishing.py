@@ -1,0 +1,266 @@
+"""Memories into the store: full blocks while a turn still runs, the rest and the commit at its end.
+
+A publication never holds up tokens. It runs as a task of its own; the turn waits for it a while and says what came of
+it. One agent's publications follow each other, and the store's compare-and-swap decides between engines.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+from kvasir import errors
+from kvasir.digest import Digest
+
+from inference_svc.engine import Engine
+from inference_svc.memory import AgentMemory, Kept, to_manifest
+from inference_svc.plan import SequenceKey, Snapshot
+from inference_svc.remote_cache import NO_HEAD, Budget, RemoteCache, StoreMiss
+from inference_svc.service_data import SnapshotOutcome, SnapshotState
+
+_LOG = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishingLimits:
+    """How long publications may take and how much they may hold."""
+
+    commit_wait_s: float = 2.0
+    """How long a turn's final message waits for its commit before it says: pending."""
+    timeout_s: float = 30.0
+    """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
+    max_held_bytes: int = 512 << 20
+    """Copies of KV that wait for the store at any moment; beyond them a publication fails at once."""
+    head_budget_s: float = 2.0
+    """For asking the newest version when a turn began without knowing it."""
+
+
+class BlockStream:
+    """Sends the full blocks of one running turn, so that at its end only the tail and the manifest remain."""
+
+    def __init__(
+        self, engine: Engine, key: SequenceKey, store: RemoteCache, stored: Sequence[Digest], timeout_s: float
+    ):
+        self._engine = engine
+        self._key = key
+        self._store = store
+        self._timeout_s = timeout_s
+        self._full = len(stored)
+        self._task: asyncio.Task[None] | None = None
+        self.stored = list(stored)
+        self.sent_bytes = 0
+
+    def blocks_full(self, count: int) -> None:
+        """The turn's sequence now has `count` full blocks."""
+        self._full = max(self._full, count)
+        if self._task is None and len(self.stored) < self._full and self._store.is_reachable:
+            self._task = asyncio.create_task(self._send())
+
+    async def stop(self) -> None:
+        """Nothing more is begun; what is under way is awaited."""
+        self._full = 0
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _send(self) -> None:
+        try:
+            while len(self.stored) < self._full:
+                snapshot = await asyncio.wrap_future(
+                    self._engine.snapshot(self._key, len(self.stored), blocks_only=True)
+                )
+                if snapshot is None or not snapshot.blocks:
+                    return
+                files = [data for _, data in snapshot.blocks]
+                digests, sent_bytes = await self._store.write_tensors(files, self._timeout_s)
+                self.stored += digests
+                self.sent_bytes += sent_bytes
+        except errors.KvasirError as error:
+            # The end of the turn sends what is missing, and says so if it cannot.
+            _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=error.reason)
+        finally:
+            self._task = None
+
+
+class Publisher:
+    """Stores and commits memories, each in a task of its own."""
+
+    def __init__(
+        self, engine: Engine, limits: PublishingLimits, clock: Callable[[], float], now_ms: Callable[[], int]
+    ) -> None:
+        self._engine = engine
+        self._limits = limits
+        self._clock = clock
+        self._now_ms = now_ms
+        self._held_bytes = 0
+        self._running: set[asyncio.Task[SnapshotOutcome]] = set()
+
+    def publish(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        snapshot: Snapshot | None,
+        store: RemoteCache,
+        previous: Kept | None,
+        sent_bytes: int,
+    ) -> "asyncio.Task[SnapshotOutcome]":
+        """Begin to publish a memory that is the agent's newest. `snapshot` has its files from the first block that the
+        store lacks. `previous`: what the turn extended, whose own publication may still run. `sent_bytes`: already
+        sent while the turn ran.
+        """
+        task = asyncio.create_task(self._publish(key, memory, snapshot, store, previous, sent_bytes))
+        memory.kept.publication = task
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def outcome(self, memory: AgentMemory, store: RemoteCache) -> SnapshotOutcome:
+        """What became of a publication, as far as a turn's reader is made to wait: not at all for a store that cannot
+        be reached, and at most `commit_wait_s` for one that can.
+        """
+        task = memory.kept.publication
+        if task is None:
+            return SnapshotOutcome(SnapshotState.NONE)
+        unreachable = asyncio.create_task(store.until_unreachable())
+        try:
+            await asyncio.wait(
+                {task, unreachable}, timeout=self._limits.commit_wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            unreachable.cancel()
+        if task.done():
+            return task.result()
+        problem = "has not answered yet" if store.is_reachable else "cannot be reached"
+        return SnapshotOutcome(
+            SnapshotState.PENDING,
+            _version(memory.kept),
+            f"the store {problem}; trying for {self._limits.timeout_s:.0f} s, the memory is hot meanwhile",
+        )
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for the publications that run."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=patience_s)
+
+    async def _publish(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        snapshot: Snapshot | None,
+        store: RemoteCache,
+        previous: Kept | None,
+        sent_bytes: int,
+    ) -> SnapshotOutcome:
+        kept = memory.kept
+        held_bytes = _size(snapshot)
+        self._held_bytes += held_bytes
+        try:
+            if self._held_bytes > self._limits.max_held_bytes:
+                raise errors.ResourceExhausted(
+                    f"{self._held_bytes} bytes wait for the store, at most {self._limits.max_held_bytes} may"
+                )
+            async with asyncio.timeout(self._limits.timeout_s):
+                await self._follow(previous, kept)
+                return await self._until_committed(key, memory, snapshot, store, sent_bytes)
+        except TimeoutError:
+            return self._failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")
+        except errors.Conflict as error:
+            self._drop(key, memory)
+            newest = error.metadata.get("head_version", "another")
+            return self._failed(key, kept, f"another writer was first: version {newest} is the agent's newest")
+        except errors.KvasirError as error:
+            return self._failed(key, kept, f"{type(error).__name__}: {error.message}")
+        except StoreMiss as error:
+            return self._failed(key, kept, error.miss.detail)
+        finally:
+            self._held_bytes -= held_bytes
+
+    async def _until_committed(
+        self, key: SequenceKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
+    ) -> SnapshotOutcome:
+        """Commit, and again whenever the store comes back: a repeated commit that took effect answers its version."""
+        while True:
+            await store.until_reachable()
+            try:
+                await self._know_head(key, memory.kept, store)
+                return await self._commit(key, memory, snapshot, store, sent_bytes)
+            except (errors.Unavailable, errors.DeadlineExceeded):
+                continue
+            except StoreMiss:
+                if store.is_reachable:
+                    raise
+
+    async def _follow(self, previous: Kept | None, kept: Kept) -> None:
+        """The agent's publication before this one comes first: its version is this one's parent."""
+        if previous is None or previous.publication is None:
+            return
+        if not previous.publication.done():
+            await asyncio.wait({previous.publication})
+            kept.head = previous.head
+
+    async def _know_head(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
+        if kept.head is None:
+            budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
+            heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+            kept.head = heads.ours if heads is not None else NO_HEAD
+
+    async def _commit(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        snapshot: Snapshot | None,
+        store: RemoteCache,
+        sent_bytes: int,
+        *,
+        is_second_try: bool = False,
+    ) -> SnapshotOutcome:
+        kept, timeout_s = memory.kept, self._limits.timeout_s
+        if snapshot is None:
+            raise errors.ResourceExhausted("the memory was dropped before it could be stored")
+        files = [data for _, data in snapshot.blocks] + ([snapshot.tail[1]] if snapshot.tail is not None else [])
+        digests, tensor_bytes = await store.write_tensors(files, timeout_s) if files else ([], 0)
+        count = len(snapshot.blocks)
+        blocks = [*kept.blocks[: snapshot.first_block], *digests[:count]]
+        tail = digests[count] if snapshot.tail is not None else None
+        manifest = to_manifest(memory, self._engine.model, blocks, tail, self._now_ms())
+        digest = Digest.of(manifest)
+        kept.attempted = digest
+        parent_version = kept.head.version if kept.head is not None else 0
+        try:
+            head = await store.commit(key.agent_id, manifest, parent_version, timeout_s)
+        except errors.FailedPrecondition:
+            if is_second_try:
+                raise
+            # A block that the store had is gone or damaged since: send everything that the engine still has.
+            whole = await self._whole_snapshot(key, memory)
+            return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
+        kept.head, kept.is_head, kept.attempted = head, True, None
+        kept.blocks[:], kept.tail = blocks, tail
+        written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
+        _LOG.info("snapshot.committed", version=head.version, tokens=len(memory.words.token_ids), bytes=written_bytes)
+        return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
+
+    async def _whole_snapshot(self, key: SequenceKey, memory: AgentMemory) -> Snapshot | None:
+        hot = self._engine.hot_memory(key)
+        if hot is None or hot.tag is not memory:
+            return None
+        return await asyncio.wrap_future(self._engine.snapshot(key, 0))
+
+    def _drop(self, key: SequenceKey, memory: AgentMemory) -> None:
+        """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""
+        hot = self._engine.hot_memory(key)
+        if hot is not None and hot.tag is memory:
+            self._engine.drop_hot(key)
+
+    def _failed(self, key: SequenceKey, kept: Kept, reason: str) -> SnapshotOutcome:
+        _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)
+        return SnapshotOutcome(SnapshotState.FAILED, _version(kept), reason)
+
+
+def _version(kept: Kept) -> int:
+    return kept.head.version if kept.head is not None else 0
+
+
+def _size(snapshot: Snapshot | None) -> int:
+    if snapshot is None:
+        return 0
+    return sum(len(data) for _, data in (*snapshot.blocks, *((snapshot.tail,) if snapshot.tail is not None else ())))

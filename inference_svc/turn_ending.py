@@ -1,0 +1,205 @@
+"""The end of a turn: what the agent remembers from now on, where it is kept, and the last message.
+
+Also the end of a retry, which begins here: its reply is told again from memory.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import structlog
+from kvasir.block_hash import BLOCK_TOKENS
+from kvasir.cachestore.v1 import manifest_pb2
+
+from inference_svc import conversation, replay
+from inference_svc.engine import Engine
+from inference_svc.memory import AgentMemory, Kept
+from inference_svc.plan import Ended, FinishReason, SequenceKey
+from inference_svc.prefix_matching import Memory, Outcome
+from inference_svc.prompting import Prompting
+from inference_svc.publishing import Publisher
+from inference_svc.recall import Prepared, Recollection
+from inference_svc.remote_cache import RemoteCache
+from inference_svc.service_data import (
+    PromptInput,
+    SnapshotOutcome,
+    SnapshotState,
+    Source,
+    TurnDelta,
+    TurnFinished,
+    TurnStarted,
+    TurnTimings,
+)
+from inference_svc.turn_state import TurnState, parse_reply_calls
+
+_LOG = structlog.get_logger(__name__)
+
+
+class TurnEnding:
+    """Ends turns of one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompting: Prompting,
+        publisher: Publisher,
+        stores: Mapping[str, RemoteCache],
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine = engine
+        self._prompting = prompting
+        self._publisher = publisher
+        self._stores = stores
+        self._clock = clock
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for the publications that run."""
+        await self._publisher.drain(patience_s)
+
+    async def finish(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        calls = parse_reply_calls(turn.request, ended.text, self._prompting.tool_markers, self._prompting.tool_parser)
+        snapshot = SnapshotOutcome(SnapshotState.NONE)
+        if turn.key is not None:
+            memory = await self._remember(turn, turn.key, recollection, prepared, ended, calls)
+            snapshot = await self._keep(turn, turn.key, recollection, memory)
+        reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
+        timings = ended.timings
+        turn.running.outbox.put(
+            TurnFinished(
+                finish_reason=reason,
+                matched_stop=ended.matched_stop,
+                prompt_tokens=ended.prompt_tokens,
+                cached_tokens=ended.cached_tokens,
+                completion_tokens=ended.completion_tokens,
+                timings=TurnTimings(
+                    queue_s=turn.queue_s + timings.queue_s,
+                    restore_s=turn.restore_s + timings.restore_s,
+                    prefill_s=timings.prefill_s,
+                    first_token_s=(turn.first_token_at or self._clock()) - turn.arrived,
+                    decode_s=timings.decode_s,
+                ),
+                snapshot=snapshot,
+                tool_calls=tuple(calls),
+            )
+        )
+        _LOG.info(
+            "turn.finished",
+            request_id=turn.request.request_id,
+            reason=reason,
+            source=prepared.source.value,
+            prompt_tokens=ended.prompt_tokens,
+            cached_tokens=ended.cached_tokens,
+            completion_tokens=ended.completion_tokens,
+            snapshot=snapshot.state.value,
+        )
+
+    async def _remember(
+        self,
+        turn: TurnState,
+        key: SequenceKey,
+        recollection: Recollection,
+        prepared: Prepared,
+        ended: Ended,
+        calls: Sequence[manifest_pb2.ToolCall],
+    ) -> AgentMemory:
+        """What the agent remembers from now on, attached to its hot memory."""
+        request, state = turn.request, ended.state
+        text = prepared.text + ended.generated_text
+        messages: tuple[manifest_pb2.Message, ...] = ()
+        if not isinstance(request.input, PromptInput):
+            reply = await self._prompting.run(
+                lambda: conversation.reply_message(
+                    self._prompting.template,
+                    turn.messages,
+                    request.tools,
+                    reply=ended.text,
+                    told_text=text,
+                    tool_calls=calls,
+                )
+            )
+            messages = (*turn.messages, reply)
+        reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
+        stored = turn.stream.stored if turn.stream is not None else list(prepared.stored_blocks)
+        previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
+        memory = AgentMemory(
+            words=Memory(text, state.token_ids, state.token_chars),
+            messages=messages,
+            turn=manifest_pb2.Turn(
+                request_id=request.request_id,
+                prompt_tokens=ended.prompt_tokens,
+                prompt_chars=len(prepared.text),
+                finish_reason=reason,
+                input_digest=request.input_digest,
+            ),
+            shareable_tokens=state.shareable_tokens,
+            tokenizer_digest=self._engine.model.tokenizer_digest,
+            kept=Kept(
+                head=previous.head if previous is not None else recollection.head,
+                is_head=False,
+                # A stop string may have taken back tokens of a block that was already sent.
+                blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
+            ),
+        )
+        self._engine.tag_hot(key, memory)
+        return memory
+
+    async def _keep(
+        self, turn: TurnState, key: SequenceKey, recollection: Recollection, memory: AgentMemory
+    ) -> SnapshotOutcome:
+        """Publish a memory, and say what came of it as far as the reader's patience goes."""
+        store = self._stores.get(key.namespace)
+        if store is None:
+            return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
+        previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
+        sent_bytes = turn.stream.sent_bytes if turn.stream is not None else 0
+        # Taken before the next turn of the agent may begin: the copies are this turn's.
+        snapshot = await asyncio.wrap_future(self._engine.snapshot(key, len(memory.kept.blocks)))
+        self._publisher.publish(key, memory, snapshot, store, previous, sent_bytes)
+        return await self._publisher.outcome(memory, store)
+
+    async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
+        """The turn was done before: its reply again, and what became of it, nothing done twice."""
+        request, remembered = turn.request, memory.turn
+        stop_ids = (*self._engine.model.stop_token_ids, *request.sampling.stop_token_ids)
+        told = replay.told_reply(memory, stop_ids, request.sampling.stop)
+        head = memory.kept.head
+        is_head = memory.kept.is_head and head is not None
+        parent = (head.parent_version if is_head else head.version) if head is not None else 0
+        outbox = turn.running.outbox
+        prompt_tokens = remembered.prompt_tokens
+        outbox.put(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
+        outbox.put(TurnDelta(told.text, told.token_ids))
+        snapshot = await self._outcome_again(turn, recollection, memory)
+        calls = (
+            []
+            if isinstance(request.input, PromptInput) or remembered.finish_reason != "tool_calls"
+            else list(memory.messages[-1].tool_calls)
+            if memory.messages
+            else []
+        )
+        elapsed_s = self._clock() - turn.arrived
+        outbox.put(
+            TurnFinished(
+                finish_reason=remembered.finish_reason,
+                matched_stop=told.matched_stop,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=prompt_tokens,
+                completion_tokens=len(told.token_ids),
+                timings=TurnTimings(queue_s=turn.queue_s, first_token_s=elapsed_s),
+                snapshot=snapshot,
+                tool_calls=tuple(calls),
+            )
+        )
+        _LOG.info("turn.told_again", request_id=request.request_id, version=snapshot.version)
+
+    async def _outcome_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> SnapshotOutcome:
+        """What became of a turn that is told again. One that was never stored is published now."""
+        key, kept = turn.key, memory.kept
+        store = self._stores.get(key.namespace) if key is not None else None
+        if kept.is_head and kept.head is not None:
+            return SnapshotOutcome(SnapshotState.COMMITTED, kept.head.version, "", kept.head.manifest)
+        if store is None or key is None:
+            return SnapshotOutcome(SnapshotState.NONE)
+        if kept.is_being_published:
+            return await self._publisher.outcome(memory, store)
+        return await self._keep(turn, key, replace(recollection, memory=None), memory)

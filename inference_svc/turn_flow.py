@@ -1,0 +1,273 @@
+"""The life of a request. Start here to see how a turn is served.
+
+A turn waits for its agent's turn before it; finds the agent's newest memory; is a retry and told again, or is rendered,
+held against the memory, and given to the engine; its events go to the reader as they come; at the end what the agent
+now remembers is attached to the hot memory and published, and the last message says what became of it.
+
+Each turn is a task of its own, not its RPC's: a reader that goes away cancels generation, never the care of memory.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+
+from inference_svc import conversation, replay
+from inference_svc.engine import Engine
+from inference_svc.handoff import HandOff
+from inference_svc.plan import BlocksFull, Ended, Event, Failed, Prefilled, SequenceKey, Started, Tokens, TurnPlan
+from inference_svc.prompting import Prompting
+from inference_svc.publishing import BlockStream
+from inference_svc.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
+from inference_svc.remote_cache import Budget, RemoteCache
+from inference_svc.service_data import (
+    Miss,
+    MissReason,
+    PromptInput,
+    Source,
+    TurnDelta,
+    TurnProgress,
+    TurnRequest,
+    TurnStarted,
+)
+from inference_svc.turn_ending import TurnEnding
+from inference_svc.turn_state import RunningTurn, TurnState, check_parent, too_long, whole_conversation
+
+_LOG = structlog.get_logger(__name__)
+_DEFAULT_MAX_TOKENS = 512
+# Hot memory may be dropped, and a file refused, between planning and running: plan again this often.
+_PLANS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """What one turn may cost others."""
+
+    store_budget_s: float = 0.25
+    """Time without progress that a turn may lose to the store, in total."""
+    store_min_bytes_per_s: float = 20e6
+    """A store that sends more slowly than this is slow, and its time counts."""
+    publish_timeout_s: float = 30.0
+    max_turns: int = 256
+    """Turns that may wait or run at once."""
+
+
+class TurnService:
+    """Runs turns over one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompting: Prompting,
+        recall: Recall,
+        ending: TurnEnding,
+        stores: Mapping[str, RemoteCache],
+        limits: TurnLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        """Made on the event loop that will run it. `clock` gives seconds, monotonic."""
+        self._engine = engine
+        self._prompting = prompting
+        self._recall = recall
+        self._ending = ending
+        self._stores = stores
+        self._limits = limits
+        self._clock = clock
+        self._handoff = HandOff(asyncio.get_running_loop())
+        self._running: set[asyncio.Task[None]] = set()
+        self._order: dict[SequenceKey, asyncio.Lock] = {}
+        self._waiting: Counter[SequenceKey] = Counter()
+        self.misses: Counter[MissReason] = Counter()
+
+    def begin(self, request: TurnRequest) -> RunningTurn:
+        """Start a turn. Raises ResourceExhausted when too many wait or run already."""
+        if len(self._running) >= self._limits.max_turns:
+            raise errors.ResourceExhausted(
+                f"{len(self._running)} turns wait or run, at most {self._limits.max_turns} may",
+                reason="QUEUE_FULL",
+                retry_after_s=1.0,
+            )
+        running = RunningTurn()
+        running.task = asyncio.create_task(self._run(request, running))
+        self._running.add(running.task)
+        running.task.add_done_callback(self._running.discard)
+        return running
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for turns that run, then for their publications."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=patience_s)
+        await self._ending.drain(patience_s)
+
+    async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
+        try:
+            turn = TurnState(request, running, arrived=self._clock())
+            async with self._in_order(request):
+                turn.queue_s = self._clock() - turn.arrived
+                await self._serve(turn)
+        except (errors.KvasirError, asyncio.CancelledError) as error:
+            running.outbox.close(errors.Cancelled("the turn was cancelled") if running.is_cancelled else error)
+        except Exception as error:  # noqa: BLE001 - the reader must end whatever happens; the edge logs and names it
+            running.outbox.close(error)
+        else:
+            running.outbox.close()
+
+    @contextlib.asynccontextmanager
+    async def _in_order(self, request: TurnRequest) -> AsyncIterator[None]:
+        """One agent's turns run one after the other, in order of arrival; different agents' in parallel."""
+        if not request.agent_id:
+            yield
+            return
+        key = SequenceKey(request.namespace, request.agent_id)
+        lock = self._order.setdefault(key, asyncio.Lock())
+        self._waiting[key] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key], self._order[key]
+
+    # --- one turn ---
+
+    async def _serve(self, turn: TurnState) -> None:
+        request = turn.request
+        budget = Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
+        recollection = await self._recall.newest(turn.key, budget) if turn.key else NOTHING_REMEMBERED
+        memory = recollection.memory
+        is_retry = memory is not None and replay.is_retry(request, memory)
+        if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
+            await self._ending.tell_again(turn, recollection, memory)
+            return
+        if not is_retry:
+            check_parent(request, recollection)
+        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
+        text = await self._text(request, turn.messages)
+        recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
+        await self._ending.finish(turn, recollection, prepared, ended)
+
+    async def _text(self, request: TurnRequest, messages: Sequence[manifest_pb2.Message]) -> str:
+        text = (
+            request.input.prompt
+            if isinstance(request.input, PromptInput)
+            else await self._prompting.run(
+                lambda: conversation.render(self._prompting.template, messages, request.tools)
+            )
+        )
+        context = self._engine.model.context_tokens
+        if (fewest := self._prompting.fewest_tokens(len(text.encode()))) > context:
+            raise too_long(f"at least {fewest}", context)
+        return text
+
+    async def _generate(
+        self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
+    ) -> tuple[Recollection, Prepared, Ended]:
+        """Plan and run, planning again when what the plan stood on went away in between."""
+        usable_files: int | None = None
+        for _ in range(_PLANS):
+            prepared = await self._recall.plan(
+                recollection, text, namespace=turn.request.namespace, budget=budget, usable_files=usable_files
+            )
+            if turn.damage is not None:
+                prepared = replace(prepared, miss=turn.damage)
+            turn.restore_s = budget.spent_s
+            try:
+                return recollection, prepared, await self._run_plan(turn, prepared)
+            except errors.FailedPrecondition as error:
+                if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
+                    raise
+                recollection = await self._recall.newest(turn.key, budget)
+            except errors.DataLoss as error:
+                # The bytes are those of their digest and still not what they must be. The stored tokens are known:
+                # from there on they are prefilled again.
+                usable_files = int(error.metadata.get("blob", "0"))
+                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"tensor file {usable_files} of the memory was refused")
+                _LOG.warning("restore.refused", request_id=turn.request.request_id, blob=usable_files)
+        raise errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)
+
+    async def _run_plan(self, turn: TurnState, prepared: Prepared) -> Ended:
+        plan = self._plan(turn, prepared)
+        inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
+        store = self._stores.get(turn.request.namespace)
+        stream = (
+            BlockStream(self._engine, turn.key, store, prepared.stored_blocks, self._limits.publish_timeout_s)
+            if turn.key is not None and store is not None
+            else None
+        )
+        if turn.running.is_cancelled:
+            raise errors.Cancelled("the turn was cancelled")
+        turn.running.handle = self._engine.submit(plan, lambda events: self._handoff.send(inbox.put_nowait, events))
+        try:
+            while True:
+                for event in await inbox.get():
+                    if isinstance(event, Ended):
+                        turn.running.is_ending = True
+                        return event
+                    if isinstance(event, Failed):
+                        raise event.error
+                    self._tell(turn, prepared, event, stream)
+        finally:
+            turn.running.handle = None
+            if stream is not None:
+                await stream.stop()
+                turn.stream = stream
+
+    def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
+        context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
+        if not count:
+            raise errors.InvalidArgument("prompt: expected at least one token", field="prompt")
+        if count >= context:
+            raise too_long(str(count), context)
+        sampling = turn.request.sampling
+        if turn.request.max_tokens_is_default:
+            sampling = replace(sampling, max_tokens=min(_DEFAULT_MAX_TOKENS, context - count))
+        elif count + sampling.max_tokens > context:
+            raise errors.ResourceExhausted(
+                f"sampling.max_tokens: {count} prompt tokens and {sampling.max_tokens} to generate are more than the "
+                f"context of {context}",
+                reason="CONTEXT_EXCEEDED",
+                field="sampling.max_tokens",
+                metadata={"prompt_tokens": str(count), "context_tokens": str(context)},
+            )
+        return TurnPlan(
+            token_ids=prepared.tokens.ids,
+            token_chars=prepared.tokens.chars,
+            sampling=sampling,
+            reuse=prepared.reuse,
+            key=turn.key,
+            keep_partial=turn.request.keep_partial,
+        )
+
+    def _tell(self, turn: TurnState, prepared: Prepared, event: Event, stream: BlockStream | None) -> None:
+        match event:
+            case Started(cached_tokens):
+                if prepared.miss is not None and turn.key is not None:
+                    self.misses[prepared.miss.reason] += 1
+                turn.running.outbox.put(
+                    TurnStarted(
+                        prompt_tokens=len(prepared.tokens.ids),
+                        cached_tokens=cached_tokens,
+                        source=prepared.source if cached_tokens else Source.COLD,
+                        match=prepared.match,
+                        parent_version=turn.parent_version,
+                        miss=prepared.miss if turn.key is not None else None,
+                    )
+                )
+            case Prefilled(done, total):
+                turn.running.outbox.put(TurnProgress(done, total))
+            case BlocksFull(count):
+                if stream is not None:
+                    stream.blocks_full(count)
+            case Tokens(ids, text):
+                if turn.first_token_at is None:
+                    turn.first_token_at = self._clock()
+                turn.running.outbox.put(TurnDelta(text, ids))
+            case _:
+                pass

@@ -1,0 +1,142 @@
+"""One turn under way: what its reader holds of it, and what its steps know of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+
+from inference_svc import conversation
+from inference_svc.engine import TurnHandle
+from inference_svc.outbox import Outbox
+from inference_svc.plan import SequenceKey
+from inference_svc.publishing import BlockStream
+from inference_svc.recall import Recollection
+from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent, TurnRequest
+
+
+class RunningTurn:
+    """A turn under way, as its reader sees it: its events, and how to stop it."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox()
+        self.task: asyncio.Task[None] | None = None
+        self.handle: TurnHandle | None = None
+        self.is_ending = False
+        self.is_cancelled = False
+
+    def events(self) -> AsyncIterator[TurnEvent]:
+        """Started first, Finished last; ends with a KvasirError instead when the turn fails."""
+        return self.outbox.events()
+
+    def cancel(self) -> None:
+        """The reader is gone: stop generating. What the turn left in memory is taken care of regardless. Idempotent."""
+        if self.is_cancelled or self.is_ending:
+            return
+        self.is_cancelled = True
+        if self.handle is not None:
+            self.handle.cancel()
+        elif self.task is not None:
+            self.task.cancel()
+
+
+@dataclass(slots=True)
+class TurnState:
+    """What the steps of one turn learn, in their order."""
+
+    request: TurnRequest
+    running: RunningTurn
+    arrived: float
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    parent_version: int = 0
+    messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
+    damage: Miss | None = None
+    first_token_at: float | None = None
+    stream: BlockStream | None = None
+    key: SequenceKey | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.key = SequenceKey(request.namespace, request.agent_id) if request.agent_id else None
+
+
+def check_parent(request: TurnRequest, recollection: Recollection) -> None:
+    """Raise Conflict when the agent's newest version is not the one that the caller knows. If the store could not be
+    asked, its compare-and-swap decides at the end.
+    """
+    head = recollection.head
+    if request.parent_version is None or head is None or request.parent_version == head.version:
+        return
+    raise errors.Conflict(
+        f"parent_version: {request.parent_version} was named, the agent's newest version is {head.version}",
+        field="parent_version",
+        metadata={"head_version": str(head.version)},
+    )
+
+
+def whole_conversation(
+    request: TurnRequest, recollection: Recollection, *, is_retry: bool
+) -> tuple[manifest_pb2.Message, ...]:
+    """The messages of the prompt. Raises FailedPrecondition or Unavailable when there is nothing to append to."""
+    if isinstance(request.input, PromptInput):
+        return ()
+    given, memory = request.input.messages, recollection.memory
+    if not request.input.is_append:
+        return given
+    if memory is not None and memory.messages:
+        # A retry of a turn that was cut: its messages are remembered already, and the partial reply goes.
+        return memory.messages[:-1] if is_retry else (*memory.messages, *given)
+    if memory is None and request.parent_version == 0:
+        return given
+    _refuse_append(recollection)
+    return ()
+
+
+def too_long(prompt_tokens: str, context_tokens: int) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(
+        f"prompt: {prompt_tokens} tokens, and one to generate, are more than the context of {context_tokens}",
+        reason="CONTEXT_EXCEEDED",
+        field="prompt",
+        metadata={"prompt_tokens": prompt_tokens, "context_tokens": str(context_tokens)},
+    )
+
+
+_UNKNOWN: Sequence[MissReason] = (
+    MissReason.STORE_UNREACHABLE,
+    MissReason.STORE_TIMEOUT,
+    MissReason.STORE_REFUSED,
+)
+
+
+def _refuse_append(recollection: Recollection) -> None:
+    miss = recollection.miss
+    if recollection.memory is None and miss is not None and miss.reason in _UNKNOWN:
+        # Going on without what the agent remembers would be another conversation, not a miss.
+        raise errors.Unavailable(
+            f"append_messages: the agent's memory cannot be read now ({miss.detail}); send all messages, or retry",
+            reason="MEMORY_UNREADABLE",
+            retry_after_s=1.0,
+        )
+    if recollection.memory is None and miss is not None and miss.reason is not MissReason.NEW_AGENT:
+        raise errors.FailedPrecondition(
+            f"append_messages: the agent's memory cannot be read ({miss.detail}); send all messages, or roll back",
+            reason="MEMORY_DAMAGED",
+            field="append_messages",
+        )
+    raise errors.FailedPrecondition(
+        "append_messages: the agent remembers no messages; send all of them (or say parent_version 0 for a new agent)",
+        reason="NO_MESSAGES",
+        field="append_messages",
+    )
+
+
+def parse_reply_calls(
+    request: TurnRequest, reply: str, markers: tuple[str, str] | None, parser: conversation.ToolParser | None
+) -> list[manifest_pb2.ToolCall]:
+    """Tool calls of a reply to messages; a raw prompt has none."""
+    if isinstance(request.input, PromptInput):
+        return []
+    start, end = markers or (conversation.TOOL_CALL_START, conversation.TOOL_CALL_END)
+    return conversation.parse_tool_calls(reply, parser, id_prefix=f"{request.request_id}-", start=start, end=end)
