@@ -4,10 +4,13 @@ A name is durable only when its directory was synced, and bytes only when their 
 persists nor orders: F_FULLFSYNC does.
 """
 
+import errno
 import fcntl
 import os
 from collections.abc import Iterator
 from pathlib import Path
+
+from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
 _READ_CHUNK = 1 << 20
@@ -103,3 +106,18 @@ class Disk:
 
     def reached(self, point: str) -> None:
         """A place between effects, named for tests: around each commit of the index."""
+
+
+def disk_full(path: Path, what: str) -> ResourceExhausted:
+    """The refusal for a write that found no room."""
+    return ResourceExhausted(
+        f"the disk of {path.parent} is full: no room for {what}", reason="DISK_FULL", retry_after_s=60
+    )
+
+
+def refusal(error: OSError, path: Path, what: str) -> KvasirError:
+    """A failed effect in words that a caller can act on."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return disk_full(path, what)
+    name = errno.errorcode.get(error.errno or 0, "an unknown error")
+    return Unavailable(f"the disk failed with {name} on {what}", reason="DISK_FAILED", retry_after_s=1)

@@ -7,17 +7,48 @@ and raise the types of `kvasir.errors`.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
+from kvasir.block_hash import block_hash_chain
 from kvasir.digest import Digest
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound
+from kvasir.names import check_agent_id, check_namespace, check_owner
 
+from cachestore_svc import (
+    agents,
+    check,
+    collecting,
+    committing,
+    garbage,
+    leases,
+    lineage,
+    listing,
+    statistics,
+    versions,
+)
+from cachestore_svc.blob_rows import all_blobs, find_namespace, namespaces
+from cachestore_svc.blob_store import BlobStore
+from cachestore_svc.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.disk import Disk
+from cachestore_svc.index import Rows
+from cachestore_svc.limits import check_hash, check_range
+from cachestore_svc.manifests import read_manifest
+from cachestore_svc.opening import open_directory
 from cachestore_svc.records import (
+    BLOCK_TOKENS,
     DEFAULT_LEASE_TTL_S,
+    MAX_BLOCK_HASHES_PER_REQUEST,
+    MAX_LEASE_TTL_S,
+    MAX_PAGE_SIZE,
+    MAX_RETAINED_VERSIONS,
+    MAX_VERSION,
+    MIN_LEASE_TTL_S,
+    AgentDeleted,
     AgentPage,
     AgentRecord,
-    BlobKind,
+    AgentUpdated,
     CheckReport,
+    Committed,
     Deletion,
     EventBatch,
     EventCursor,
@@ -30,44 +61,14 @@ from cachestore_svc.records import (
     Stats,
     StoreConfig,
     VerifyProgress,
-    WriteStatus,
 )
 
-
-class BlobWriter(Protocol):
-    """One blob on its way in. Used as a context manager; leaving it without `finish` keeps the part for resumption."""
-
-    @property
-    def is_stored(self) -> bool:
-        """The store had it already: `write` and `finish` then do nothing."""
-
-    @property
-    def received_bytes(self) -> int:
-        """Where the next `write` must begin; what an interrupted write left counts."""
-
-    def write(self, offset: int, data: bytes | memoryview) -> None:
-        """Append bytes. The tensor header is checked as soon as it is whole, before any further byte is kept.
-
-        Raises InvalidArgument (offset is not `received_bytes`, more bytes than the digest says, header refused) and
-        ResourceExhausted (disk full). After a refused header the part is gone.
-        """
-
-    def finish(self) -> None:
-        """Verify, make durable, and list the blob. On return it survives a crash.
-
-        Raises InvalidArgument (DIGEST_MISMATCH: bytes are missing or are not the digest's; the part is gone unless
-        bytes are only missing) and ResourceExhausted.
-        """
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+# A line's time of last use is written at most this often.
+_USE_RESOLUTION_MS = 1000
 
 
-class Store:
-    """Everything that the service serves, below gRPC."""
+class Store(BlobStore):
+    """Everything that the service serves, below gRPC. What it does with blobs alone is in BlobStore."""
 
     @classmethod
     def open(
@@ -82,11 +83,11 @@ class Store:
         `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`).
         Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW).
         """
-        raise NotImplementedError
+        return cls(open_directory(config, clock, token_hex, disk or Disk()))
 
     def close(self) -> None:
         """Finish what is queued, then let go of the data directory. Further calls raise Unavailable."""
-        raise NotImplementedError
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self
@@ -95,33 +96,6 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # --- blobs ---
-
-    def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        """Those that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
-        raise NotImplementedError
-
-    def open_writer(self, namespace: str, digest: Digest, kind: BlobKind) -> BlobWriter:
-        """Reserve room for a blob and begin, or go on, writing it.
-
-        A full quota first gives up what eviction may. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL, with numbers),
-        FailedPrecondition (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
-        """
-        raise NotImplementedError
-
-    def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
-        """How much of a blob has arrived. No side effect."""
-        raise NotImplementedError
-
-    def read_blob(self, namespace: str, digest: Digest) -> memoryview:
-        """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
-        blob is then quarantined, an event says so, and a later write may replace it."""
-        raise NotImplementedError
-
-    def damaged(self, namespace: str) -> list[Digest]:
-        """Blobs in quarantine."""
-        raise NotImplementedError
 
     # --- snapshots ---
 
@@ -143,13 +117,37 @@ class Store:
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
         now) and InvalidArgument (manifest or name).
         """
-        raise NotImplementedError
+        check_namespace(namespace)
+        check_agent_id(agent_id)
+        check_range("parent_version", parent_version, 0, MAX_VERSION)
+        facts = read_manifest(self._manifest_bytes(namespace, manifest))
+        shared = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS] if bind_shared else []
+        asked = committing.Commit(
+            namespace,
+            agent_id,
+            manifest,
+            facts,
+            parent_version,
+            lease,
+            origin,
+            origin_detail,
+            block_hash_chain(namespace, facts.kv_identity_hash, shared),
+            self._core.config.retained_versions,
+        )
+        done = self._write(lambda rows: self._commit(rows, asked))
+        self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
+        return done.snapshot
 
     def get_snapshot(
         self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
     ) -> SnapshotVersion:
         """One version; by default the newest of the line used last. Counts as a use. Raises NotFound."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        line, snapshot = self._read(lambda rows: self._snapshot(rows, namespace, agent_id, kv_identity_hash, version))
+        now = self._core.now_unix_ms()
+        if now - line.used_unix_ms > _USE_RESOLUTION_MS:
+            self._core.index.write_later(lambda rows: versions.use_line(rows, line.id, now))
+        return snapshot
 
     def list_snapshots(
         self,
@@ -160,17 +158,36 @@ class Store:
         page_token: str = "",
     ) -> SnapshotPage:
         """Versions of an agent's lines, newest first within each line. Raises NotFound, InvalidArgument (token)."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        size = listing.page_size(page_size)
+        return self._read(lambda rows: listing.snapshots(rows, namespace, agent_id, kv_identity_hash, size, page_token))
 
     def snapshot_digests(
         self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
     ) -> list[Digest]:
         """The blobs that a version's manifest names, in its order: blocks, tail, states; each once. Raises NotFound."""
-        raise NotImplementedError
+        check_namespace(namespace)
+
+        def work(rows: Rows) -> list[Digest]:
+            line, snapshot = self._snapshot(rows, namespace, agent_id, kv_identity_hash, version)
+            return versions.named_digests(rows, versions.manifest_id_of(rows, line.id, snapshot.version))
+
+        return self._read(work)
 
     def find_prefix(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
         """Digests of the longest stored, shareable prefix of a chain. Extends lifetimes. Raises InvalidArgument."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
+        for field, hash_ in [
+            ("kv_identity_hash", kv_identity_hash),
+            *(("block_hashes", each) for each in block_hashes),
+        ]:
+            check_hash(hash_, field)
+        found = self._core.promised(
+            namespace, lambda rows, space: committing.find_prefix(rows, space, kv_identity_hash, block_hashes)
+        )
+        self._core.counters.add(namespace, "prefix_blocks_found", len(found))
+        return [blob.digest for blob in found]
 
     # --- agents ---
 
@@ -183,11 +200,19 @@ class Store:
         labels: Mapping[str, str] | None = None,
     ) -> AgentPage:
         """Agents by name, those that have all the labels. Raises InvalidArgument (token, page size)."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        size, after = listing.page_size(page_size), listing.page_place(page_token)
+        kept = self._core.config.retained_versions
+        return self._read(
+            lambda rows: listing.agents_page(
+                rows, find_namespace(rows, namespace), after, name_prefix, labels or {}, size, kept
+            )
+        )
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        return self._read(lambda rows: self._record(rows, namespace, agent_id))
 
     def update_agent(
         self,
@@ -198,7 +223,18 @@ class Store:
         retained_versions: int | None = None,
     ) -> AgentRecord:
         """Change what is given; an empty label value removes the label. Raises NotFound, InvalidArgument."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        agents.check_labels(labels or {})
+        if retained_versions is not None:
+            check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
+
+        def work(rows: Rows) -> AgentRecord:
+            agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
+            agents.update(rows, agent, labels or {}, is_pinned, retained_versions)
+            self._core.tell(rows, namespace, [AgentUpdated(agent_id)])
+            return self._record(rows, namespace, agent_id)
+
+        return self._write(work)
 
     def fork_agent(
         self,
@@ -209,7 +245,17 @@ class Store:
         version: int | None = None,
     ) -> AgentRecord:
         """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        check_agent_id(agent_id)
+
+        def work(rows: Rows) -> AgentRecord:
+            made = lineage.fork(
+                rows, namespace, source_agent_id, agent_id, kv_identity_hash, version, self._core.now_unix_ms()
+            )
+            self._core.tell(rows, namespace, [Committed(snapshot) for snapshot in made])
+            return self._record(rows, namespace, agent_id)
+
+        return self._write(work)
 
     def rollback_agent(
         self,
@@ -220,11 +266,40 @@ class Store:
         expected_head: int | None = None,
     ) -> SnapshotVersion:
         """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved)."""
-        raise NotImplementedError
+        check_namespace(namespace)
+
+        def work(rows: Rows) -> SnapshotVersion:
+            snapshot = lineage.roll_back(
+                rows,
+                namespace,
+                agent_id,
+                kv_identity_hash,
+                version,
+                expected_head,
+                self._core.config.retained_versions,
+                self._core.now_unix_ms(),
+            )
+            self._core.tell(rows, namespace, [Committed(snapshot)])
+            return snapshot
+
+        return self._write(work)
 
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED)."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        now = self._core.now_unix_ms()
+
+        def work(rows: Rows) -> int:
+            agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
+            if agent.is_pinned and not force:
+                raise FailedPrecondition("the agent is pinned", reason="AGENT_PINNED")
+            unheld = agents.delete_agent(rows, agent)
+            garbage.mark(rows, unheld, now)
+            self._core.tell(rows, namespace, [AgentDeleted(agent_id)])
+            return garbage.bytes_of(rows, unheld)
+
+        unshared = self._core.index.write(work, frees_space=True)
+        return Deletion(garbage.gone_by(now, self._core.grace_ms), unshared)
 
     # --- leases ---
 
@@ -233,7 +308,15 @@ class Store:
     ) -> Lease:
         """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged. Raises
         FailedPrecondition (LEASE_HELD with "owner" and "expires_unix_ms")."""
-        raise NotImplementedError
+        ttl_ms = self._lease_ms(namespace, agent_id, kv_identity_hash, ttl_s)
+        check_owner(owner)
+
+        def work(rows: Rows) -> Lease:
+            now = self._core.now_unix_ms()
+            token, expires = leases.acquire(rows, namespace, agent_id, kv_identity_hash, owner, ttl_ms, now)
+            return Lease(token, expires, self._head(rows, namespace, agent_id, kv_identity_hash))
+
+        return self._write(work)
 
     def renew_lease(
         self,
@@ -244,41 +327,103 @@ class Store:
         ttl_s: float = DEFAULT_LEASE_TTL_S,
     ) -> Lease:
         """Prolong a lease, also one that ended and that nobody else took. Raises Conflict (LEASE_FENCED), NotFound."""
-        raise NotImplementedError
+        ttl_ms = self._lease_ms(namespace, agent_id, kv_identity_hash, ttl_s)
+
+        def work(rows: Rows) -> Lease:
+            expires = self._core.now_unix_ms() + ttl_ms
+            leases.set_expiry(rows, namespace, agent_id, kv_identity_hash, token, expires)
+            return Lease(token, expires, self._head(rows, namespace, agent_id, kv_identity_hash))
+
+        return self._write(work)
 
     def release_lease(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        self._core.index.write(
+            lambda rows: leases.set_expiry(rows, namespace, agent_id, kv_identity_hash, token, 0), frees_space=True
+        )
 
     # --- events ---
 
     def events_after(self, namespace: str, cursor: EventCursor | None, limit: int = 1000) -> EventBatch:
         """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        check_range("limit", limit, 1, MAX_PAGE_SIZE)
+        return self._read(lambda rows: self._core.history.after(rows, namespace, cursor, limit))
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake
         somebody (`loop.call_soon_threadsafe`). Returns what ends it."""
-        raise NotImplementedError
+        return self._core.watchers.add(callback)
 
     # --- care ---
 
     def verify(self, namespace: str, agent_id: str | None = None) -> Iterator[VerifyProgress]:
         """Re-hash the blobs of an agent or of the namespace; the damaged are quarantined. Raises NotFound."""
-        raise NotImplementedError
+        check_namespace(namespace)
+
+        def work(rows: Rows) -> list[Digest]:
+            space = find_namespace(rows, namespace)
+            if agent_id is None:
+                return all_blobs(rows, space)
+            return agents.held_digests(rows, agents.get_agent(rows, space, agent_id))
+
+        return check.verify(self._core, namespace, self._read(work))
 
     def scrub(self) -> Iterator[VerifyProgress]:
         """`verify` for every namespace in turn."""
-        raise NotImplementedError
+        for namespace in self._read(namespaces):
+            yield from self.verify(namespace)
 
     def collect_garbage(self, namespace: str | None = None, dry_run: bool = False) -> GcReport:
         """Mark unreferenced blobs and sweep those that rested a grace period; None: in every namespace."""
-        raise NotImplementedError
+        return collecting.collect(self._core, namespace, dry_run)
 
     def check(self, repair: bool = False) -> CheckReport:
         """Walk index and files both ways, in every namespace; `repair` mends what it can."""
-        raise NotImplementedError
+        return check.check(self._core, repair)
 
     def stats(self, namespace: str) -> Stats:
         """Sizes and counters. No side effect."""
-        raise NotImplementedError
+        check_namespace(namespace)
+        return statistics.of(self._core, namespace)
+
+    # --- inside ---
+
+    def _manifest_bytes(self, namespace: str, manifest: Digest) -> memoryview:
+        try:
+            return self._core.read_blob(namespace, manifest)
+        except (NotFound, DataLoss) as error:
+            raise committing.missing(manifest, "manifest") from error
+
+    def _commit(self, rows: Rows, asked: committing.Commit) -> committing.Done:
+        try:
+            done = committing.commit(rows, asked, self._core.now_unix_ms())
+        except Conflict:
+            self._core.counters.add(asked.namespace, "conflicts")
+            raise
+        if done.is_new:
+            self._core.tell(rows, asked.namespace, [Committed(done.snapshot)])
+        return done
+
+    def _snapshot(
+        self, rows: Rows, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
+    ) -> tuple[versions.Line, SnapshotVersion]:
+        line = versions.get_line(rows, find_namespace(rows, namespace), agent_id, kv_hash)
+        return line, versions.get_version(rows, line, version)
+
+    def _record(self, rows: Rows, namespace: str, agent_id: str) -> AgentRecord:
+        agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
+        return agents.record(rows, agent, self._core.config.retained_versions)
+
+    def _head(self, rows: Rows, namespace: str, agent_id: str, kv_hash: str) -> int:
+        line = versions.find_line(rows, find_namespace(rows, namespace), agent_id, kv_hash)
+        return versions.head_of(rows, line.id) if line else 0
+
+    def _lease_ms(self, namespace: str, agent_id: str, kv_hash: str, ttl_s: float) -> int:
+        """Check what names a lease; its duration."""
+        check_namespace(namespace)
+        check_agent_id(agent_id)
+        check_hash(kv_hash, "kv_identity_hash")
+        check_range("ttl", ttl_s, MIN_LEASE_TTL_S, MAX_LEASE_TTL_S)
+        return int(ttl_s * 1000)

@@ -1,0 +1,90 @@
+"""The half of the store that knows bytes by their digest, and nothing of agents."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from kvasir.digest import Digest
+from kvasir.errors import InvalidArgument
+from kvasir.names import check_namespace
+
+from cachestore_svc import collecting
+from cachestore_svc.blob_checks import BlobFacts
+from cachestore_svc.blob_rows import BlobRow, damaged_blobs, find_blob, find_blobs, find_namespace, insert_blob
+from cachestore_svc.blob_writer import BlobWriter, StoredBlob
+from cachestore_svc.index import Rows
+from cachestore_svc.limits import check_range
+from cachestore_svc.opening import Opened
+from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
+
+_Answer = TypeVar("_Answer")
+
+
+class BlobStore:
+    """Blobs of all namespaces."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened = opened
+        self._core = opened.core
+
+    def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
+        """Those that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
+        check_namespace(namespace)
+        check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
+        found = self._core.promised(namespace, lambda rows, space: list(find_blobs(rows, space, digests).values()))
+        stored = {blob.digest for blob in found}
+        return [digest for digest in digests if digest not in stored]
+
+    def open_writer(self, namespace: str, digest: Digest, kind: BlobKind) -> BlobWriter:
+        """Reserve room for a blob and begin, or go on, writing it.
+
+        A full quota first gives up what eviction may. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL, with numbers),
+        FailedPrecondition (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
+        """
+        check_namespace(namespace)
+        core = self._core
+        if digest.size_bytes > core.config.max_blob_bytes:
+            raise InvalidArgument(
+                f"size_bytes: expected at most {core.config.max_blob_bytes}, got {digest.size_bytes}",
+                reason="BLOB_TOO_LARGE",
+                field="digest.size_bytes",
+            )
+        if not self.find_missing(namespace, [digest]):
+            return StoredBlob(digest)
+        if wanted := core.space.shortage(namespace, digest.size_bytes):
+            collecting.make_room(core, namespace, wanted)
+        return core.writers.begin(namespace, digest, kind, lambda facts: self._list_blob(namespace, digest, facts))
+
+    def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
+        """How much of a blob has arrived. No side effect."""
+        check_namespace(namespace)
+        blob = self._find(namespace, digest)
+        if blob and not blob.is_damaged:
+            return WriteStatus(digest.size_bytes, is_complete=True)
+        return WriteStatus(self._core.writers.received_bytes(namespace, digest), is_complete=False)
+
+    def read_blob(self, namespace: str, digest: Digest) -> memoryview:
+        """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
+        blob is then quarantined, an event says so, and a later write may replace it."""
+        check_namespace(namespace)
+        return self._core.read_blob(namespace, digest)
+
+    def damaged(self, namespace: str) -> list[Digest]:
+        """Blobs in quarantine."""
+        check_namespace(namespace)
+        return self._read(lambda rows: damaged_blobs(rows, find_namespace(rows, namespace)))
+
+    def _read(self, work: Callable[[Rows], _Answer]) -> _Answer:
+        return self._core.index.read(work)
+
+    def _write(self, work: Callable[[Rows], _Answer]) -> _Answer:
+        return self._core.index.write(work)
+
+    def _find(self, namespace: str, digest: Digest) -> BlobRow | None:
+        return self._read(lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
+
+    def _list_blob(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
+        now = self._core.now_unix_ms()
+        is_new = self._write(lambda rows: insert_blob(rows, namespace, digest, facts, now))
+        self._core.counters.add(namespace, "blobs_written")
+        self._core.counters.add(namespace, "bytes_written", digest.size_bytes)
+        return is_new

@@ -1,0 +1,129 @@
+"""Blob files: where they lie, how their bytes are read and verified, and how they go.
+
+A path is made of the namespace's own hash and of a digest's 64 hex digits; no name from outside is ever part of one.
+"""
+
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+from kvasir.digest import Digest
+
+from cachestore_svc.disk import Disk
+
+PART_SUFFIX = ".part"
+_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_SHELF_NAME = re.compile(r"[0-9a-f]{2}")
+_LOCKS = 64
+
+
+class Damaged(Exception):
+    """A file's bytes are not those of its digest, or cannot be read."""
+
+
+@dataclass
+class Listing:
+    """What lies in a namespace's directory, by name."""
+
+    blobs: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
+    strange: list[Path] = field(default_factory=list)
+
+
+class BlobFiles:
+    """The files of all namespaces under one directory. Used from any thread."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self._root = root
+        self._disk = disk
+        self._known_directories: set[Path] = set()
+        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+
+    def directory(self, namespace: str) -> Path:
+        return self._root / blake3(namespace.encode()).hexdigest()[:32] / "blobs"
+
+    def path(self, namespace: str, hash_: str) -> Path:
+        return self.directory(namespace) / hash_[:2] / hash_
+
+    def part_path(self, namespace: str, hash_: str) -> Path:
+        path = self.path(namespace, hash_)
+        return path.with_name(path.name + PART_SUFFIX)
+
+    def open_part(self, namespace: str, hash_: str) -> int:
+        """A descriptor of the part, made where the blob will lie, so that the rename stays in one directory."""
+        path = self.part_path(namespace, hash_)
+        if path.parent not in self._known_directories:
+            self._disk.make_directory(path.parent)
+            self._known_directories.add(path.parent)
+        return self._disk.open_append(path)
+
+    def publish(self, namespace: str, hash_: str) -> None:
+        """Give a synced part its blob's name, durably."""
+        path = self.path(namespace, hash_)
+        self._disk.rename(self.part_path(namespace, hash_), path)
+        self._disk.fsync_directory(path.parent)
+
+    def remove(self, namespace: str, hash_: str) -> None:
+        self._disk.remove(self.path(namespace, hash_))
+
+    def remove_part(self, namespace: str, hash_: str) -> None:
+        self._disk.remove(self.part_path(namespace, hash_))
+
+    @contextmanager
+    def naming(self, hash_: str) -> Iterator[None]:
+        """Held from giving a name to listing it, and from looking a row up to removing its file: else a sweep could
+        remove the file of a blob that was just written again. Nothing else is locked inside but the index."""
+        with self._locks[int(hash_[:2], 16) % _LOCKS]:
+            yield
+
+    def read(self, namespace: str, digest: Digest) -> memoryview:
+        """The blob's bytes, verified. Raises Damaged, and FileNotFoundError."""
+        try:
+            data = self._disk.read(self.path(namespace, digest.hash), digest.size_bytes + 1)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise Damaged(f"cannot be read: {error.strerror}") from error
+        if len(data) != digest.size_bytes:
+            raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
+        if blake3(data).hexdigest() != digest.hash:
+            raise Damaged("its bytes have another digest")
+        return data
+
+    def size_bytes(self, namespace: str, hash_: str) -> int | None:
+        return self._disk.size_bytes(self.path(namespace, hash_))
+
+    def listing(self, namespace: str) -> Listing:
+        """Every name under a namespace's directory."""
+        return self._listing(self.directory(namespace))
+
+    def unknown_directories(self, namespaces: set[str]) -> list[Path]:
+        """Directories under the root that belong to none of the namespaces."""
+        known = {self.directory(namespace).parent.name for namespace in namespaces}
+        return [self._root / name for name in self._disk.names(self._root) if name not in known]
+
+    def orphans_in(self, directory: Path) -> list[Path]:
+        """Files of a namespace's directory that no namespace owns: a crash before the namespace's first row."""
+        listing = self._listing(directory / "blobs")
+        names = [*listing.blobs, *(name + PART_SUFFIX for name in listing.parts)]
+        return [directory / "blobs" / name[:2] / name for name in names]
+
+    def _listing(self, directory: Path) -> Listing:
+        listing = Listing()
+        for shelf in self._disk.names(directory):
+            if _SHELF_NAME.fullmatch(shelf) is None:
+                listing.strange.append(directory / shelf)
+                continue
+            for name in self._disk.names(directory / shelf):
+                hash_ = name.removesuffix(PART_SUFFIX)
+                if _BLOB_NAME.fullmatch(hash_) is None or hash_[:2] != shelf:
+                    listing.strange.append(directory / shelf / name)
+                elif hash_ == name:
+                    listing.blobs.add(name)
+                else:
+                    listing.parts.add(hash_)
+        return listing

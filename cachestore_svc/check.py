@@ -1,0 +1,232 @@
+"""The store looks at itself: index and files both ways, manifests against their rows, bytes against digests.
+
+`check` walks names and rows and reads manifests; `verify` re-hashes everything. Both may run while the store serves:
+what they find is looked up again under the blob's lock before it is called wrong.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from kvasir.digest import Digest
+from kvasir.errors import InvalidArgument, KvasirError
+
+from cachestore_svc import blob_rows, versions
+from cachestore_svc.blob_rows import BlobRow, find_namespace
+from cachestore_svc.blobs import PART_SUFFIX, Damaged
+from cachestore_svc.core import Core
+from cachestore_svc.index import Rows
+from cachestore_svc.manifests import read_manifest
+from cachestore_svc.records import CheckReport, Finding, VerifyProgress
+
+_BLOBS_PER_PROGRESS = 64
+
+
+def check(core: Core, repair: bool) -> CheckReport:
+    """See cachestore_svc.store.Store.check."""
+    names = core.index.read(blob_rows.namespaces)
+    findings = [*_database(core), *_unknown_directories(core, names, repair)]
+    blobs = snapshots = 0
+    for namespace in names:
+        findings += _damaged(core, namespace, repair)
+        findings += _files(core, namespace, repair)
+        findings += _manifests(core, namespace, repair)
+        counts = core.index.read(partial(_counts, namespace=namespace))
+        blobs += counts[0]
+        snapshots += counts[1]
+    return CheckReport(tuple(findings), len(names), blobs, snapshots)
+
+
+def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[VerifyProgress]:
+    """Re-hash blobs; the damaged are quarantined before they are reported."""
+    damaged: list[Digest] = []
+    for number, digest in enumerate(digests, start=1):
+        if not _is_whole(core, namespace, digest):
+            damaged.append(digest)
+        if number % _BLOBS_PER_PROGRESS == 0 and number < len(digests):
+            core.quarantine(namespace, damaged)
+            yield VerifyProgress(number, len(digests), tuple(damaged))
+            damaged = []
+    core.quarantine(namespace, damaged)
+    yield VerifyProgress(len(digests), len(digests), tuple(damaged))
+
+
+def sweep_at_start(core: Core) -> None:
+    """Remove what a crash left: parts, and files that no row names. A row without a file is quarantined.
+
+    Nothing else runs yet, so one look is enough.
+    """
+    names = core.index.read(blob_rows.namespaces)
+    for namespace in names:
+        listing = core.files.listing(namespace)
+        whole = core.index.read(partial(_undamaged, namespace=namespace))
+        damaged = core.index.read(partial(_quarantined, namespace=namespace))
+        for hash_ in listing.parts:
+            core.files.remove_part(namespace, hash_)
+        for hash_ in listing.blobs - {digest.hash for digest in (*whole, *damaged)}:
+            core.files.remove(namespace, hash_)
+        core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
+    for directory in core.files.unknown_directories(set(names)):
+        for path in core.files.orphans_in(directory):
+            core.disk.remove(path)
+
+
+def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
+    """Whether the bytes are the digest's. A blob swept meanwhile is not damaged."""
+    try:
+        core.files.read(namespace, digest)
+    except Damaged:
+        return False
+    except FileNotFoundError:
+        return _find(core, namespace, digest) is None
+    return True
+
+
+def _database(core: Core) -> Iterator[Finding]:
+    for (answer,) in core.index.read(lambda rows: rows.all("PRAGMA integrity_check")):
+        if answer != "ok":
+            yield Finding("INDEX_DAMAGED", "", str(answer))
+    for row in core.index.read(lambda rows: rows.all("PRAGMA foreign_key_check")):
+        yield Finding("DANGLING_ROW", "", f"a row of {row[0]} names a row of {row[2]} that is not there")
+
+
+def _unknown_directories(core: Core, names: list[str], repair: bool) -> Iterator[Finding]:
+    for directory in core.files.unknown_directories(set(names)):
+        for path in core.files.orphans_in(directory):
+            # A part may be the first blob of a new namespace, on its way.
+            if not path.name.endswith(PART_SUFFIX) and _is_unowned(core, directory, path, repair):
+                yield Finding("ORPHAN_FILE", "", path.name, repair)
+
+
+def _is_unowned(core: Core, directory: Path, path: Path, repair: bool) -> bool:
+    with core.files.naming(path.name):
+        names = core.index.read(blob_rows.namespaces)
+        is_unowned = directory in core.files.unknown_directories(set(names))
+        if is_unowned and repair:
+            core.disk.remove(path)
+    return is_unowned
+
+
+def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    """Files without rows, rows without files, files of a wrong size."""
+    listing = core.files.listing(namespace)
+    digests = core.index.read(lambda rows: _undamaged(rows, namespace=namespace))
+    listed = {digest.hash: digest for digest in digests}
+    for hash_ in sorted(listing.blobs - set(listed)):
+        if _is_orphan(core, namespace, hash_, repair):
+            yield Finding("ORPHAN_FILE", namespace, hash_, repair)
+    for path in listing.strange:
+        yield Finding("STRANGE_FILE", namespace, path.name)
+    for digest in digests:
+        size = core.files.size_bytes(namespace, digest.hash)
+        if size != digest.size_bytes and _find(core, namespace, digest) is not None:
+            if repair:
+                core.quarantine(namespace, [digest])
+            problem = "MISSING_FILE" if size is None else "WRONG_SIZE"
+            yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
+
+
+def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
+    """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
+    with core.files.naming(hash_):
+        if core.index.read(lambda rows: _has_row(rows, namespace, hash_)):
+            return False
+        if repair:
+            core.files.remove(namespace, hash_)
+        return core.files.size_bytes(namespace, hash_) is not None or repair
+
+
+def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    """Manifests whose rows name other blobs than their bytes do."""
+    held = core.index.read(lambda rows: _held_manifests(rows, namespace))
+    for manifest in held:
+        try:
+            facts = read_manifest(core.read_blob(namespace, manifest.digest))
+        except InvalidArgument as error:
+            yield Finding("MANIFEST_REFUSED", namespace, f"{manifest.hash}: {error}")
+            continue
+        except KvasirError:
+            # Damaged: told as such. Swept: not there to be wrong.
+            continue
+        named = [blob.digest for blob in facts.named]
+        if core.index.read(partial(_names_others, manifest=manifest, named=named)):
+            if repair:
+                core.index.write(partial(_rename, namespace=namespace, manifest=manifest, named=named))
+            yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
+
+
+def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    """Blobs in quarantine. Repair takes out those that can be read again, and are whole."""
+    for digest in core.index.read(partial(_quarantined, namespace=namespace)):
+        is_repaired = repair and _is_readable(core, namespace, digest)
+        if is_repaired:
+            core.index.write(partial(_take_out, namespace=namespace, digest=digest))
+        yield Finding("DAMAGED_BLOB", namespace, digest.hash, is_repaired)
+
+
+def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
+    try:
+        core.files.read(namespace, digest)
+    except (Damaged, FileNotFoundError):
+        return False
+    return True
+
+
+def _take_out(rows: Rows, *, namespace: str, digest: Digest) -> None:
+    blob_rows.set_damaged(rows, find_namespace(rows, namespace), digest, False)
+
+
+def _quarantined(rows: Rows, *, namespace: str) -> list[Digest]:
+    return blob_rows.damaged_blobs(rows, find_namespace(rows, namespace))
+
+
+def _names_others(rows: Rows, *, manifest: BlobRow, named: list[Digest]) -> bool:
+    # A version dropped meanwhile has no rows at all.
+    is_held = rows.one("SELECT 1 FROM manifests WHERE blob_id = ?", manifest.id) is not None
+    return is_held and versions.named_digests(rows, manifest.id) != named
+
+
+def _rename(rows: Rows, *, namespace: str, manifest: BlobRow, named: list[Digest]) -> None:
+    """Write a manifest's references anew from its bytes, for those of its blobs that are here."""
+    found = blob_rows.find_blobs(rows, find_namespace(rows, namespace), named)
+    rows.run("DELETE FROM manifest_blobs WHERE manifest_id = ?", manifest.id)
+    rows.many(
+        "INSERT INTO manifest_blobs VALUES (?, ?, ?)",
+        [(manifest.id, place, found[digest].id) for place, digest in enumerate(named) if digest in found],
+    )
+
+
+def _held_manifests(rows: Rows, namespace: str) -> list[BlobRow]:
+    held = rows.all(
+        """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
+            WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
+        find_namespace(rows, namespace),
+    )
+    digests = [Digest(*row) for row in held]
+    return list(blob_rows.find_blobs(rows, find_namespace(rows, namespace), digests).values())
+
+
+def _undamaged(rows: Rows, *, namespace: str) -> list[Digest]:
+    return blob_rows.all_blobs(rows, find_namespace(rows, namespace))
+
+
+def _has_row(rows: Rows, namespace: str, hash_: str) -> bool:
+    namespace_id = find_namespace(rows, namespace)
+    return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, hash_) is not None
+
+
+def _find(core: Core, namespace: str, digest: Digest) -> BlobRow | None:
+    return core.index.read(lambda rows: blob_rows.find_blob(rows, find_namespace(rows, namespace), digest))
+
+
+def _counts(rows: Rows, *, namespace: str) -> tuple[int, int]:
+    namespace_id = find_namespace(rows, namespace)
+    blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
+    snapshots = rows.one(
+        """SELECT COUNT(*) FROM versions JOIN lines ON lines.id = versions.line_id
+            JOIN agents ON agents.id = lines.agent_id WHERE agents.namespace_id = ?""",
+        namespace_id,
+    )
+    assert blobs is not None
+    assert snapshots is not None
+    return int(blobs[0]), int(snapshots[0])

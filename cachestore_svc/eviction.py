@@ -1,0 +1,45 @@
+"""What a full quota gives up, and in which order. Pure: no SQL, no clock.
+
+First old versions, then, only where the configuration allows it, whole lines that were long unused. The newest
+version of a pinned agent's line is never given up; that of an unpinned one only with `evict_heads`, because an
+acknowledged snapshot is a promise. Whether a snapshot is also elsewhere is not known here, so it does not count.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A version that might go."""
+
+    line_id: int
+    version: int
+    is_head: bool
+    is_pinned: bool
+    line_used_unix_ms: int
+
+
+def order(candidates: Iterable[Candidate], evict_heads: bool, unused_since_unix_ms: int) -> list[Candidate]:
+    """Those that may go, in the order in which they should.
+
+    Old versions: of unpinned agents before pinned, of lines long unused before others, oldest first. Then heads of
+    lines that nobody used since `unused_since_unix_ms`. An old version of a line always comes before its head.
+    """
+    return sorted((each for each in candidates if _may_go(each, evict_heads, unused_since_unix_ms)), key=_rank)
+
+
+def _may_go(candidate: Candidate, evict_heads: bool, unused_since_unix_ms: int) -> bool:
+    if not candidate.is_head:
+        return True
+    return evict_heads and not candidate.is_pinned and candidate.line_used_unix_ms < unused_since_unix_ms
+
+
+def _rank(candidate: Candidate) -> tuple[bool, bool, int, int, int]:
+    return (
+        candidate.is_head,
+        candidate.is_pinned,
+        candidate.line_used_unix_ms,
+        candidate.line_id,
+        candidate.version,
+    )

@@ -1,0 +1,82 @@
+"""Listings in pages: a token names the last thing told, so a page stays right while others write."""
+
+import base64
+import binascii
+from collections.abc import Mapping
+
+from kvasir.errors import InvalidArgument
+
+from cachestore_svc import agents, versions
+from cachestore_svc.blob_rows import find_namespace
+from cachestore_svc.index import Rows
+from cachestore_svc.limits import check_range
+from cachestore_svc.records import (
+    DEFAULT_PAGE_SIZE,
+    MAX_PAGE_SIZE,
+    MAX_VERSION,
+    AgentPage,
+    SnapshotPage,
+    SnapshotVersion,
+)
+
+
+def page_size(asked: int) -> int:
+    """Things per page; 0 asks for the default. Raises InvalidArgument."""
+    check_range("page_size", asked, 0, MAX_PAGE_SIZE)
+    return asked or DEFAULT_PAGE_SIZE
+
+
+def agents_page(
+    rows: Rows, namespace_id: int, after: str, prefix: str, labels: Mapping[str, str], size: int, default_retained: int
+) -> AgentPage:
+    """Agents whose names follow `after`, in the order of their UTF-8 bytes."""
+    conditions = "namespace_id = ? AND name > ? AND substr(name, 1, ?) = ?"
+    parameters: list[object] = [namespace_id, after, len(prefix), prefix]
+    for name, value in labels.items():
+        conditions += " AND EXISTS (SELECT 1 FROM labels WHERE agent_id = agents.id AND name = ? AND value = ?)"
+        parameters += [name, value]
+    found = rows.all(
+        f"SELECT {agents.COLUMNS} FROM agents WHERE {conditions} ORDER BY name LIMIT ?",  # noqa: S608
+        *parameters,
+        size + 1,
+    )
+    listed = [agents.AgentRow(*row) for row in found]
+    token = page_token(listed[size - 1].name) if len(listed) > size else ""
+    return AgentPage(tuple(agents.record(rows, agent, default_retained) for agent in listed[:size]), token)
+
+
+def snapshots(rows: Rows, namespace: str, agent_id: str, kv_hash: str | None, size: int, token: str) -> SnapshotPage:
+    """Versions of an agent's lines, each line newest first, lines by KV identity. Raises NotFound, InvalidArgument."""
+    agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
+    after_line, before = _snapshot_place(token)
+    found: list[SnapshotVersion] = []
+    for line in sorted(versions.lines_of(rows, agent.id), key=lambda each: each.kv_identity_hash):
+        if line.kv_identity_hash >= after_line and kv_hash in (None, line.kv_identity_hash):
+            limit = before if line.kv_identity_hash == after_line else MAX_VERSION
+            found += versions.versions_of(rows, line.id, limit, size + 1 - len(found))
+    is_more = len(found) > size
+    last = found[size - 1] if is_more else None
+    return SnapshotPage(tuple(found[:size]), page_token(f"{last.kv_identity_hash}:{last.version}") if last else "")
+
+
+def _snapshot_place(token: str) -> tuple[str, int]:
+    """The line and version after which a page begins."""
+    if not token:
+        return "", MAX_VERSION
+    line, _, version = page_place(token).partition(":")
+    if not version.isascii() or not version.isdecimal() or len(version) > 16:
+        raise InvalidArgument("page_token: not one of ours", field="page_token")
+    return line, int(version)
+
+
+def page_token(place: str) -> str:
+    """A place in a listing, opaque to the caller."""
+    return base64.urlsafe_b64encode(place.encode()).decode()
+
+
+def page_place(token: str) -> str:
+    """The place that a token names; "" for the start. Raises InvalidArgument."""
+    try:
+        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
+    except (binascii.Error, ValueError):
+        raise InvalidArgument("page_token: not one of ours", field="page_token") from None

@@ -1,0 +1,96 @@
+"""Who may still write how many bytes: quotas per namespace and the reserve of the disk, asked before any write.
+
+What is stored is a sum over rows, counted once at start; what is reserved or left in unfinished parts lives only here,
+because a restart removes parts. So nothing here can disagree with the index for longer than a process lives.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+from kvasir.errors import ResourceExhausted
+
+from cachestore_svc.disk import Disk
+from cachestore_svc.records import StoreConfig
+
+
+class Space:
+    """Bytes stored and reserved, per namespace. Used from any thread."""
+
+    def __init__(self, config: StoreConfig, disk: Disk, stored_bytes: Mapping[str, int]) -> None:
+        self._config = config
+        self._disk = disk
+        self._lock = threading.Lock()
+        self._stored: Counter[str] = Counter(stored_bytes)
+        self._reserved: Counter[str] = Counter()
+
+    def reserve(self, namespace: str, size_bytes: int) -> None:
+        """Set bytes aside for a write. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL) with the numbers."""
+        with self._lock:
+            if shortage := self._quota_shortage(namespace, size_bytes):
+                raise self._quota_full(namespace, size_bytes, shortage)
+            free = self._disk.free_bytes(self._config.data_dir)
+            # Reserved bytes may be on the disk already: counting them twice errs on the side that holds.
+            wanted = self._reserved.total() + size_bytes + self._config.free_disk_reserve_bytes
+            if free < wanted:
+                raise ResourceExhausted(
+                    f"disk: {size_bytes} bytes asked and {self._reserved.total()} reserved would leave less than "
+                    f"{self._config.free_disk_reserve_bytes} of the {free} free",
+                    reason="DISK_FULL",
+                    retry_after_s=60,
+                    metadata={"free_bytes": str(free), "asked_bytes": str(size_bytes)},
+                )
+            self._reserved[namespace] += size_bytes
+
+    def shortage(self, namespace: str, size_bytes: int) -> int:
+        """Bytes by which a write of this size would exceed the quota; 0 when it fits."""
+        with self._lock:
+            return self._quota_shortage(namespace, size_bytes)
+
+    def release(self, namespace: str, size_bytes: int) -> None:
+        """Give reserved bytes back."""
+        with self._lock:
+            self._reserved[namespace] -= size_bytes
+
+    def settle(self, namespace: str, size_bytes: int) -> None:
+        """Reserved bytes are stored now."""
+        with self._lock:
+            self._reserved[namespace] -= size_bytes
+            self._stored[namespace] += size_bytes
+
+    def freed(self, namespace: str, size_bytes: int) -> None:
+        """Stored bytes are no more."""
+        with self._lock:
+            self._stored[namespace] -= size_bytes
+
+    def stored_bytes(self, namespace: str) -> int:
+        with self._lock:
+            return self._stored[namespace]
+
+    def reserved_bytes(self, namespace: str) -> int:
+        with self._lock:
+            return self._reserved[namespace]
+
+    def _quota_shortage(self, namespace: str, size_bytes: int) -> int:
+        quota = self._config.quota_bytes(namespace)
+        if quota is None:
+            return 0
+        return max(0, self._stored[namespace] + self._reserved[namespace] + size_bytes - quota)
+
+    def _quota_full(self, namespace: str, size_bytes: int, shortage: int) -> ResourceExhausted:
+        quota, stored, reserved = (
+            self._config.quota_bytes(namespace),
+            self._stored[namespace],
+            self._reserved[namespace],
+        )
+        return ResourceExhausted(
+            f"quota: {stored} bytes stored, {reserved} reserved, {size_bytes} asked are {shortage} more than {quota}",
+            reason="QUOTA_FULL",
+            retry_after_s=60,
+            metadata={
+                "quota_bytes": str(quota),
+                "stored_bytes": str(stored),
+                "reserved_bytes": str(reserved),
+                "asked_bytes": str(size_bytes),
+            },
+        )

@@ -1,0 +1,103 @@
+"""What the store's tests share: a store on a directory, a clock that stands until it is moved, and a way to publish."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from cachestore_svc.disk import Disk
+from cachestore_svc.records import BlobKind, LeaseToken, Origin, SnapshotVersion, StoreConfig
+from cachestore_svc.store import Store
+from kvasir.digest import Digest
+from tests.synthetic import SyntheticSnapshot
+
+NS = "default"
+MIB = 1 << 20
+
+
+@dataclass
+class Clock:
+    """Unix seconds that pass only when told."""
+
+    now_s: float = 1_800_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def pass_s(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@dataclass
+class Chance:
+    """Hex digits that are the same in every run."""
+
+    drawn: int = 0
+
+    def __call__(self, count: int) -> str:
+        self.drawn += 1
+        return hashlib.blake2b(str(self.drawn).encode(), digest_size=count).hexdigest()
+
+
+@dataclass
+class Lab:
+    """A data directory that may be opened again and again."""
+
+    root: Path
+    clock: Clock = field(default_factory=Clock)
+    chance: Callable[[int], str] = field(default_factory=Chance)
+
+    def open(self, disk: Disk | None = None, **settings: object) -> Store:
+        config = StoreConfig(
+            **{"data_dir": self.root, "free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings}  # type: ignore[arg-type]
+        )
+        return Store.open(config, self.clock, self.chance, disk)
+
+    @property
+    def blob_files(self) -> dict[str, Path]:
+        """Every blob's file by its hash, over all namespaces."""
+        return {path.name: path for path in self.root.glob("namespaces/*/blobs/??/*") if path.suffix != ".part"}
+
+
+def write(store: Store, digest: Digest, data: bytes, kind: BlobKind, namespace: str = NS, frame: int = MIB) -> None:
+    """Send one blob in frames, from where an earlier try stopped."""
+    with store.open_writer(namespace, digest, kind) as writer:
+        while writer.received_bytes < len(data):
+            start = writer.received_bytes
+            writer.write(start, data[start : start + frame])
+        writer.finish()
+
+
+def write_all(store: Store, blobs: Mapping[Digest, bytes], namespace: str = NS) -> None:
+    for digest in store.find_missing(namespace, list(blobs)):
+        write(store, digest, blobs[digest], BlobKind.TENSORS, namespace)
+
+
+def upload(store: Store, snapshot: SyntheticSnapshot, namespace: str = NS) -> None:
+    """Write what a turn made, but do not commit it."""
+    write_all(store, snapshot.new_blobs, namespace)
+    write(store, snapshot.manifest_digest, snapshot.manifest_bytes, BlobKind.MANIFEST, namespace)
+
+
+def publish(
+    store: Store,
+    agent_id: str,
+    snapshot: SyntheticSnapshot,
+    parent_version: int,
+    namespace: str = NS,
+    lease: LeaseToken | None = None,
+    bind_shared: bool = False,
+    origin: Origin = Origin.TURN,
+) -> SnapshotVersion:
+    """What an engine does at the end of a turn."""
+    upload(store, snapshot, namespace)
+    return store.commit(namespace, agent_id, snapshot.manifest_digest, parent_version, lease, bind_shared, origin)
+
+
+def assert_restores(store: Store, snapshot: SnapshotVersion, expected: SyntheticSnapshot, namespace: str = NS) -> None:
+    """The version is whole: its manifest's bytes are those published, and every blob can be read."""
+    assert bytes(store.read_blob(namespace, snapshot.manifest)) == expected.manifest_bytes
+    digests = store.snapshot_digests(namespace, snapshot.agent_id, snapshot.kv_identity_hash, snapshot.version)
+    assert digests == expected.digests
+    for digest in digests:
+        assert Digest.of(store.read_blob(namespace, digest)) == digest
