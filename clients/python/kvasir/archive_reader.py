@@ -15,6 +15,7 @@ from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
+from kvasir.frames import FRAME_BYTES
 from kvasir.names import check_agent_id
 
 MAX_INDEX_BYTES = 64 << 10
@@ -33,7 +34,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class BlobPiece:
-    """The next bytes of a blob. A blob without bytes has one empty piece."""
+    """The next bytes of a blob, at most 1 MiB. A blob without bytes has one empty piece."""
 
     digest: Digest
     offset: int
@@ -116,7 +117,7 @@ class ArchiveReader:
         offset = 0
         while offset < size_bytes:
             yield None
-            data = self._take(min(size_bytes - offset, len(self._buffer)))
+            data = self._take(min(size_bytes - offset, len(self._buffer), FRAME_BYTES))
             yield BlobPiece(digest, offset, data)
             offset += len(data)
         pad_bytes = -size_bytes % tarfile.BLOCKSIZE

@@ -140,6 +140,16 @@ class StoreClient:
                 return data
         raise NotFound(f"blob {digest}", metadata={"digest": digest.hash})
 
+    def read_frames(
+        self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None
+    ) -> Generator[pb.BlobFrame, None, None]:
+        """One stream of frames as they come, unverified, for who writes them on: at most 10,000 blobs."""
+        request = pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in digests], first_offset=first_offset)
+        call = self._stub.ReadBlobs(request, timeout=timeout_s, metadata=self._metadata)
+        with closing(_responses(call)) as responses:
+            for response in responses:
+                yield response.frame
+
     # --- snapshots ---
 
     def commit(
@@ -388,15 +398,12 @@ class StoreClient:
     ) -> Generator[tuple[Digest, memoryview], None, None]:
         """One stream of what remains. Raises when it is cut; what arrived by then is kept."""
         wanted = next(batches(assembler.remaining))
-        request = pb.ReadBlobsRequest(
-            digests=[digest.to_proto() for digest in wanted], first_offset=assembler.received_bytes
-        )
+        frames = self.read_frames(wanted, assembler.received_bytes, timeout_s=timeout_s)
         assembler.resume()
-        call = self._stub.ReadBlobs(request, timeout=timeout_s, metadata=self._metadata)
         received = 0
-        with closing(_responses(call)) as responses:
-            for response in responses:
-                if blob := assembler.add(response.frame):
+        with closing(frames):
+            for frame in frames:
+                if blob := assembler.add(frame):
                     received += 1
                     yield blob
         if received < len(wanted):

@@ -1,0 +1,182 @@
+"""The cache store's program: `serve` it, or look after its data directory with `check`, `scrub` and `gc`.
+
+This is the composition root: the clock, randomness and configuration are taken here and passed on.
+"""
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import structlog
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.digest import Digest
+from kvasir.errors import KvasirError
+from kvasir.serving import EdgeServer, RefusedToStart, run
+
+from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
+from cachestore_svc.logs import configure_logs
+from cachestore_svc.outbound import BlobReader, ByteBudget
+from cachestore_svc.peers import Peers
+from cachestore_svc.service import ALLOWED_ROLES, SERVICE_NAME, CacheStoreService
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+from cachestore_svc.transfer import Transfers
+
+# Exit codes.
+OK, FOUND_PROBLEMS, CANNOT_RUN = 0, 1, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    options = vars(_parser().parse_args(arguments))
+    command, as_json = options.pop("command"), options.pop("json", False)
+    repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
+    try:
+        settings = read_settings(options)
+        configure_logs(settings.log_format)
+        if command == "serve":
+            run(serve(settings))
+            return OK
+        with open_store(settings) as store:
+            if command == "check":
+                return check(store, repair, as_json)
+            return scrub(store, as_json) if command == "scrub" else collect(store, dry_run, as_json)
+    except (ConfigError, RefusedToStart, KvasirError) as error:
+        print(f"cachestore_svc: {error}", file=sys.stderr)
+        return CANNOT_RUN
+
+
+def open_store(settings: StoreSettings) -> Store:
+    return Store.open(settings.store_config(), time.time, secrets.token_hex)
+
+
+async def serve(settings: StoreSettings) -> None:
+    """Serve until SIGTERM or SIGINT. Raises RefusedToStart, ConfigError, and what Store.open raises."""
+    log = structlog.get_logger("cachestore")
+    peers = Peers(read_peers(settings.peers_file))
+    edge = EdgeServer(settings.listening(), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: secrets.token_hex(8))
+    began = time.monotonic()
+    store = await asyncio.to_thread(open_store, settings)
+    threads = StoreThreads()
+    collecting: asyncio.Task[None] | None = None
+    try:
+        cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            _service(settings, store, threads, peers, edge.stopping), edge.grpc
+        )
+        await edge.start()
+        await edge.set_ready(True)
+        print(f"listening on {edge.address}", flush=True)
+        log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
+        collecting = asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s))
+        await edge.run_until_stopped(settings.stop_grace_s)
+    finally:
+        if collecting is not None:
+            collecting.cancel()
+            await asyncio.gather(collecting, return_exceptions=True)
+        await asyncio.to_thread(threads.close)
+        await asyncio.to_thread(store.close)
+    log.info("store.stopped")
+
+
+def _service(
+    settings: StoreSettings, store: Store, threads: StoreThreads, peers: Peers, stopping: asyncio.Event
+) -> CacheStoreService:
+    reader = BlobReader(store, threads, ByteBudget(settings.read_buffer_bytes))
+    return CacheStoreService(
+        store,
+        threads,
+        reader,
+        Transfers(store, threads, reader, peers, settings.stall_timeout_s),
+        peers,
+        max_blob_bytes=settings.max_blob_bytes,
+        stall_timeout_s=settings.stall_timeout_s,
+        stopping=stopping,
+    )
+
+
+async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
+    """Collect garbage now and then. A failure is logged and waits for the next time."""
+    log = structlog.get_logger("cachestore")
+    while True:
+        await asyncio.sleep(interval_s)
+        try:
+            report = await threads.run(store.collect_garbage)
+        except KvasirError as error:
+            log.warning("gc.failed", reason=error.reason)
+        else:
+            log.info("gc.done", **asdict(report))
+
+
+def check(store: Store, repair: bool, as_json: bool) -> int:
+    """Walk index and files both ways. Exit code 1 when something is wrong and was not repaired."""
+    report = store.check(repair=repair)
+    if as_json:
+        print(json.dumps(asdict(report) | {"is_clean": report.is_clean}))
+    else:
+        for finding in report.findings:
+            done = " (repaired)" if finding.is_repaired else ""
+            print(f"{finding.problem} in {finding.namespace!r}: {finding.detail}{done}")
+        print(f"{report.namespaces} namespaces, {report.blobs} blobs, {report.snapshots} snapshots")
+    return OK if all(finding.is_repaired for finding in report.findings) else FOUND_PROBLEMS
+
+
+def scrub(store: Store, as_json: bool) -> int:
+    """Hash every blob again. Exit code 1 when any is damaged."""
+    checked, damaged = 0, list[Digest]()
+    for progress in store.scrub():
+        damaged += progress.damaged
+        checked = max(checked, progress.blobs_checked)
+    if as_json:
+        print(json.dumps({"blobs_checked": checked, "damaged": [digest.hash for digest in damaged]}))
+    else:
+        for digest in damaged:
+            print(f"damaged: {digest.hash}")
+        print(f"{checked} blobs, {len(damaged)} damaged")
+    return FOUND_PROBLEMS if damaged else OK
+
+
+def collect(store: Store, dry_run: bool, as_json: bool) -> int:
+    """Mark what nothing names, and sweep what rested long enough."""
+    report = store.collect_garbage(dry_run=dry_run)
+    if as_json:
+        print(json.dumps(asdict(report)))
+    else:
+        print(f"{report.blobs_marked} marked, {report.blobs_swept} swept, {report.bytes_freed} bytes freed")
+    return OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cachestore_svc", description="The cache store of Kvasir.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    # What has a place in a supervisor's command line; every field can also be set by KVASIR_STORE_… .
+    shared.add_argument("--data-dir", type=Path, help="where everything is kept")
+    shared.add_argument("--grace-period-s", type=float, help="how long an unreferenced blob rests")
+    shared.add_argument("--log-format", choices=("console", "json"))
+    serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
+    serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
+    for name in ("credentials", "tls-cert", "tls-key", "tls-client-ca", "peers"):
+        serve_.add_argument(f"--{name}-file", type=Path)
+    for name in ("quota-bytes", "free-disk-reserve-bytes", "max-blob-bytes", "retained-versions", "read-buffer-bytes"):
+        serve_.add_argument(f"--{name}", type=int)
+    for name in ("gc-interval-s", "stall-timeout-s", "stop-grace-s"):
+        serve_.add_argument(f"--{name}", type=float)
+    for name, what in (("check", "walk index and files both ways"), ("scrub", "hash every blob again")):
+        command = commands.add_parser(name, parents=[shared], help=what)
+        command.add_argument("--json", action="store_true")
+        if name == "check":
+            command.add_argument("--repair", action="store_true", help="mend what can be mended")
+    gc = commands.add_parser("gc", parents=[shared], help="remove what nothing names")
+    gc.add_argument("--json", action="store_true")
+    gc.add_argument("--dry-run", action="store_true", help="report only")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

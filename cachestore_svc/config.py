@@ -1,0 +1,156 @@
+"""Configuration of the cache store: options of the command line, then KVASIR_STORE_… of the environment, then defaults.
+
+Peers come from a file of their own (TOML), because they are a list: name, address, and how each is known.
+"""
+
+import stat
+import tomllib
+from pathlib import Path
+from typing import Annotated, Literal
+
+from kvasir.address import Address, parse_address
+from kvasir.channel import Tls
+from kvasir.credentials import CredentialFileError, read_token
+from kvasir.serving import Listening
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from cachestore_svc.records import MIB, StoreConfig
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message says what to do."""
+
+
+class StoreSettings(BaseSettings):
+    """Everything that the store can be told. Each field says what it does."""
+
+    model_config = SettingsConfigDict(env_prefix="KVASIR_STORE_", extra="forbid", frozen=True)
+
+    data_dir: Path
+    """Where everything is kept. Made (0700) when it does not exist."""
+    listen: str = ""
+    """unix:/path, host:port or [v6]:port. Needed to serve."""
+    credentials_file: Path | None = None
+    """Who may call, and as whom. Needed beyond a Unix socket."""
+    tls_cert_file: Path | None = None
+    """PEM certificate. Needed beyond this machine."""
+    tls_key_file: Path | None = None
+    """Its key, readable by its owner only."""
+    tls_client_ca_file: Path | None = None
+    """PEM certificates of clients that may connect at all (mutual TLS)."""
+    peers_file: Path | None = None
+    """Other stores that agents may be pulled from."""
+    quota_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Blob bytes that a namespace may hold. None: only the disk limits it."""
+    free_disk_reserve_bytes: Annotated[int, Field(ge=0)] = 256 * MIB
+    """Writes are refused when they would leave less than this on the disk."""
+    max_blob_bytes: Annotated[int, Field(ge=1)] = 256 * MIB
+    """A larger blob is refused."""
+    grace_period_s: Annotated[float, Field(ge=0)] = 3600.0
+    """How long a blob that nothing names rests before it is removed."""
+    retained_versions: Annotated[int, Field(ge=1, le=1000)] = 8
+    """Versions kept per line, unless the agent says otherwise."""
+    gc_interval_s: Annotated[float, Field(gt=0)] = 600.0
+    """Garbage is collected this often."""
+    read_buffer_bytes: Annotated[int, Field(ge=1)] = 128 * MIB
+    """What all readers together may have waiting to be sent."""
+    stall_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """A caller or peer that neither sends nor takes anything for so long in the middle of a transfer is given up."""
+    stop_grace_s: Annotated[float, Field(ge=0)] = 5.0
+    """How long running calls may go on after SIGTERM."""
+    log_format: Literal["console", "json"] = "console"
+    """For people, or for programs. Prompt text, tokens and credentials are in neither."""
+
+    def store_config(self) -> StoreConfig:
+        return StoreConfig(
+            data_dir=self.data_dir,
+            default_quota_bytes=self.quota_bytes,
+            free_disk_reserve_bytes=self.free_disk_reserve_bytes,
+            max_blob_bytes=self.max_blob_bytes,
+            grace_period_s=self.grace_period_s,
+            retained_versions=self.retained_versions,
+        )
+
+    def listening(self) -> Listening:
+        return Listening(
+            address=self.listen,
+            credentials_file=self.credentials_file,
+            tls_cert_file=self.tls_cert_file,
+            tls_key_file=self.tls_key_file,
+            tls_client_ca_file=self.tls_client_ca_file,
+        )
+
+
+class PeerSettings(BaseModel):
+    """One [[peer]] of the peers file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """How PullAgent names it."""
+    address: str
+    """host:port or unix:/path."""
+    token_file: Path | None = None
+    """This store's token there (role peer); its credential there also says which namespace is read."""
+    ca_file: Path | None = None
+    """PEM: the peer's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
+    server_name: str = ""
+    """The name in its certificate, when that is not the host of the address."""
+    cert_file: Path | None = None
+    """This store's certificate and key, for a peer that asks (mutual TLS)."""
+    key_file: Path | None = None
+
+    @property
+    def tls(self) -> Tls | None:
+        if self.ca_file is None:
+            return None
+        return Tls(self.ca_file, self.server_name, self.cert_file, self.key_file)
+
+    def token(self) -> str | None:
+        """Read when needed, so that a renewed token needs no restart. Raises CredentialFileError."""
+        return None if self.token_file is None else read_token(self.token_file)
+
+
+def read_settings(arguments: dict[str, object]) -> StoreSettings:
+    """Settings from the command line's arguments (those given) over the environment. Raises ConfigError."""
+    try:
+        return StoreSettings(**{name: value for name, value in arguments.items() if value is not None})  # type: ignore[arg-type]
+    except ValidationError as error:
+        raise ConfigError(_in_words(error)) from None
+
+
+def read_peers(path: Path | None) -> dict[str, PeerSettings]:
+    """Peers by name. Raises ConfigError: malformed, doubled, writable by others, or an address without protection."""
+    if path is None:
+        return {}
+    try:
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"{path}: others can write it and so choose peers; run: chmod 600 {path}")
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        if set(document) - {"peer"}:
+            raise ConfigError(f"{path}: expected [[peer]] tables and nothing else")
+        peers = [PeerSettings.model_validate(entry) for entry in document.get("peer", [])]
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {_in_words(error)}") from None
+    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for peer in peers:
+        _check_peer(path, peer)
+    if len({peer.name for peer in peers}) != len(peers):
+        raise ConfigError(f"{path}: two peers have the same name")
+    return {peer.name: peer for peer in peers}
+
+
+def _check_peer(path: Path, peer: PeerSettings) -> None:
+    try:
+        address: Address = parse_address(peer.address)
+        peer.token()
+    except (ValueError, CredentialFileError) as error:
+        raise ConfigError(f"{path}: peer {peer.name}: {error}") from None
+    if peer.ca_file is None and not address.is_loopback:
+        raise ConfigError(f"{path}: peer {peer.name}: {address} is another machine: give ca_file, which pins it")
+
+
+def _in_words(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())

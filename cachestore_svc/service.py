@@ -1,0 +1,461 @@
+"""The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer.
+
+The namespace is the caller's credential's, never a request's. What an RPC does is in `store`; how blobs and agents move
+is in `inbound`, `outbound` and `transfer`; who may call what is the table below.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from kvasir import __version__
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
+from kvasir.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvasir.interceptors import current_principal
+from kvasir.names import check_agent_id, check_owner
+
+from cachestore_svc import messages
+from cachestore_svc.inbound import BlobIntake, Stored
+from cachestore_svc.outbound import BlobReader
+from cachestore_svc.peers import Peers
+from cachestore_svc.records import BLOCK_TOKENS, MANIFEST_FORMAT, MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+from cachestore_svc.transfer import Progress, PullOrder, Transfers
+
+SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
+# A manifest that fits is answered with its version; a longer one is read like any blob.
+_MAX_INLINE_MANIFEST_BYTES = 2 << 20
+_EVENTS_AT_ONCE = 500
+
+_EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
+_READERS = {ENGINE, CLIENT, PEER, ADMIN}
+_WRITERS = {ENGINE, CLIENT, PEER}
+_PEOPLE = {CLIENT, ADMIN}
+
+# Who may call what. An RPC without a row is refused to everybody.
+ROLES: dict[str, set[str]] = {
+    "FindMissingBlobs": _WRITERS,
+    "WriteBlobs": _WRITERS,
+    "QueryWriteStatus": _WRITERS,
+    "ReadBlobs": _READERS,
+    "CommitSnapshot": {ENGINE},
+    "GetSnapshot": _READERS,
+    "ListSnapshots": _READERS,
+    "ListAgents": _READERS,
+    "GetAgent": _READERS,
+    "UpdateAgent": _PEOPLE,
+    "ForkAgent": _PEOPLE,
+    "RollbackAgent": _PEOPLE,
+    "DeleteAgent": _PEOPLE,
+    "FindPrefix": {ENGINE},
+    "AcquireLease": {ENGINE},
+    "RenewLease": {ENGINE},
+    "ReleaseLease": {ENGINE},
+    "PullAgent": _PEOPLE,
+    "ExportAgent": _PEOPLE,
+    "ImportAgent": _PEOPLE,
+    "WatchEvents": {ENGINE, CLIENT, ADMIN},
+    "VerifyBlobs": _PEOPLE,
+    "CollectGarbage": {ADMIN},
+    "GetCapabilities": _EVERYBODY,
+    "GetStats": {ENGINE, CLIENT, ADMIN},
+}
+ALLOWED_ROLES = {f"/{SERVICE_NAME}/{name}": frozenset(roles) for name, roles in ROLES.items()}
+
+
+class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
+    """Every RPC of the contract. Made inside the event loop that serves it."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: StoreThreads,
+        reader: BlobReader,
+        transfers: Transfers,
+        peers: Peers,
+        *,
+        max_blob_bytes: int,
+        stall_timeout_s: float,
+        stopping: asyncio.Event,
+    ) -> None:
+        self._store = store
+        self._threads = threads
+        self._reader = reader
+        self._transfers = transfers
+        self._peers = peers
+        self._max_blob_bytes = max_blob_bytes
+        self._stall_timeout_s = stall_timeout_s
+        self._stopping = stopping
+
+    # --- blobs ---
+
+    async def FindMissingBlobs(self, request: pb.FindMissingBlobsRequest, context: Any) -> pb.FindMissingBlobsResponse:
+        digests = messages.read_digests(request.digests)
+        missing = await self._threads.run(self._store.find_missing, _namespace(), digests)
+        return pb.FindMissingBlobsResponse(missing=[digest.to_proto() for digest in missing])
+
+    async def WriteBlobs(
+        self, request_iterator: AsyncIterator[pb.WriteBlobsRequest], context: Any
+    ) -> AsyncGenerator[pb.WriteBlobsResponse, None]:
+        intake = BlobIntake(self._store, self._threads, _namespace())
+        receiving = asyncio.create_task(self._receive(intake, request_iterator))
+        try:
+            while (outcome := await intake.outcomes.get()) is not None:
+                if not isinstance(outcome, Stored):
+                    raise outcome
+                yield pb.WriteBlobsResponse(digest=outcome.digest.to_proto(), existed=outcome.existed)
+        finally:
+            receiving.cancel()
+            await asyncio.gather(receiving, return_exceptions=True)
+
+    async def _receive(self, intake: BlobIntake, requests: AsyncIterator[pb.WriteBlobsRequest]) -> None:
+        """Take every frame; the last outcome is None, or why no more are taken."""
+        failure: Exception | None = None
+        try:
+            async with intake, aclosing(self._unstalled(requests)) as arriving:
+                async for request in arriving:
+                    frame = request.frame
+                    if frame.HasField("digest"):
+                        digest = messages.read_digest(frame.digest, "frame.digest")
+                        await intake.begin(digest, messages.read_kind(frame.kind), frame.offset)
+                    await intake.write(frame.offset, frame.data)
+                await intake.end()
+        except Exception as error:  # noqa: BLE001  raised where the RPC is answered
+            failure = error
+        await intake.outcomes.put(failure)
+
+    async def QueryWriteStatus(self, request: pb.QueryWriteStatusRequest, context: Any) -> pb.QueryWriteStatusResponse:
+        digest = messages.read_digest(request.digest, "digest")
+        status = await self._threads.run(self._store.write_status, _namespace(), digest)
+        return pb.QueryWriteStatusResponse(received_bytes=status.received_bytes, is_complete=status.is_complete)
+
+    async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
+        digests = messages.read_digests(request.digests)
+        first_bytes = digests[0].size_bytes if digests else 0
+        if not 0 <= request.first_offset < max(first_bytes, 1):
+            raise InvalidArgument(
+                f"first_offset: expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}",
+                field="first_offset",
+            )
+        frames = self._reader.frames(_namespace(), digests, request.first_offset, MAX_FRAME_BYTES)
+        index = 0
+        async with aclosing(frames):
+            async for digest, offset, data in frames:
+                frame = pb.BlobFrame(offset=offset, data=data)
+                is_first = offset == (request.first_offset if index == 0 else 0)
+                if is_first:
+                    frame.digest.CopyFrom(digest.to_proto())
+                index += offset + len(data) == digest.size_bytes
+                await self._send(context, pb.ReadBlobsResponse(frame=frame))
+
+    # --- snapshots ---
+
+    async def CommitSnapshot(self, request: pb.CommitSnapshotRequest, context: Any) -> pb.CommitSnapshotResponse:
+        snapshot = await self._threads.run(
+            self._store.commit,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_digest(request.manifest, "manifest"),
+            messages.read_version(request.parent_version, "parent_version"),
+            messages.read_lease(request.lease) if request.HasField("lease") else None,
+            bind_shared=ENGINE in current_principal().roles,
+        )
+        return pb.CommitSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
+        snapshot = await self._threads.run(
+            self._store.get_snapshot,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_version(request.version) or None,
+        )
+        response = pb.GetSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
+        if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
+            response.manifest_bytes = await self._transfers.manifest_bytes(_namespace(), snapshot)
+        return response
+
+    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
+        page = await self._threads.run(
+            self._store.list_snapshots,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            request.page_size,
+            request.page_token,
+        )
+        return pb.ListSnapshotsResponse(
+            snapshots=[messages.write_snapshot(snapshot) for snapshot in page.snapshots],
+            next_page_token=page.next_page_token,
+        )
+
+    async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
+        blocks = await self._threads.run(
+            self._store.find_prefix,
+            _namespace(),
+            messages.read_kv_hash(request.kv_identity_hash),
+            messages.read_block_hashes(request.block_hashes),
+        )
+        return pb.FindPrefixResponse(blocks=[digest.to_proto() for digest in blocks])
+
+    # --- agents ---
+
+    async def ListAgents(self, request: pb.ListAgentsRequest, context: Any) -> pb.ListAgentsResponse:
+        page = await self._threads.run(
+            self._store.list_agents,
+            _namespace(),
+            page_size=request.page_size,
+            page_token=request.page_token,
+            name_prefix=request.name_prefix,
+            labels=dict(request.labels),
+        )
+        return pb.ListAgentsResponse(
+            agents=[messages.write_agent(agent) for agent in page.agents], next_page_token=page.next_page_token
+        )
+
+    async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
+        agent = await self._threads.run(self._store.get_agent, _namespace(), check_agent_id(request.agent_id))
+        return pb.GetAgentResponse(agent=messages.write_agent(agent))
+
+    async def UpdateAgent(self, request: pb.UpdateAgentRequest, context: Any) -> pb.UpdateAgentResponse:
+        agent = await self._threads.run(
+            self._store.update_agent,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            labels=dict(request.labels),
+            is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
+            retained_versions=request.retained_versions if request.HasField("retained_versions") else None,
+        )
+        return pb.UpdateAgentResponse(agent=messages.write_agent(agent))
+
+    async def ForkAgent(self, request: pb.ForkAgentRequest, context: Any) -> pb.ForkAgentResponse:
+        agent = await self._threads.run(
+            self._store.fork_agent,
+            _namespace(),
+            check_agent_id(request.source_agent_id, "source_agent_id"),
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_version(request.version) or None,
+        )
+        return pb.ForkAgentResponse(agent=messages.write_agent(agent))
+
+    async def RollbackAgent(self, request: pb.RollbackAgentRequest, context: Any) -> pb.RollbackAgentResponse:
+        snapshot = await self._threads.run(
+            self._store.rollback_agent,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_version(request.version, least=1),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_version(request.expected_head, "expected_head") or None,
+        )
+        return pb.RollbackAgentResponse(snapshot=messages.write_snapshot(snapshot))
+
+    async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
+        deletion = await self._threads.run(
+            self._store.delete_agent, _namespace(), check_agent_id(request.agent_id), request.force
+        )
+        return pb.DeleteAgentResponse(
+            bytes_gone_by=messages.write_time(deletion.bytes_gone_by_unix_ms), unshared_bytes=deletion.unshared_bytes
+        )
+
+    # --- leases ---
+
+    async def AcquireLease(self, request: pb.AcquireLeaseRequest, context: Any) -> pb.AcquireLeaseResponse:
+        lease = await self._threads.run(
+            self._store.acquire_lease,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_kv_hash(request.kv_identity_hash),
+            check_owner(request.owner),
+            messages.read_ttl_s(request),
+        )
+        return pb.AcquireLeaseResponse(
+            lease=messages.write_lease(lease.token),
+            expires_at=messages.write_time(lease.expires_unix_ms),
+            head_version=lease.head_version,
+        )
+
+    async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
+        lease = await self._threads.run(
+            self._store.renew_lease,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_kv_hash(request.kv_identity_hash),
+            messages.read_lease(request.lease),
+            messages.read_ttl_s(request),
+        )
+        return pb.RenewLeaseResponse(expires_at=messages.write_time(lease.expires_unix_ms))
+
+    async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
+        await self._threads.run(
+            self._store.release_lease,
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_kv_hash(request.kv_identity_hash),
+            messages.read_lease(request.lease),
+        )
+        return pb.ReleaseLeaseResponse()
+
+    # --- moving ---
+
+    async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> AsyncGenerator[pb.PullAgentResponse, None]:
+        agent_id = check_agent_id(request.agent_id)
+        local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
+        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
+        order = PullOrder(_namespace(), request.peer, agent_id, local, kv_hash)
+        async with aclosing(self._transfers.pull(order)) as steps:
+            async for step in steps:
+                if isinstance(step, Progress):
+                    yield pb.PullAgentResponse(progress=messages.write_progress(step))
+                else:
+                    yield pb.PullAgentResponse(done=messages.write_snapshot(step))
+
+    async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
+        pieces = self._transfers.export(
+            _namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_version(request.version) or None,
+        )
+        is_first = True
+        async with aclosing(pieces):
+            async for size_bytes, data in pieces:
+                archive_size_bytes = size_bytes if is_first else 0
+                await self._send(context, pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes))
+                is_first = False
+
+    async def ImportAgent(
+        self, request_iterator: AsyncIterator[pb.ImportAgentRequest], context: Any
+    ) -> pb.ImportAgentResponse:
+        async with aclosing(self._unstalled(request_iterator)) as requests:
+            first = await anext(requests, None)
+            if first is None or not first.HasField("header"):
+                raise InvalidArgument("header: expected in the first message", field="header")
+            agent_id = check_agent_id(first.header.agent_id, "header.agent_id")
+            pieces = _archive_pieces(first, requests)
+            async with aclosing(pieces):
+                snapshot = await self._transfers.import_archive(_namespace(), agent_id, first.header.replace, pieces)
+        return pb.ImportAgentResponse(snapshot=messages.write_snapshot(snapshot))
+
+    # --- events and care ---
+
+    async def WatchEvents(
+        self, request: pb.WatchEventsRequest, context: Any
+    ) -> AsyncGenerator[pb.WatchEventsResponse, None]:
+        namespace = _namespace()
+        loop = asyncio.get_running_loop()
+        happened = asyncio.Event()
+
+        def wake(changed: str) -> None:
+            if changed == namespace:
+                loop.call_soon_threadsafe(happened.set)
+
+        unsubscribe = self._store.subscribe(wake)
+        try:
+            cursor = messages.read_cursor(request)
+            is_first = True
+            while True:
+                happened.clear()
+                batch = await self._threads.run(self._store.events_after, namespace, cursor, _EVENTS_AT_ONCE)
+                if batch.is_lost:
+                    yield pb.WatchEventsResponse(cursor=messages.write_cursor(batch.cursor), lost=pb.EventsLost())
+                elif is_first:
+                    begun = cursor or batch.cursor
+                    yield pb.WatchEventsResponse(cursor=messages.write_cursor(begun), started=pb.WatchStarted())
+                for event in batch.events:
+                    yield messages.write_event(event)
+                cursor, is_first = batch.cursor, False
+                if not batch.events:
+                    await self._wait_or_stop(happened)
+        finally:
+            unsubscribe()
+
+    async def VerifyBlobs(
+        self, request: pb.VerifyBlobsRequest, context: Any
+    ) -> AsyncGenerator[pb.VerifyBlobsResponse, None]:
+        agent_id = check_agent_id(request.agent_id) if request.agent_id else None
+        steps = await self._threads.run(self._store.verify, _namespace(), agent_id)
+        while (step := await self._threads.run(next, steps, None)) is not None:
+            yield pb.VerifyBlobsResponse(
+                blobs_checked=step.blobs_checked,
+                blobs_total=step.blobs_total,
+                damaged=[digest.to_proto() for digest in step.damaged],
+            )
+
+    async def CollectGarbage(self, request: pb.CollectGarbageRequest, context: Any) -> pb.CollectGarbageResponse:
+        report = await self._threads.run(self._store.collect_garbage, _namespace(), request.dry_run)
+        return pb.CollectGarbageResponse(
+            blobs_marked=report.blobs_marked, blobs_swept=report.blobs_swept, bytes_freed=report.bytes_freed
+        )
+
+    async def GetCapabilities(self, request: pb.GetCapabilitiesRequest, context: Any) -> pb.GetCapabilitiesResponse:
+        caller = current_principal()
+        return pb.GetCapabilitiesResponse(
+            version=__version__,
+            manifest_format=MANIFEST_FORMAT,
+            block_tokens=BLOCK_TOKENS,
+            max_frame_bytes=MAX_FRAME_BYTES,
+            max_blob_bytes=self._max_blob_bytes,
+            max_digests_per_request=MAX_DIGESTS_PER_REQUEST,
+            namespace=caller.namespace,
+            roles=sorted(caller.roles),
+            peers=self._peers.names if caller.roles & _PEOPLE else (),
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        return messages.write_stats(await self._threads.run(self._store.stats, _namespace()))
+
+    # --- below ---
+
+    async def _send(self, context: Any, response: Any) -> None:
+        """Write a response; a reader that takes nothing for too long is given up, and what it held is let go."""
+        try:
+            async with asyncio.timeout(self._stall_timeout_s):
+                await context.write(response)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
+            ) from None
+
+    async def _unstalled(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        """The same requests; a sender that is silent for too long is given up, and its part kept for resumption."""
+        try:
+            while True:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    request = await anext(requests, None)
+                if request is None:
+                    return
+                yield request
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the caller sent nothing for {self._stall_timeout_s:g} s", reason="SENDER_STALLED"
+            ) from None
+
+    async def _wait_or_stop(self, happened: asyncio.Event) -> None:
+        """Wait for an event. Raises Unavailable when the service stops."""
+        waits = [asyncio.create_task(happened.wait()), asyncio.create_task(self._stopping.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in waits:
+                task.cancel()
+        if self._stopping.is_set():
+            raise Unavailable("the store is stopping: watch again from the last cursor", reason="STOPPING")
+
+
+def _namespace() -> str:
+    return current_principal().namespace
+
+
+async def _archive_pieces(
+    first: pb.ImportAgentRequest, rest: AsyncIterator[pb.ImportAgentRequest]
+) -> AsyncGenerator[bytes, None]:
+    yield first.data
+    async for request in rest:
+        if request.HasField("header"):
+            raise InvalidArgument("header: expected in the first message only", field="header")
+        yield request.data

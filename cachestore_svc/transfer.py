@@ -1,0 +1,309 @@
+"""Agents moving whole: pulled from a peer, exported to an archive, imported from one.
+
+Each moves only what lacks, blob by blob, with bounded memory, and ends in one commit; until then nothing is visible.
+Cut short anywhere, it leaves blobs that a repetition finds and garbage collection removes.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvasir import archive
+from kvasir import manifest as manifests
+from kvasir.aio_store_client import AioStoreClient
+from kvasir.archive_reader import ArchiveReader, BlobPiece, Described
+from kvasir.block_hash import kv_identity_hash
+from kvasir.digest import Digest
+from kvasir.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Unavailable
+
+from cachestore_svc.inbound import BlobIntake, Stored
+from cachestore_svc.outbound import BlobReader
+from cachestore_svc.peers import Peers, errors_of_peer
+from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES, BlobKind, Origin, SnapshotVersion
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+_MAX_CUTS = 4
+_CUT_PAUSE_S = 0.3
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a pull is."""
+
+    blobs_total: int
+    bytes_total: int
+    blobs_done: int = 0
+    bytes_done: int = 0
+    blobs_skipped: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PullOrder:
+    """What to copy from where to where."""
+
+    namespace: str
+    peer: str
+    agent_id: str
+    local_agent_id: str
+    kv_identity_hash: str  # "": the line that was used last there
+
+
+class Transfers:
+    """Moves agents in and out of one store."""
+
+    def __init__(
+        self, store: Store, threads: StoreThreads, reader: BlobReader, peers: Peers, stall_timeout_s: float
+    ) -> None:
+        self._store = store
+        self._threads = threads
+        self._reader = reader
+        self._peers = peers
+        self._stall_timeout_s = stall_timeout_s
+
+    # --- pull ---
+
+    async def pull(self, order: PullOrder) -> AsyncGenerator[Progress | SnapshotVersion, None]:
+        """Copy the newest version of a peer's line: manifest → what lacks here → durable → commit. Safe to repeat.
+
+        Yields progress, and last the version here. Raises NotFound, AlreadyExists, Unavailable, DataLoss.
+        """
+        async with self._peers.connect(order.peer) as remote:
+            with errors_of_peer(order.peer):
+                theirs, manifest_bytes = await remote.get_snapshot(order.agent_id, order.kv_identity_hash)
+            manifest_digest = Digest.of(manifest_bytes)
+            if manifest_digest.hash != theirs.manifest.hash:
+                raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
+            manifest = manifests.parse(manifest_bytes)
+            kv_hash = kv_identity_hash(manifest.kv_identity)
+            ours = await self._head(order.namespace, order.local_agent_id, kv_hash)
+            if ours is not None and ours.manifest == manifest_digest:
+                yield ours
+                return
+            if ours is not None and ours.manifest.hash != manifest.parent_manifest:
+                await self._check_ancestor(remote, order, kv_hash, ours)
+            wanted = manifests.digests(manifest)
+            async with aclosing(self._fetch(remote, order, wanted)) as steps:
+                async for progress in steps:
+                    yield progress
+            await self._store_bytes(order.namespace, manifest_digest, manifest_bytes, BlobKind.MANIFEST)
+        yield await self._threads.run(
+            self._store.commit,
+            order.namespace,
+            order.local_agent_id,
+            manifest_digest,
+            ours.version if ours else 0,
+            origin=Origin.PULL,
+            origin_detail=f"{order.peer}/{order.agent_id}@{theirs.version}",
+        )
+
+    async def _head(self, namespace: str, agent_id: str, kv_hash: str) -> SnapshotVersion | None:
+        try:
+            return await self._threads.run(self._store.get_snapshot, namespace, agent_id, kv_hash)
+        except NotFound:
+            return None
+
+    async def _check_ancestor(
+        self, remote: AioStoreClient, order: PullOrder, kv_hash: str, ours: SnapshotVersion
+    ) -> None:
+        """The line here may be replaced by theirs only if theirs grew out of it."""
+        page_token = ""
+        while True:
+            with errors_of_peer(order.peer):
+                page = await remote.list_snapshots(order.agent_id, kv_hash, page_token=page_token)
+            if any(version.manifest.hash == ours.manifest.hash for version in page.snapshots):
+                return
+            page_token = page.next_page_token
+            if not page_token:
+                raise AlreadyExists(
+                    f"{order.local_agent_id!r} has version {ours.version} here, which is not among the versions that "
+                    f"peer {order.peer} keeps: pull under another name",
+                    reason="NOT_AN_ANCESTOR",
+                    metadata={"head_version": str(ours.version)},
+                )
+
+    async def _fetch(
+        self, remote: AioStoreClient, order: PullOrder, wanted: Sequence[Digest]
+    ) -> AsyncGenerator[Progress, None]:
+        """Get what lacks. After a cut, what is durable is not sent again, and a part goes on at its offset."""
+        progress = Progress(len(wanted), sum(digest.size_bytes for digest in wanted))
+        missing = await self._missing(order.namespace, wanted)
+        progress.blobs_skipped = progress.blobs_done = len(wanted) - len(missing)
+        progress.bytes_done = progress.bytes_total - sum(digest.size_bytes for digest in missing)
+        yield progress
+        cuts = 0
+        while missing:
+            batch = missing[:MAX_DIGESTS_PER_REQUEST]
+            try:
+                async with aclosing(self._receive(remote, order, batch)) as stored:
+                    async for digest in stored:
+                        cuts = 0
+                        progress.blobs_done += 1
+                        progress.bytes_done += digest.size_bytes
+                        yield progress
+                missing = missing[len(batch) :]
+            except Unavailable:
+                cuts += 1
+                if cuts == _MAX_CUTS:
+                    raise
+                await asyncio.sleep(_CUT_PAUSE_S * cuts)
+                missing = await self._missing(order.namespace, missing)
+
+    async def _missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
+        missing: list[Digest] = []
+        for start in range(0, len(digests), MAX_DIGESTS_PER_REQUEST):
+            batch = digests[start : start + MAX_DIGESTS_PER_REQUEST]
+            missing += await self._threads.run(self._store.find_missing, namespace, batch)
+        return missing
+
+    async def _receive(
+        self, remote: AioStoreClient, order: PullOrder, missing: Sequence[Digest]
+    ) -> AsyncGenerator[Digest, None]:
+        """One stream of blobs into the store; yields each when it is durable."""
+        status = await self._threads.run(self._store.write_status, order.namespace, missing[0])
+        expected = iter(missing)
+        async with BlobIntake(self._store, self._threads, order.namespace) as intake:
+            frames = remote.read_frames(missing, status.received_bytes)
+            async with aclosing(self._unstalled(frames, order.peer)) as arriving:
+                async for frame in arriving:
+                    digest = None
+                    if frame.HasField("digest"):
+                        digest = next(expected, None)
+                        if digest is None or frame.digest.hash != digest.hash:
+                            raise DataLoss(f"peer {order.peer} sent a blob that was not asked for")
+                    await _take_peers(intake, order.peer, digest, frame.offset, frame.data)
+                    for stored in _stored_so_far(intake, order.peer):
+                        yield stored
+            await intake.end()
+            for stored in _stored_so_far(intake, order.peer):
+                yield stored
+        if next(expected, None) is not None:
+            raise Unavailable(f"peer {order.peer} ended the stream early", reason="PEER_UNAVAILABLE", retry_after_s=5)
+
+    async def _unstalled(self, frames: AsyncIterator[T], peer: str) -> AsyncGenerator[T, None]:
+        """The same, but a peer that is silent for too long is unavailable."""
+        with errors_of_peer(peer):
+            try:
+                while True:
+                    async with asyncio.timeout(self._stall_timeout_s):
+                        frame = await anext(frames, None)
+                    if frame is None:
+                        return
+                    yield frame
+            except TimeoutError:
+                raise Unavailable(f"silent for {self._stall_timeout_s:g} s") from None
+
+    # --- archives ---
+
+    async def export(
+        self, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
+        """An archive's size and, piece by piece (at most 1 MiB), its bytes. Raises NotFound, DataLoss."""
+        snapshot = await self._threads.run(self._store.get_snapshot, namespace, agent_id, kv_hash, version)
+        manifest_bytes = await self.manifest_bytes(namespace, snapshot)
+        manifest = manifests.parse(manifest_bytes)
+        wanted = manifests.digests(manifest)
+        preamble = archive.preamble(manifest_bytes, manifest, agent_id)
+        size_bytes = archive.size_bytes(len(preamble), wanted)
+        for offset in range(0, len(preamble), MAX_FRAME_BYTES):
+            yield size_bytes, preamble[offset : offset + MAX_FRAME_BYTES]
+        async with aclosing(self._reader.frames(namespace, wanted, 0, MAX_FRAME_BYTES)) as frames:
+            async for digest, offset, data in frames:
+                if offset == 0:
+                    yield size_bytes, archive.blob_header(digest)
+                yield size_bytes, data
+                if offset + len(data) == digest.size_bytes:
+                    yield size_bytes, archive.padding(digest.size_bytes)
+        yield size_bytes, archive.END
+
+    async def manifest_bytes(self, namespace: str, snapshot: SnapshotVersion) -> bytes:
+        """The manifest of a version, as it was stored. Raises DataLoss."""
+        return bytes(await self._threads.run(self._store.read_blob, namespace, snapshot.manifest))
+
+    async def import_archive(
+        self, namespace: str, agent_id: str, replace: bool, pieces: AsyncIterable[bytes]
+    ) -> SnapshotVersion:
+        """Read an archive into a new version. Raises InvalidArgument, AlreadyExists, ResourceExhausted."""
+        await self._check_may_import(namespace, agent_id, replace)
+        reader = ArchiveReader()
+        described: Described | None = None
+        async with BlobIntake(self._store, self._threads, namespace) as intake:
+            async for piece in pieces:
+                for part in reader.feed(piece):
+                    if isinstance(part, Described):
+                        described = part
+                    else:
+                        await _take(intake, part)
+                _raise_failures(intake)
+            reader.finish()
+            await intake.end()
+            _raise_failures(intake)
+        assert described is not None, "a whole archive has a manifest"
+        await self._store_bytes(namespace, described.manifest_digest, described.manifest_bytes, BlobKind.MANIFEST)
+        head = await self._head(namespace, agent_id, kv_identity_hash(described.manifest.kv_identity))
+        await self._check_may_import(namespace, agent_id, replace)
+        return await self._threads.run(
+            self._store.commit,
+            namespace,
+            agent_id,
+            described.manifest_digest,
+            head.version if head else 0,
+            origin=Origin.IMPORT,
+            origin_detail=described.agent_id,
+        )
+
+    async def _check_may_import(self, namespace: str, agent_id: str, replace: bool) -> None:
+        try:
+            await self._threads.run(self._store.get_agent, namespace, agent_id)
+        except NotFound:
+            return
+        if not replace:
+            raise AlreadyExists(f"{agent_id!r} exists: say replace to add a version to it", reason="AGENT_EXISTS")
+
+    async def _store_bytes(self, namespace: str, digest: Digest, data: bytes, kind: BlobKind) -> None:
+        def write() -> None:
+            with self._store.open_writer(namespace, digest, kind) as writer:
+                writer.write(writer.received_bytes, memoryview(data)[writer.received_bytes :])
+                writer.finish()
+
+        await self._threads.run(write)
+
+
+async def _take(intake: BlobIntake, piece: BlobPiece) -> None:
+    if piece.offset == 0:
+        await intake.begin(piece.digest, BlobKind.TENSORS)
+    await intake.write(piece.offset, piece.data)
+
+
+async def _take_peers(intake: BlobIntake, peer: str, digest: Digest | None, offset: int, data: bytes) -> None:
+    """A frame from a peer; `digest` when it begins a blob. What we would call the caller's error is the peer's here."""
+    try:
+        if digest is not None:
+            await intake.begin(digest, BlobKind.TENSORS, offset)
+        await intake.write(offset, data)
+    except InvalidArgument as error:
+        raise DataLoss(f"peer {peer}: {error.message}", reason=error.reason) from None
+
+
+def _stored_so_far(intake: BlobIntake, peer: str) -> list[Digest]:
+    """Blobs that became durable since last asked. A blob that fails its digest is the peer's damage."""
+    stored: list[Digest] = []
+    while not intake.outcomes.empty():
+        outcome = intake.outcomes.get_nowait()
+        if isinstance(outcome, Stored):
+            stored.append(outcome.digest)
+        elif isinstance(outcome, InvalidArgument):
+            raise DataLoss(f"peer {peer}: {outcome.message}", reason=outcome.reason, metadata=outcome.metadata)
+        elif outcome is not None:
+            raise outcome
+    return stored
+
+
+def _raise_failures(intake: BlobIntake) -> None:
+    while not intake.outcomes.empty():
+        outcome = intake.outcomes.get_nowait()
+        if isinstance(outcome, Exception):
+            raise outcome
