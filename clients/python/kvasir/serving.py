@@ -31,7 +31,6 @@ _MAX_STREAMS_PER_CONNECTION = 128
 _MAX_CONCURRENT_RPCS = 1024
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
@@ -74,14 +73,18 @@ class EdgeServer:
         allowed_roles: Mapping[str, frozenset[str]],
         *,
         new_request_id: Callable[[], str],
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
-        """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it."""
+        """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
+
+        `max_message_bytes`: the largest request; gRPC itself refuses a larger one (RESOURCE_EXHAUSTED) unread.
+        """
         self._listening = listening
         self._service_names = tuple(service_names)
         self._address, credentials = check_listening(listening)
         self.grpc = grpc.aio.server(
             interceptors=(Errors(new_request_id), Authentication(credentials, allowed_roles)),
-            options=_OPTIONS,
+            options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
             maximum_concurrent_rpcs=_MAX_CONCURRENT_RPCS,
         )
         self._health = health.aio.HealthServicer()
