@@ -111,7 +111,10 @@ def reply_message(
         return plain
     said = reply[: max(reply.find(TOOL_CALL_START), 0)]
     structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls)
-    rendered = render(template, [*messages, structured], tools, add_generation_prompt=False)
+    try:
+        rendered = render(template, [*messages, structured], tools, add_generation_prompt=False)
+    except (InvalidArgument, ValueError):
+        return plain  # what the model wrote as arguments is no JSON object, or the template dislikes it
     return structured if rendered.startswith(told_text) else plain
 
 

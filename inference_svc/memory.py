@@ -28,6 +28,8 @@ class Kept:
 
     head: Head | None
     is_head: bool
+    # The version that the turn's caller named as its parent, when the store could not be asked at once.
+    expected_version: int | None = None
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
     # Set when a commit was sent and its answer was lost: a head with this manifest is then ours after all.

@@ -202,6 +202,8 @@ class Publisher:
             budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             kept.head = heads.ours if heads is not None else NO_HEAD
+            if kept.expected_version not in (None, kept.head.version):
+                raise errors.Conflict("the head moved", metadata={"head_version": str(kept.head.version)})
 
     async def _commit(
         self,

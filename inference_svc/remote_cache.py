@@ -142,6 +142,14 @@ class RemoteCache:
         """False from a failure until the store answers again. Says nothing about a store that was never asked."""
         return not self._breaker.is_open
 
+    async def answers(self) -> bool:
+        """Ask now, briefly."""
+        try:
+            await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
+        except (errors.KvasirError, TimeoutError):
+            return False
+        return True
+
     async def until_reachable(self) -> None:
         await self._breaker.closed.wait()
 

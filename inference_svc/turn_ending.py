@@ -136,6 +136,7 @@ class TurnEnding:
             kept=Kept(
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
+                expected_version=request.parent_version,
                 # A stop string may have taken back tokens of a block that was already sent.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
             ),

@@ -1,0 +1,139 @@
+"""Configuration of the inference service: options of the command line, then KVASIR_ENGINE_… of the environment, then
+defaults.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.channel import Tls
+from kvasir.credentials import DEFAULT_NAMESPACE
+from kvasir.serving import Listening
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+GIB = 1 << 30
+_COMMAND = "python -m inference_svc"
+
+
+class ConfigError(ValueError):
+    """The configuration cannot be used. The message says what to do."""
+
+
+class EngineSettings(BaseSettings):
+    """Everything that the inference service can be told. Each field says what it does."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="KVASIR_ENGINE_", extra="forbid", frozen=True, use_attribute_docstrings=True
+    )
+
+    listen: str
+    """unix:/path, host:port or [v6]:port."""
+    model: str = ""
+    """Directory or Hugging Face repository of a model that mlx-lm loads; empty: the model that ships."""
+    store: str = ""
+    """Cache store: unix:/path or host:port. Empty: memories are hot only, and end with the process."""
+    store_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
+    """The engine's token at the store: PATH, or NAMESPACE=PATH, once for each namespace that is served."""
+    store_ca_file: Path | None = None
+    """PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
+    credentials_file: Path | None = None
+    """Who may call, and as whom. Needed beyond a Unix socket."""
+    tls_cert_file: Path | None = None
+    """PEM certificate. Needed beyond this machine."""
+    tls_key_file: Path | None = None
+    """Its key, readable by its owner only."""
+    tls_client_ca_file: Path | None = None
+    """PEM certificates of clients that may connect at all (mutual TLS)."""
+    state_dir: Path = Field(default_factory=lambda: Path.home() / ".kvasir" / "engine")
+    """Digests of weights are kept here by file identity, so that they are hashed once."""
+
+    memory_gib: Annotated[float, Field(gt=0)] = 4.0
+    """KV of all agents, hot and running, in GiB."""
+    context_tokens: Annotated[int, Field(gt=1)] | None = None
+    """Default: the model's own."""
+    compute_type: Literal["float32", "float16", "bfloat16"] | None = None
+    """Default: float32 on a CPU, else the model's own."""
+    kv_bits: Literal["4", "8", "16"] = "4"
+    """Bits per value of K and V; 16 stores them unquantized."""
+
+    max_prompt_bytes: Annotated[int, Field(gt=0)] = 8 << 20
+    """A larger prompt is refused unread."""
+    max_turns: Annotated[int, Field(gt=0)] = 256
+    """Turns that may wait or run; more are refused, with a time to come back."""
+    worthwhile_fraction: Annotated[float, Field(ge=0, le=1)] = 0.8
+    """A memory that the prompt leaves is reused when at least this part of its text matches."""
+    store_budget_ms: Annotated[float, Field(ge=0)] = 250.0
+    """Time without progress that a turn may lose to the store, in total."""
+    commit_wait_s: Annotated[float, Field(ge=0)] = 2.0
+    """How long the last message of a turn waits for the commit before it says: pending."""
+    publish_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
+    stop_grace_s: Annotated[float, Field(ge=0)] = 10.0
+    """How long running turns may go on after SIGTERM."""
+    log_format: Literal["console", "json"] = "console"
+    """For people, or for programs. Prompt text, tokens and credentials are in neither."""
+
+    @field_validator("store_token_file", mode="before")
+    @classmethod
+    def _by_namespace(cls, given: object) -> object:
+        """PATH belongs to the default namespace; the environment separates several by commas."""
+        items = given.split(",") if isinstance(given, str) else given
+        if not isinstance(items, list):
+            return items
+        pairs = [item.rpartition("=") for item in items if item]
+        return {namespace or DEFAULT_NAMESPACE: path for namespace, _, path in pairs}
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        return int(self.memory_gib * GIB)
+
+    @property
+    def kv_policy(self) -> identity_pb2.KvPolicy | None:
+        """None: the engine's default of 4 bits."""
+        if self.kv_bits == "4":
+            return None
+        bits = int(self.kv_bits)
+        return identity_pb2.KvPolicy(
+            key_bits=bits,
+            value_bits=bits,
+            group_size=0 if bits == 16 else 64,
+            scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
+            key_rotation=identity_pb2.KEY_ROTATION_NONE,
+        )
+
+    @property
+    def listening(self) -> Listening:
+        return Listening(
+            address=self.listen,
+            credentials_file=self.credentials_file,
+            tls_cert_file=self.tls_cert_file,
+            tls_key_file=self.tls_key_file,
+            tls_client_ca_file=self.tls_client_ca_file,
+        )
+
+    @property
+    def store_tls(self) -> Tls | None:
+        return Tls(self.store_ca_file) if self.store_ca_file is not None else None
+
+
+def read_settings(arguments: Sequence[str]) -> EngineSettings:
+    """Settings from the command line over the environment. Raises ConfigError; exits for --help and unknown options."""
+    parser = argparse.ArgumentParser(prog=f"{_COMMAND} serve", description="Serve one model over gRPC.")
+    parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help=argparse.SUPPRESS)
+    for name, field in EngineSettings.model_fields.items():
+        action = "append" if name == "store_token_file" else "store"
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action=action, help=field.description)
+    given = vars(parser.parse_args(arguments))
+    del given["command"]
+    try:
+        return EngineSettings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        raise ConfigError(_in_words(error)) from None
+
+
+def _in_words(error: ValidationError) -> str:
+    problems = (f"--{'.'.join(map(str, each['loc'])).replace('_', '-')}: {each['msg']}" for each in error.errors())
+    return "; ".join(problems)

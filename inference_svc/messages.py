@@ -1,0 +1,264 @@
+"""The wire's messages to plain data and back. Every field of a request is checked here, before anything is done."""
+
+from collections.abc import Callable, Sequence
+
+from kvasir.errors import InvalidArgument, NotFound
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.names import check_agent_id, check_request_id
+
+from inference_svc.conversation import Tool, check_messages, check_tools, input_digest
+from inference_svc.plan import ModelInfo, SamplingParams
+from inference_svc.prefix_matching import Outcome
+from inference_svc.service_data import (
+    MessagesInput,
+    Miss,
+    PromptInput,
+    SnapshotOutcome,
+    SnapshotState,
+    Source,
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnProgress,
+    TurnRequest,
+    TurnStarted,
+)
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 256
+MAX_STOP_TOKEN_IDS = 64
+_MAX_TOKENS = 1 << 24
+
+_SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
+_MATCHES = {outcome: getattr(pb, f"PREFIX_MATCH_{outcome.name}") for outcome in Outcome}
+_STATES = {state: getattr(pb, f"SNAPSHOT_STATE_{state.name}") for state in SnapshotState}
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "stop_sequence": pb.FINISH_REASON_STOP_SEQUENCE,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+}
+
+
+def turn_request(
+    request: pb.GenerateRequest,
+    *,
+    namespace: str,
+    model: ModelInfo,
+    max_prompt_bytes: int,
+    new_request_id: Callable[[], str],
+    new_seed: Callable[[], int],
+) -> TurnRequest:
+    """A checked request. Raises InvalidArgument that names the field, or NotFound for the model."""
+    request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
+    check_model_name(request.model, model)
+    _check_agent_fields(request)
+    tools = [Tool(tool.name, tool.description, tool.parameters_json) for tool in request.tools]
+    given = _input(request, max_prompt_bytes)
+    if tools and isinstance(given, PromptInput):
+        raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
+    check_tools(tools)
+    sampling = _sampling(request.sampling, new_seed)
+    return TurnRequest(
+        request_id=request_id,
+        namespace=namespace,
+        agent_id=request.agent_id,
+        parent_version=request.parent_version if request.HasField("parent_version") else None,
+        input=given,
+        input_digest=_input_digest(request, given, tools),
+        sampling=sampling,
+        max_tokens_is_default=not request.sampling.HasField("max_tokens"),
+        tools=tools,
+        keep_partial=request.keep_partial,
+    )
+
+
+def check_model_name(name: str, model: ModelInfo) -> None:
+    """Raise NotFound unless the name is the model's, or empty."""
+    if name and name != model.name:
+        raise NotFound(
+            f"model: {name[:120]!r} is not served here; {model.name!r} is", reason="MODEL_NOT_FOUND", field="model"
+        )
+
+
+def response(event: TurnEvent, request_id: str, model_name: str) -> pb.GenerateResponse:
+    """An event as the stream's message."""
+    match event:
+        case TurnStarted():
+            return pb.GenerateResponse(started=_started(event, request_id, model_name))
+        case TurnProgress(done, total):
+            return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
+        case TurnDelta(text, token_ids):
+            return pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=token_ids))
+        case TurnFinished():
+            return pb.GenerateResponse(finished=_finished(event))
+
+
+def model_message(model: ModelInfo) -> pb.Model:
+    """The loaded model as the wire describes it."""
+    return pb.Model(
+        name=model.name,
+        kv_identity=model.kv_identity,
+        kv_identity_hash=model.kv_identity_hash,
+        tokenizer_digest=model.tokenizer_digest,
+        template_digest=model.template_digest,
+        context_tokens=model.context_tokens,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token_fp16=model.kv_bytes_per_token_fp16,
+        policy_applied_layers=model.policy_applied_layers,
+        layer_count=model.layer_count,
+        cell_tokens=model.cell_tokens,
+        compute_type=model.compute_type,
+    )
+
+
+def _check_agent_fields(request: pb.GenerateRequest) -> None:
+    if request.agent_id:
+        check_agent_id(request.agent_id)
+    # A flag that would have no effect is refused, not ignored.
+    needs_agent = {
+        "parent_version": request.HasField("parent_version"),
+        "append_messages": request.WhichOneof("input") == "append_messages",
+        "keep_partial": request.keep_partial,
+    }
+    for field, is_given in needs_agent.items():
+        if is_given and not request.agent_id:
+            raise InvalidArgument(f"{field}: needs an agent_id", field=field)
+    if request.parent_version < 0:
+        raise InvalidArgument(
+            f"parent_version: expected 0 or more, got {request.parent_version}", field="parent_version"
+        )
+
+
+def _input(request: pb.GenerateRequest, max_prompt_bytes: int) -> PromptInput | MessagesInput:
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")
+    if kind == "prompt":
+        if not request.prompt:
+            raise InvalidArgument("prompt: expected text, got none", field="prompt")
+        _check_size("prompt", len(request.prompt.encode()), max_prompt_bytes)
+        return PromptInput(request.prompt)
+    messages = tuple(getattr(request, kind).messages)
+    check_messages(messages, f"{kind}.messages")
+    _check_size(kind, sum(message.ByteSize() for message in messages), max_prompt_bytes)
+    return MessagesInput(messages, is_append=kind == "append_messages")
+
+
+def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
+    if size_bytes > max_bytes:
+        raise InvalidArgument(
+            f"{field}: expected at most {max_bytes} bytes, got {size_bytes}",
+            reason="PROMPT_TOO_LARGE",
+            field=field,
+            metadata={"size_bytes": str(size_bytes), "max_prompt_bytes": str(max_bytes)},
+        )
+
+
+def _sampling(given: pb.Sampling, new_seed: Callable[[], int]) -> SamplingParams:
+    def chosen(name: str, default: float) -> float:
+        return getattr(given, name) if given.HasField(name) else default  # type: ignore[arg-type, no-any-return]
+
+    max_tokens = int(chosen("max_tokens", 1))
+    temperature, top_p, min_p = chosen("temperature", 0.0), chosen("top_p", 1.0), chosen("min_p", 0.0)
+    top_k = int(chosen("top_k", 0))
+    # NaN is in no range: every comparison with it is false.
+    ranges = (
+        ("max_tokens", 1 <= max_tokens <= _MAX_TOKENS, f"1 to {_MAX_TOKENS}", max_tokens),
+        ("temperature", 0 <= temperature <= 2, "0 to 2", temperature),
+        ("top_p", 0 < top_p <= 1, "above 0, at most 1", top_p),
+        ("top_k", top_k >= 0, "0 or more", top_k),
+        ("min_p", 0 <= min_p <= 1, "0 to 1", min_p),
+        ("stop", len(given.stop) <= MAX_STOPS, f"at most {MAX_STOPS}", len(given.stop)),
+        (
+            "stop_token_ids",
+            len(given.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
+            f"at most {MAX_STOP_TOKEN_IDS}",
+            len(given.stop_token_ids),
+        ),
+    )
+    for name, is_right, expected, got in ranges:
+        if not is_right:
+            raise InvalidArgument(f"sampling.{name}: expected {expected}, got {got}", field=f"sampling.{name}")
+    for index, stop in enumerate(given.stop):
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            field = f"sampling.stop[{index}]"
+            raise InvalidArgument(f"{field}: expected 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", field=field)
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=given.seed if given.HasField("seed") else new_seed(),
+        stop=tuple(given.stop),
+        stop_token_ids=tuple(given.stop_token_ids),
+    )
+
+
+def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
+    """The input's digest, sampling included: other settings ask for another reply. An absent seed is "absent"."""
+    sampling = request.sampling
+    settings = [
+        (field.name, repr(getattr(sampling, field.name)))
+        for field, _ in sampling.ListFields()
+        if field.name not in ("stop", "stop_token_ids")
+    ]
+    settings += [("stop", stop) for stop in sampling.stop] + [
+        ("stop_token_id", str(i)) for i in sampling.stop_token_ids
+    ]
+    if isinstance(given, PromptInput):
+        return input_digest("prompt", given.prompt, (), tools, settings)
+    return input_digest("append" if given.is_append else "messages", "", given.messages, tools, settings)
+
+
+def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started:
+    return pb.Started(
+        request_id=request_id,
+        model=model_name,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        source=_SOURCES[event.source],
+        reason=event.miss.detail if event.miss is not None else "",
+        miss=_miss(event.miss),
+        match=_MATCHES[event.match],
+        parent_version=event.parent_version,
+    )
+
+
+def _miss(miss: Miss | None) -> pb.MissReason:
+    if miss is None:
+        return pb.MISS_REASON_UNSPECIFIED
+    return getattr(pb, f"MISS_REASON_{miss.reason.name}")  # type: ignore[no-any-return]
+
+
+def _finished(event: TurnFinished) -> pb.Finished:
+    timings = event.timings
+    return pb.Finished(
+        reason=_FINISH_REASONS.get(event.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
+        matched_stop=event.matched_stop,
+        usage=pb.Usage(
+            prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
+            completion_tokens=event.completion_tokens,
+        ),
+        timings=pb.Timings(
+            queue_s=timings.queue_s,
+            restore_s=timings.restore_s,
+            prefill_s=timings.prefill_s,
+            first_token_s=timings.first_token_s,
+            decode_s=timings.decode_s,
+        ),
+        snapshot=_snapshot(event.snapshot),
+        tool_calls=event.tool_calls,
+    )
+
+
+def _snapshot(outcome: SnapshotOutcome) -> pb.SnapshotOutcome:
+    return pb.SnapshotOutcome(
+        state=_STATES[outcome.state],
+        version=outcome.version,
+        reason=outcome.reason,
+        manifest=outcome.manifest.to_proto() if outcome.manifest is not None else None,
+        written_bytes=outcome.written_bytes,
+    )
