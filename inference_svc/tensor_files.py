@@ -2,12 +2,22 @@
 here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from kvasir.block_file import FileIdentity, Header, HeaderError, check_schema, parse_header
+from kvasir.block_file import (
+    FileIdentity,
+    Header,
+    HeaderError,
+    TensorSpec,
+    check_schema,
+    encode_header,
+    expected_tensors,
+    parse_header,
+)
 from kvasir.block_hash import BLOCK_TOKENS, chain_hash
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import DataLoss
@@ -15,11 +25,15 @@ from kvasir.errors import DataLoss
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
 HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16}
 _BFLOAT16_EXPONENT = 0x7F80
+_FLOAT16_EXPONENT = 0x7C00
+
+
+Array: TypeAlias = npt.NDArray[np.generic]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedFile:
-    """A tensor file whose header is the expected one and whose scales, biases and exact values are finite."""
+    """A tensor file whose header is the expected one."""
 
     header: Header
     data: bytes
@@ -54,52 +68,81 @@ def file_identities(
 def check_files(
     identity: identity_pb2.KvIdentity, kv_identity_hash: str, blobs: Sequence[bytes], token_ids: Sequence[int]
 ) -> list[CheckedFile]:
-    """Check that `blobs` hold KV of exactly these tokens under this identity, and only finite numbers.
+    """Check that `blobs` say and have the form of KV of exactly these tokens under this identity.
 
     Raises DataLoss that names the first blob which does not.
     """
     expected = file_identities(kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids))
     if len(blobs) != len(expected):
         raise _damaged(min(len(blobs), len(expected)), f"expected {len(expected)} tensor files, got {len(blobs)}")
+    schemas = {rows: expected_tensors(identity, rows) for rows in {file.tokens for file in expected}}
     return [
-        _checked(index, identity, file_identity, data)
+        _checked(index, identity, schemas[file_identity.tokens], file_identity, data)
         for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True))
     ]
 
 
-def host_views(file: CheckedFile) -> list[npt.NDArray[np.generic]]:
+def gathered(
+    identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile], keep: int, capacity: int
+) -> list[tuple[TensorSpec, Array]]:
+    """The first `keep` rows of the files, in one buffer [1, kv_heads, capacity, …] per tensor of the schema.
+
+    Raises DataLoss that names the file with a scale, bias or exact value among those rows that is not finite.
+    """
+    specs = expected_tensors(identity, capacity)
+    buffers = [np.zeros((1, *spec.shape), dtype=HOST_TYPES[spec.dtype]) for spec in specs]
+    for file in files:
+        start = file.header.identity.start
+        stop = min(start + file.header.identity.tokens, keep)
+        for buffer, view in zip(buffers, _views(file), strict=True):
+            buffer[0, :, start:stop] = view[:, : stop - start]
+    for spec, buffer in zip(specs, buffers, strict=True):
+        if not _is_finite(buffer, spec.dtype):
+            _, _, rows, _ = np.nonzero(_not_finite(buffer, spec.dtype))
+            raise _damaged(int(rows.min()) // BLOCK_TOKENS, f"{spec.name}: holds a value that is not finite")
+    return list(zip(specs, buffers, strict=True))
+
+
+def _views(file: CheckedFile) -> Iterator[Array]:
     """The tensors of a file, [kv_heads, rows, …] each, without copying. bfloat16 comes as its 16 bits."""
-    views: list[npt.NDArray[np.generic]] = []
     offset = file.header.data_offset
     for spec in file.header.tensors:
-        count = spec.size_bytes // np.dtype(HOST_TYPES[spec.dtype]).itemsize
-        view = np.frombuffer(file.data, dtype=HOST_TYPES[spec.dtype], count=count, offset=offset)
-        views.append(view.reshape(spec.shape))
+        dtype = np.dtype(HOST_TYPES[spec.dtype])
+        yield np.ndarray(spec.shape, dtype, file.data, offset)
         offset += spec.size_bytes
-    return views
 
 
-def _checked(index: int, identity: identity_pb2.KvIdentity, expected: FileIdentity, data: bytes) -> CheckedFile:
+def _checked(
+    index: int,
+    identity: identity_pb2.KvIdentity,
+    schema: tuple[TensorSpec, ...],
+    expected: FileIdentity,
+    data: bytes,
+) -> CheckedFile:
+    header = encode_header(expected, schema)
+    if data.startswith(header):
+        # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
+        checked = Header(expected, schema, len(header))
+        if checked.size_bytes == len(data):
+            return CheckedFile(checked, data)
     try:
-        header = parse_header(data, len(data))
-        if header.identity != expected:
-            raise HeaderError(_difference(expected, header.identity))
-        check_schema(header, identity)
+        parsed = parse_header(data, len(data))
+        if parsed.identity != expected:
+            raise HeaderError(_difference(expected, parsed.identity))
+        check_schema(parsed, identity)
     except HeaderError as error:
         raise _damaged(index, str(error)) from None
-    file = CheckedFile(header, data)
-    for spec, view in zip(header.tensors, host_views(file), strict=True):
-        if not _is_finite(view, spec.dtype):
-            raise _damaged(index, f"{spec.name}: holds a value that is not finite")
-    return file
+    return CheckedFile(parsed, data)
 
 
-def _is_finite(view: npt.NDArray[np.generic], dtype: str) -> bool:
-    if dtype == "U32":
-        return True  # codes: any bits are values
-    exponent = _BFLOAT16_EXPONENT if dtype == "BF16" else 0x7C00
-    # Comparing exponents is several times faster than isfinite, which would convert every half to a float.
-    return not bool(((view.view(np.uint16) & exponent) == exponent).any())
+def _is_finite(array: Array, dtype: str) -> bool:
+    return dtype == "U32" or not bool(_not_finite(array, dtype).any())  # any bits are codes
+
+
+def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
+    # Comparing exponents is several times faster than isfinite, which converts every half to a float.
+    exponent = np.uint16(_BFLOAT16_EXPONENT if dtype == "BF16" else _FLOAT16_EXPONENT)
+    return (array.view(np.uint16) & exponent) == exponent
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:

@@ -4,15 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
-import numpy.typing as npt
 from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_tensors
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.codec import Parts, layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.tensor_files import HOST_TYPES, CheckedFile, host_views
+from inference_svc.tensor_files import Array, CheckedFile, gathered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +33,14 @@ class SequenceKV:
 
     @classmethod
     def from_files(cls, identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile], keep: int) -> "SequenceKV":
-        """The first `keep` tokens of files that cover them from position 0. Copies every row once, into its place."""
+        """The first `keep` tokens of files that cover them from position 0.
+
+        Rows go straight to their places in the buffers, not through a long concatenation. Raises DataLoss before MLX
+        sees a value that is not finite.
+        """
         kv = cls.empty(identity.policy, len(identity.layers))
-        arrays = iter(_gathered(identity, files, keep))
+        buffers = gathered(identity, files, keep, capacity_rows(keep))
+        arrays = iter([_to_mlx(buffer, spec) for spec, buffer in buffers])
         for layer in kv.layers:
             layer.offset = keep
             for buffer in layer.buffers:
@@ -96,19 +99,6 @@ class SequenceKV:
         return encode(file_identity, list(zip(expected_tensors(identity, file_identity.tokens), parts, strict=True)))
 
 
-def _gathered(identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile], keep: int) -> list[mx.array]:
-    """One buffer per tensor of the schema, each file's rows in their place."""
-    capacity = capacity_rows(keep)
-    specs = expected_tensors(identity, capacity)
-    buffers = [np.zeros((1, *spec.shape), dtype=HOST_TYPES[spec.dtype]) for spec in specs]
-    for file in files:
-        start = file.header.identity.start
-        rows = min(file.header.identity.tokens, keep - start)
-        for buffer, view in zip(buffers, host_views(file), strict=True):
-            buffer[0, :, start : start + rows] = view[:, :rows]
-    return [_to_mlx(buffer, spec) for buffer, spec in zip(buffers, specs, strict=True)]
-
-
-def _to_mlx(buffer: npt.NDArray[np.generic], spec: TensorSpec) -> mx.array:
+def _to_mlx(buffer: Array, spec: TensorSpec) -> mx.array:
     array = mx.array(buffer)
     return array.view(mx.bfloat16) if spec.dtype == "BF16" else array

@@ -127,17 +127,24 @@ def _quantized(
 
 def encode(identity: FileIdentity, tensors: Sequence[tuple[TensorSpec, bytes | bytearray | memoryview]]) -> bytes:
     """Bytes of a tensor file. Tensors keep the order given; each buffer must have its spec's size."""
-    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: identity.to_json()}}
-    offset = 0
     for spec, data in tensors:
         if memoryview(data).nbytes != spec.size_bytes:
             raise ValueError(f"{spec.name}: expected {spec.size_bytes} bytes, got {memoryview(data).nbytes}")
+    header = encode_header(identity, [spec for spec, _ in tensors])
+    return b"".join([header, *(data for _, data in tensors)])
+
+
+def encode_header(identity: FileIdentity, specs: Iterable[TensorSpec]) -> bytes:
+    """The first bytes of a tensor file, length prefix included: who knows what a file must be can compare them."""
+    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: identity.to_json()}}
+    offset = 0
+    for spec in specs:
         end = offset + spec.size_bytes
         entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    return b"".join([struct.pack("<Q", len(header)), header, *(data for _, data in tensors)])
+    return struct.pack("<Q", len(header)) + header
 
 
 def header_size(first_bytes: bytes | memoryview) -> int:
