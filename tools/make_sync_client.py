@@ -1,7 +1,7 @@
-"""Writes clients/python/kvasir/store_client.py: the asynchronous client with its awaits taken out.
+"""Writes the blocking clients of store and engine: the asynchronous ones with their awaits taken out.
 
 Two clients by hand drift apart, and a thread behind every blocking call is one more thing to stop. `--check` says
-whether the committed file is what would be written.
+whether the committed files are what would be written.
 """
 
 import re
@@ -10,23 +10,35 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SOURCE = ROOT / "clients/python/kvasir/aio_store_client.py"
-TARGET = ROOT / "clients/python/kvasir/store_client.py"
+SDK = ROOT / "clients/python/kvasir"
 RUFF = (sys.executable, "-m", "ruff")
 
-DOCSTRING = '''"""The cache store's blocking client: every RPC a method, typed errors, transfers that go on after a cut.
+STORE_DOCSTRING = '''\
+"""The cache store's blocking client: every RPC a method, typed errors, transfers that go on after a cut.
 
 Made from `aio_store_client.py` by `tools/make_sync_client.py`; change that one. Errors are the types of
 `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call); transfers have none,
 because a dead peer is noticed by keepalive. One client may be used by many threads.
 """'''
 
+INFERENCE_DOCSTRING = '''\
+"""The inference service's blocking client: turns as streams of events, and what was kept when one breaks.
+
+Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Every turn has a request id, so
+that it can be asked again after a break without being done twice. One client may be used by many threads.
+"""'''
+
+CLIENTS = (
+    (SDK / "aio_store_client.py", SDK / "store_client.py", STORE_DOCSTRING),
+    (SDK / "aio_inference_client.py", SDK / "inference_client.py", INFERENCE_DOCSTRING),
+)
+
 REPLACEMENTS = (
     (r"\basync (def|for|with)\b", r"\1"),
     (r"\bawait ", ""),
     (r"\bAsyncGenerator\[(.+), None\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\b", "Generator"),
-    (r"\bAioStoreClient\b", "StoreClient"),
+    (r"\bAio(Store|Inference)Client\b", r"\1Client"),
     (r"\baio_channel\b", "sync_channel"),
     (r"\bgrpc\.aio\.Channel\b", "grpc.Channel"),
     (r"\bimport grpc\.aio\n", ""),
@@ -38,16 +50,16 @@ REPLACEMENTS = (
 )
 
 
-def sync_source() -> str:
-    """What the blocking client must be."""
-    text = SOURCE.read_text()
-    text = re.sub(r'\A""".*?"""', lambda _: DOCSTRING, text, count=1, flags=re.DOTALL)
-    body = text[len(DOCSTRING) :]
+def sync_source(source: Path, target: Path, docstring: str) -> str:
+    """What a blocking client must be."""
+    text = source.read_text()
+    text = re.sub(r'\A""".*?"""', lambda _: docstring, text, count=1, flags=re.DOTALL)
+    body = text[len(docstring) :]
     for pattern, replacement in REPLACEMENTS:
         body = re.sub(pattern, replacement, body)
-    name = ("--stdin-filename", str(TARGET), "-")
+    name = ("--stdin-filename", str(target), "-")
     sorted_imports = _ruff(
-        "check", "--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet", *name, text=DOCSTRING + body
+        "check", "--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet", *name, text=docstring + body
     )
     return _ruff("format", *name, text=sorted_imports)
 
@@ -58,8 +70,9 @@ def _ruff(*arguments: str, text: str) -> str:
 
 def main() -> int:
     if "--check" in sys.argv:
-        return int(TARGET.read_text() != sync_source())
-    TARGET.write_text(sync_source())
+        return int(any(target.read_text() != sync_source(source, target, doc) for source, target, doc in CLIENTS))
+    for source, target, docstring in CLIENTS:
+        target.write_text(sync_source(source, target, docstring))
     return 0
 
 

@@ -1,0 +1,146 @@
+"""The inference service's blocking client: turns as streams of events, and what was kept when one breaks.
+
+Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Every turn has a request id, so
+that it can be asked again after a break without being done twice. One client may be used by many threads.
+"""
+
+import uuid
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import grpc
+
+from kvasir.channel import Tls, sync_channel
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.inference_client_turns import READS, Input, KnownVersions, Messages, Reply, Sampling, turn_request
+from kvasir.status import from_rpc_error
+
+_Response = TypeVar("_Response")
+
+
+class InferenceClient:
+    """An inference service, over one channel. Use as an `with`, or close()."""
+
+    def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+        self._channel = channel
+        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._timeout_s = timeout_s
+        self._known = KnownVersions()
+
+    @classmethod
+    def connect(
+        cls, address: str, *, token: str | None = None, tls: Tls | None = None, timeout_s: float = 10.0
+    ) -> Self:
+        """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
+        return cls(sync_channel(address, tls, READS), token=token, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        append_messages: Messages | None = None,
+        agent_id: str = "",
+        parent_version: int | None = None,
+        sampling: Sampling | None = None,
+        tools: Sequence[pb.Tool] = (),
+        keep_partial: bool = False,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Generator[pb.GenerateResponse, None, None]:
+        """Continue a text, and stream the events: started, prefill_progress, delta…, finished.
+
+        Exactly one of `prompt`, `messages` and `append_messages` (what follows those that the agent remembers). Closing
+        the generator cancels the turn. Raises what `errors` names; when a turn of an agent breaks, the error's
+        metadata says what was kept: request_id (ask again with it: nothing is done twice) and remembered_version.
+        """
+        request = turn_request(
+            Input(prompt, messages, append_messages),
+            agent_id=agent_id,
+            parent_version=parent_version,
+            sampling=sampling,
+            tools=tools,
+            keep_partial=keep_partial,
+            model=model,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            for response in call:
+                self._known.note(agent_id, response)
+                yield response
+        except grpc.RpcError as error:
+            raise self._known.explained(from_rpc_error(error), request) from None
+        finally:
+            call.cancel()
+
+    def reply(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        append_messages: Messages | None = None,
+        agent_id: str = "",
+        parent_version: int | None = None,
+        sampling: Sampling | None = None,
+        tools: Sequence[pb.Tool] = (),
+        keep_partial: bool = False,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """As generate, to its end."""
+        reply = Reply()
+        turn = self.generate(
+            prompt=prompt,
+            messages=messages,
+            append_messages=append_messages,
+            agent_id=agent_id,
+            parent_version=parent_version,
+            sampling=sampling,
+            tools=tools,
+            keep_partial=keep_partial,
+            model=model,
+            request_id=request_id,
+            timeout_s=timeout_s,
+        )
+        with closing(turn) as events:
+            for event in events:
+                reply.add(event)
+        return reply
+
+    def list_models(self) -> Sequence[pb.Model]:
+        """The models that the engine serves."""
+        return (self._call(pb.ListModelsResponse, pb.ListModelsRequest())).models
+
+    def get_model(self, name: str = "") -> pb.Model:
+        """One model; the only one when no name is given. Raises NotFound."""
+        return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name))).model
+
+    def get_capabilities(self) -> pb.GetCapabilitiesResponse:
+        """Limits of the engine, whether it reaches its store, and misses since its start."""
+        return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
+
+    def _call(self, response_type: type[_Response], request: Any) -> _Response:
+        """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
+        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
+        try:
+            return cast("_Response", method(request, timeout=self._timeout_s, metadata=self._metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

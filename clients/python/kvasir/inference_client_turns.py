@@ -1,0 +1,137 @@
+"""Requests and replies of turns, shared by the synchronous and the asynchronous client; it knows no channel."""
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+
+Messages = Sequence[manifest_pb2.Message | Mapping[str, str]]
+Sampling = pb.Sampling | Mapping[str, object]
+
+READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in ("ListModels", "GetModel", "GetCapabilities"))
+_BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
+_MAX_KNOWN_AGENTS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """What to continue: exactly one of them."""
+
+    prompt: str | None
+    messages: Messages | None
+    append_messages: Messages | None
+
+
+@dataclass(slots=True)
+class Reply:
+    """A turn heard to its end."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    started: pb.Started = field(default_factory=pb.Started)
+    finished: pb.Finished = field(default_factory=pb.Finished)
+
+    def add(self, event: pb.GenerateResponse) -> None:
+        match event.WhichOneof("event"):
+            case "started":
+                self.started = event.started
+            case "delta":
+                self.text += event.delta.text
+                self.token_ids += event.delta.token_ids
+            case "finished":
+                self.finished = event.finished
+            case _:
+                pass
+
+
+def turn_request(
+    given: Input,
+    *,
+    agent_id: str,
+    parent_version: int | None,
+    sampling: Sampling | None,
+    tools: Sequence[pb.Tool],
+    keep_partial: bool,
+    model: str,
+    request_id: str,
+) -> pb.GenerateRequest:
+    """The request's message. Raises InvalidArgument for what cannot be put into one; the service checks the rest."""
+    inputs = {
+        "prompt": given.prompt,
+        "messages": _message_list(given.messages, "messages"),
+        "append_messages": _message_list(given.append_messages, "append_messages"),
+    }
+    if sum(value is not None for value in inputs.values()) != 1:
+        raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
+    try:
+        return pb.GenerateRequest(
+            request_id=request_id,
+            model=model,
+            agent_id=agent_id,
+            parent_version=parent_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
+            sampling=pb.Sampling(**sampling) if isinstance(sampling, Mapping) else sampling,  # type: ignore[arg-type]
+            tools=tools,
+            keep_partial=keep_partial,
+            **inputs,  # type: ignore[arg-type]
+        )
+    except (TypeError, ValueError) as error:
+        # protobuf refuses a value out of its type's range, and text that is no UTF-8.
+        raise InvalidArgument(f"request: {type(error).__name__}: {str(error)[:200]}", field="request") from None
+
+
+class KnownVersions:
+    """What the engine has acknowledged of each agent, so that a broken turn's error can say what was kept."""
+
+    def __init__(self) -> None:
+        self._versions: OrderedDict[str, int] = OrderedDict()
+
+    def note(self, agent_id: str, response: pb.GenerateResponse) -> None:
+        if not agent_id:
+            return
+        if response.HasField("started"):
+            self._set(agent_id, response.started.parent_version)
+        elif response.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED:
+            self._set(agent_id, response.finished.snapshot.version)
+
+    def explained(self, error: KvasirError, request: pb.GenerateRequest) -> KvasirError:
+        """The error, with what is known to be remembered if it broke an agent's turn."""
+        if not request.agent_id or not isinstance(error, _BREAKS):
+            return error
+        version = self._versions.get(request.agent_id)
+        known = "no version is known here" if version is None else f"version {version} is kept"
+        return type(error)(
+            f"{error.message} (agent {request.agent_id!r}: {known}; the broken turn was not acknowledged. Asked again "
+            "with its request_id, it is not done twice)",
+            reason=error.reason,
+            field=error.field,
+            retry_after_s=error.retry_after_s,
+            metadata={
+                **error.metadata,
+                "agent_id": request.agent_id,
+                "request_id": request.request_id,
+                "remembered_version": "" if version is None else str(version),
+            },
+        )
+
+    def _set(self, agent_id: str, version: int) -> None:
+        self._versions[agent_id] = version
+        self._versions.move_to_end(agent_id)
+        if len(self._versions) > _MAX_KNOWN_AGENTS:
+            self._versions.popitem(last=False)
+
+
+def _message_list(messages: Messages | None, field_name: str) -> pb.MessageList | None:
+    if messages is None:
+        return None
+    try:
+        return pb.MessageList(
+            messages=[
+                message if isinstance(message, manifest_pb2.Message) else manifest_pb2.Message(**message)  # type: ignore[arg-type]
+                for message in messages
+            ]
+        )
+    except (TypeError, ValueError) as error:
+        raise InvalidArgument(f"{field_name}: {type(error).__name__}: {str(error)[:200]}", field=field_name) from None
