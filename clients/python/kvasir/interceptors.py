@@ -1,11 +1,12 @@
 """What stands around every handler of both services: who calls, may they, and what their error becomes.
 
 `Authentication` tells the handler its caller, or refuses. `Errors` turns typed errors into statuses; what is not typed
-is a bug of ours: INTERNAL with a request id and nothing else, logged without any payload. Handlers are coroutines
-(one response) or asynchronous generators (a stream of them).
+is a bug of ours: INTERNAL with a request id and nothing else, logged without any payload. Handlers are coroutines, or
+asynchronous generators of responses.
 """
 
 import contextvars
+import inspect
 import logging
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -119,12 +120,10 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 def _guarded(handler: Any, guard: Guard) -> Any:
     """The same handler, run inside the guard."""
-    if handler.response_streaming:
-        behaviour = _guarded_stream(handler.stream_stream or handler.unary_stream, guard)
-    else:
-        behaviour = _guarded_unary(handler.stream_unary or handler.unary_unary, guard)
+    behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
+    guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
-    return make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return make(guarded(behaviour, guard), handler.request_deserializer, handler.response_serializer)
 
 
 # (request_streaming, response_streaming) → what makes such a handler.
@@ -136,7 +135,7 @@ _MAKERS = {
 }
 
 
-def _guarded_unary(behaviour: Any, guard: Guard) -> Any:
+def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
     async def call(request: Any, context: Any) -> Any:
         async with guard(context):
             return await behaviour(request, context)
@@ -144,7 +143,7 @@ def _guarded_unary(behaviour: Any, guard: Guard) -> Any:
     return call
 
 
-def _guarded_stream(behaviour: Any, guard: Guard) -> Any:
+def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
         async with guard(context), aclosing(behaviour(request, context)) as responses:
             async for response in responses:

@@ -1,0 +1,161 @@
+"""The cache store as a real process on a real socket, for tests: started, stopped, killed, and asked how it is."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.channel import Tls
+from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials
+from kvasir.store_client import StoreClient
+
+from tests.synthetic import SyntheticSnapshot
+
+READY_WITHIN_S = 60.0
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass
+class RunningStore:
+    """A process that serves, and where."""
+
+    process: "subprocess.Popen[str]"
+    address: str
+    data_dir: Path
+    log_file: Path
+
+    def client(self, token: str | None = None, tls: Tls | None = None, timeout_s: float = 30.0) -> StoreClient:
+        return StoreClient.connect(self.address, token=token, tls=tls, timeout_s=timeout_s)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self, within_s: float = 20.0) -> int:
+        """SIGTERM; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(within_s)
+
+    def memory_bytes(self) -> int:
+        """Resident memory."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+
+@dataclass
+class StoreHome:
+    """A directory for a store's data, socket and log; stores started in it end with it."""
+
+    root: Path
+    started: list[RunningStore] = field(default_factory=list)
+
+    @property
+    def socket(self) -> str:
+        return f"unix:{self.root / 'run' / 's.sock'}"
+
+    @property
+    def data_dir(self) -> Path:
+        return self.root / "data"
+
+    def command(self, *options: str, listen: str | None = None) -> list[str]:
+        serve = [sys.executable, "-m", "cachestore_svc", "serve", "--data-dir", str(self.data_dir)]
+        return [*serve, "--listen", listen or self.socket, "--log-format", "json", *options]
+
+    def start(self, *options: str, listen: str | None = None, env: Mapping[str, str] | None = None) -> RunningStore:
+        """Start a store and wait until it listens. Fails with its log when it does not."""
+        self.root.mkdir(exist_ok=True)
+        log_file = self.root / f"log{len(self.started)}"
+        with log_file.open("w") as log:
+            process = subprocess.Popen(
+                self.command(*options, listen=listen),
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, **(env or {})},
+            )
+        watchdog = threading.Timer(READY_WITHIN_S, process.kill)
+        watchdog.start()
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        watchdog.cancel()
+        assert line.startswith("listening on "), f"{line!r}: {log_file.read_text()}"
+        running = RunningStore(process, line.removeprefix("listening on ").strip(), self.data_dir, log_file)
+        self.started.append(running)
+        return running
+
+    def refusal(self, *options: str, listen: str | None = None) -> str:
+        """What a store says that does not start."""
+        done = subprocess.run(
+            self.command(*options, listen=listen), capture_output=True, text=True, timeout=READY_WITHIN_S, cwd=ROOT
+        )
+        assert done.returncode == 2, (done.stdout, done.stderr)
+        return done.stderr
+
+    def check(self) -> Mapping[str, object]:
+        """What `check` finds in the data directory, while nobody serves it."""
+        done = subprocess.run(
+            [sys.executable, "-m", "cachestore_svc", "check", "--json", "--data-dir", str(self.data_dir)],
+            capture_output=True,
+            text=True,
+            timeout=READY_WITHIN_S,
+            cwd=ROOT,
+        )
+        assert done.returncode in (0, 1), done.stderr
+        return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    def end(self) -> None:
+        for running in self.started:
+            if running.process.poll() is None:
+                running.kill()
+
+
+@contextmanager
+def store_home(root: Path) -> Iterator[StoreHome]:
+    home = StoreHome(root)
+    try:
+        yield home
+    finally:
+        home.end()
+
+
+PRINCIPALS = (
+    Principal("engine", "default", frozenset({ENGINE})),
+    Principal("client", "default", frozenset({CLIENT})),
+    Principal("peer", "default", frozenset({PEER})),
+    Principal("admin", "default", frozenset({ADMIN})),
+    Principal("all", "default", frozenset({ENGINE, CLIENT, PEER, ADMIN})),
+    Principal("foreign", "elsewhere", frozenset({ENGINE, CLIENT, PEER, ADMIN})),
+)
+
+
+def make_credentials(path: Path, principals: Sequence[Principal] = PRINCIPALS) -> dict[str, str]:
+    """A credential file; name → token."""
+    tokens = iter(f"token-{index}-{'x' * 32}" for index in range(1000))
+    return write_credentials(path, principals, lambda: next(tokens))
+
+
+def publish(client: StoreClient, agent_id: str, snapshot: SyntheticSnapshot, parent_version: int) -> pb.SnapshotVersion:
+    """What an engine does at the end of a turn."""
+    client.put_blobs(snapshot.new_blobs)
+    client.put_manifest(snapshot.manifest_bytes)
+    return client.commit(agent_id, snapshot.manifest_digest, parent_version)
+
+
+def assert_whole(client: StoreClient, agent_id: str, expected: SyntheticSnapshot, version: int = 0) -> None:
+    """The version's manifest has the bytes that were published, and every blob can be read."""
+    _, manifest_bytes = client.get_snapshot(agent_id, version=version)
+    assert manifest_bytes == expected.manifest_bytes
+    assert [digest for digest, _ in client.get_blobs(expected.digests)] == expected.digests
