@@ -91,7 +91,7 @@ def gathered(
     """
     specs = expected_tensors(identity, capacity)
     buffers = [np.zeros((1, *spec.shape), dtype=HOST_TYPES[spec.dtype]) for spec in specs]
-    for file in files:
+    for file in files[: -(-keep // BLOCK_TOKENS)]:
         start = file.header.identity.start
         stop = min(start + file.header.identity.tokens, keep)
         for buffer, view in zip(buffers, _views(file), strict=True):
@@ -142,7 +142,8 @@ def _is_finite(array: Array, dtype: str) -> bool:
 def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
     # Comparing exponents is several times faster than isfinite, which converts every half to a float.
     exponent = np.uint16(_BFLOAT16_EXPONENT if dtype == "BF16" else _FLOAT16_EXPONENT)
-    return (array.view(np.uint16) & exponent) == exponent
+    bits: npt.NDArray[np.uint16] = array.view(np.uint16)
+    return np.equal(bits & exponent, exponent)
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:

@@ -1,0 +1,35 @@
+"""An engine with a tiny sharpened model, shared by the tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_svc.engine import Engine
+from tests.inference.engine.driving import Driver
+from tests.inference.engine.tiny_models import LLAMA, write_model
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Campaigns run when they are asked for: `pytest -m campaign`."""
+    if not config.getoption("-m"):
+        campaigns = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in campaigns]
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("llama"), {**LLAMA, "eos_token_id": 0})
+
+
+@pytest.fixture(scope="session")
+def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    engine = Engine.open(model_dir, cache_dir=tmp_path_factory.mktemp("digests"), memory_budget_bytes=256 << 20)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def driver(engine: Engine) -> Driver:
+    return Driver(engine)

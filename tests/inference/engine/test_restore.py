@@ -1,0 +1,151 @@
+"""A restored sequence goes on as if it had never left: same greedy tokens, whatever its length and wherever it is cut.
+
+Computed in float32, where it must hold to the token.
+"""
+
+import random
+
+import pytest
+
+from inference_svc.plan import Hot, SequenceKey
+from tests.inference.engine.driving import Driver, tokens_of
+
+AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]
+SAMPLE = [*range(253, 260), 511, 512, 513, 1023, 1024, 1025, 700]
+RANDOM_LENGTHS = [random.Random(7).randrange(5, 2000) for _ in range(40)]
+
+
+def goes_on_equally(driver: Driver, key: SequenceKey, keep: int, suffix: tuple[int, ...]) -> None:
+    """Continue the memory cut to `keep`, then with `suffix`: once from hot memory, once from tensor files."""
+    hot = driver.engine.hot_memory(key)
+    assert hot is not None
+    prompt = (*hot.state.token_ids[:keep], *suffix)
+    restored = driver.turn(prompt, driver.restored(key, keep), driver.key())
+    stayed = driver.turn(prompt, Hot(keep), key)
+    assert restored.cached_tokens == stayed.cached_tokens == min(keep, len(prompt) - 1)
+    assert restored.state.token_ids == stayed.state.token_ids
+    assert restored.state.shareable_tokens == stayed.state.shareable_tokens
+
+
+def test_a_reply_depends_on_its_whole_context(driver: Driver) -> None:
+    """Or else the tests below prove nothing: one changed token, wherever it is, nearly always changes the reply."""
+    prompt = tokens_of(600)
+    reply = driver.reply(driver.turn(prompt))
+    places = random.Random(1).sample(range(600), 20)
+    changed = [(*prompt[:place], (prompt[place] + 1) % 1000 + 3, *prompt[place + 1 :]) for place in places]
+    assert sum(driver.reply(driver.turn(other)) != reply for other in changed) >= 18
+    assert len(set(reply)) > 40
+
+
+@pytest.mark.parametrize("length", SAMPLE)
+def test_a_restored_sequence_goes_on_as_if_it_had_never_left(driver: Driver, length: int) -> None:
+    key, state = driver.remember(length, seed=length)
+    goes_on_equally(driver, key, len(state.token_ids), tokens_of(17, seed=1))
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("length", [*AROUND_EDGES, *RANDOM_LENGTHS])
+@pytest.mark.parametrize("suffix", [1, 40, 300])
+def test_every_length_goes_on_as_if_it_had_never_left(driver: Driver, length: int, suffix: int) -> None:
+    key, state = driver.remember(length, seed=length)
+    goes_on_equally(driver, key, len(state.token_ids), tokens_of(suffix, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("place", "keep"),
+    [
+        ("inside a block", 300),
+        ("at a block's edge", 512),
+        ("just before an edge", 511),
+        ("just behind an edge", 513),
+        ("in the tail", 530),
+        ("among the generated tokens", 599),
+        ("at the very beginning", 1),
+    ],
+)
+def test_a_diverging_turn_goes_on_as_if_the_sequence_had_never_left(driver: Driver, place: str, keep: int) -> None:
+    key, _ = driver.remember(602, seed=keep, generated=6)
+    goes_on_equally(driver, key, keep, tokens_of(30, seed=2))
+
+
+def test_an_exact_repetition_computes_the_last_token_only(driver: Driver) -> None:
+    key, state = driver.remember(520)
+    again = driver.turn(state.token_ids, driver.restored(key), driver.key())
+    stayed = driver.turn(state.token_ids, Hot(520), key)
+    assert again.cached_tokens == stayed.cached_tokens == 519
+    assert again.state.token_ids == stayed.state.token_ids
+
+
+def test_a_life_of_many_turns_is_the_same_with_a_restart_between_any_two(driver: Driver) -> None:
+    """Extend, diverge, repeat, extend: one agent stays hot, the other is restored before every turn."""
+    stays, returns = driver.key(), driver.key()
+    prompt = tokens_of(280, seed=3)
+    first = driver.turn(prompt, key=stays, max_tokens=20), driver.turn(prompt, key=returns, max_tokens=20)
+    assert first[0].state == first[1].state
+    for keep, suffix in ((300, 200), (256, 10), (250, 30), (299, 500), (800, 1), (512, 90)):
+        memory = driver.engine.hot_memory(stays)
+        assert memory is not None
+        keep = min(keep, len(memory.state.token_ids))
+        prompt = (*memory.state.token_ids[:keep], *tokens_of(suffix, seed=suffix))
+        stayed = driver.turn(prompt, Hot(keep), stays, max_tokens=20)
+        returned = driver.turn(prompt, driver.restored(returns, keep), returns, max_tokens=20)
+        assert returned.state == stayed.state
+        assert driver.files(returns) == driver.files(stays)
+
+
+def test_files_of_a_restored_memory_are_the_files_it_came_from(driver: Driver) -> None:
+    key, state = driver.remember(700)
+    restored = driver.restored(key)
+    other = driver.key()
+    after = driver.turn((*state.token_ids, *tokens_of(5)), restored, other, max_tokens=1)
+    files = driver.files(other)
+    assert len(after.state.token_ids) == 706
+    assert files[:2] == restored.blobs[:2]
+
+
+def test_a_fork_goes_its_own_way_and_leaves_its_source_alone(driver: Driver) -> None:
+    key, state = driver.remember(400)
+    files = driver.files(key)
+    fork = driver.fork(key)
+    forked = driver.turn((*state.token_ids, *tokens_of(50, seed=8)), Hot(400), fork)
+    assert driver.files(key) == files, "the fork wrote through to its source"
+    goes_on_equally(driver, key, 400, tokens_of(50, seed=9))
+    fork_files = driver.files(fork)
+    driver.turn((*state.token_ids[:100], *tokens_of(20, seed=10)), Hot(100), key)
+    assert driver.files(fork) == fork_files, "the source wrote through to its fork"
+    alone = driver.turn((*state.token_ids, *tokens_of(50, seed=8)), driver.restored(fork, 400), driver.key())
+    assert driver.reply(alone) == driver.reply(forked)
+
+
+def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: Driver) -> None:
+    """What makes a block shareable: another agent with the same beginning would have computed these very bytes."""
+    short, long = driver.key(), driver.key()
+    prompt = tokens_of(1100, seed=4)
+    one = driver.turn(prompt[:600], key=short, max_tokens=1)
+    two = driver.turn(prompt, key=long, max_tokens=1)
+    assert (one.state.shareable_tokens, two.state.shareable_tokens) == (512, 1024)
+    assert driver.files(short)[:2] == driver.files(long)[:2]
+
+
+@pytest.mark.parametrize(
+    ("keep", "suffix", "shareable"),
+    [(603, 500, 512), (512, 300, 768), (300, 700, 256), (256, 256, 512), (100, 200, 0)],
+)
+def test_shareable_tokens_stop_at_the_first_that_was_not_prefilled_on_the_grid(
+    driver: Driver, keep: int, suffix: int, shareable: int
+) -> None:
+    key, state = driver.remember(603, generated=3)
+    after = driver.turn((*state.token_ids[:keep], *tokens_of(suffix)), Hot(keep), key, max_tokens=1)
+    assert after.state.shareable_tokens == shareable
+
+
+def test_blocks_shared_by_another_agent_give_the_reply_of_a_cold_run(driver: Driver) -> None:
+    prompt = tokens_of(900, seed=6)
+    giver = driver.key()
+    driver.turn(prompt[:800], key=giver, max_tokens=1)
+    shared = driver.restored(giver)
+    blocks = type(shared)(shared.blobs[:3], prompt[:768], 768, 768)
+    taken = driver.turn(prompt, blocks, driver.key())
+    cold = driver.turn(prompt, key=driver.key())
+    assert taken.cached_tokens == 768
+    assert taken.state == cold.state
