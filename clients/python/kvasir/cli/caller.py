@@ -49,6 +49,11 @@ class Caller:
         else:
             show(self.out)
 
+    def line(self, value: object) -> None:
+        """One object of a stream of them, on a line of its own."""
+        self.out.file.write(json.dumps(value, ensure_ascii=False) + "\n")
+        self.out.file.flush()
+
     def say(self, text: str) -> None:
         """A remark for people; scripts do not get it."""
         if not self.as_json:

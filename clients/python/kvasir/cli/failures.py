@@ -51,9 +51,10 @@ def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
     try:
         yield
     except errors.Unavailable as error:
-        if error.metadata or "connect" not in error.message:
+        if error.reason != errors.Unavailable.reason or "connect" not in error.message:
             raise
-        raise errors.Unavailable(f"no {service} answers at {endpoint.address}", reason=error.reason) from None
+        text = f"no {service} answers at {endpoint.address}"
+        raise errors.Unavailable(text, reason=error.reason, metadata=error.metadata) from None
 
 
 def unusable_token(error: CredentialFileError) -> errors.KvasirError:

@@ -57,6 +57,10 @@ class Home:
         return self.root / "store"
 
     @property
+    def engine_state(self) -> Path:
+        return self.root / "engine"
+
+    @property
     def run(self) -> Path:
         return self.root / "run"
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, failures, store, up
+from kvasir.cli import agents, chat, doctor, failures, store, up
 from kvasir.cli.caller import Caller, caller_of
 from kvasir.cli.home import DEFAULT_HOME, Home
 from kvasir.credentials import CredentialFileError
@@ -21,6 +21,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("up")(up.up)
+app.command("chat")(chat.chat)
+app.command("doctor")(doctor.doctor)
 app.add_typer(agents.app, name="agents")
 app.add_typer(store.app, name="store")
 

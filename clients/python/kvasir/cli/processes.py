@@ -26,7 +26,7 @@ class StoreProcess:
     endpoint: Endpoint
     log_file: Path
     credentials_file: Path | None = None
-    peers_file: Path | None = None
+    peers_file: Path | None = None  # read if it exists
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
 
@@ -35,7 +35,7 @@ class StoreProcess:
             *(sys.executable, "-m", "cachestore_svc", "serve"),
             *("--data-dir", str(self.data_dir), "--listen", self.endpoint.address),
             *_option("--credentials-file", self.credentials_file),
-            *_option("--peers-file", self.peers_file),
+            *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
             *_option("--tls-cert-file", self.tls_cert_file),
             *_option("--tls-key-file", self.tls_key_file),
         )
@@ -51,6 +51,7 @@ class EngineProcess:
     endpoint: Endpoint
     store: Endpoint
     log_file: Path
+    state_dir: Path
     model: str = ""  # the shipped model when empty
     credentials_file: Path | None = None
     tls_cert_file: Path | None = None
@@ -59,7 +60,7 @@ class EngineProcess:
     def argv(self) -> tuple[str, ...]:
         return (
             *(sys.executable, "-m", "inference_svc", "serve"),
-            *("--listen", self.endpoint.address, "--store", self.store.address),
+            *("--listen", self.endpoint.address, "--store", self.store.address, "--state-dir", str(self.state_dir)),
             *_option("--model", self.model),
             *_option("--credentials-file", self.credentials_file),
             *_option("--tls-cert-file", self.tls_cert_file),

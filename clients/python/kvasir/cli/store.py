@@ -13,10 +13,11 @@ from rich.table import Table
 
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import JsonOption, caller_of
-from kvasir.cli.failures import DAMAGED, PROBLEMS
+from kvasir.cli.failures import DAMAGED
 from kvasir.cli.progress import counting_progress
 from kvasir.cli.rows import size, stats_row
 from kvasir.digest import Digest
+from kvasir.errors import FailedPrecondition
 
 app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 
@@ -44,10 +45,11 @@ def check(
     """Compare index and files both ways. The store must not run meanwhile."""
     caller = caller_of(context, as_json)
     argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
-    argv += ["--data-dir", str(data_dir or caller.home.store_data)]
-    answer = subprocess.run([*argv, *(["--repair"] if repair else [])], stdout=subprocess.PIPE, check=False)
+    argv += ["--data-dir", str(data_dir or caller.home.store_data), *(["--repair"] if repair else [])]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if not answer.stdout:
-        raise typer.Exit(answer.returncode or PROBLEMS)
+        last = answer.stderr.strip().splitlines()[-1:] or [f"the check ended with exit code {answer.returncode}"]
+        raise FailedPrecondition(last[0].removeprefix("cachestore_svc: "), reason="CANNOT_CHECK")
     report: dict[str, Any] = json.loads(answer.stdout)
     caller.result(report, lambda out: _show_report(out, report))
     raise typer.Exit(answer.returncode)

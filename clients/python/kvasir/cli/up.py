@@ -95,7 +95,7 @@ def plan_of(
         endpoint=store_endpoint,
         log_file=home.logs / "store.log",
         credentials_file=credentials,
-        peers_file=home.peers_file if home.peers_file.exists() else None,
+        peers_file=home.peers_file,
         tls_cert_file=tls_cert if store_listen else None,
         tls_key_file=tls_key if store_listen else None,
     )
@@ -103,6 +103,7 @@ def plan_of(
         endpoint=engine_endpoint,
         store=store_endpoint,
         log_file=home.logs / "engine.log",
+        state_dir=home.engine_state,
         model=model,
         credentials_file=credentials,
         tls_cert_file=tls_cert if listen else None,

@@ -1,0 +1,184 @@
+"""`kvasir chat`: talk with an agent in a terminal or through a pipe; it remembers between calls."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from kvasir import manifest as manifests
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.cli import failures
+from kvasir.cli.agents import store_client
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.rows import origin, size
+from kvasir.cli.talk import Heard, hear
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound
+from kvasir.inference.v1 import inference_pb2
+from kvasir.inference_client import InferenceClient
+
+_HELP = (
+    "/memory shows what the agent remembers; /fork NAME goes on as a new agent with the same memory; "
+    "/rollback N goes back to version N; /quit leaves"
+)
+
+
+def chat(
+    context: typer.Context,
+    agent: Annotated[str, typer.Argument(help="The agent's name.", metavar="[AGENT]")] = "me",
+    system: Annotated[str, typer.Option(help="What a new agent is told first.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """Talk with an agent; it remembers. Reads lines from a pipe too; --json prints one object per reply."""
+    caller = caller_of(context, as_json)
+    sampling = inference_pb2.Sampling(max_tokens=max_tokens, temperature=temperature)
+    endpoint = caller.engine
+    engine = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
+    with engine, failures.naming("engine", endpoint):
+        engine.get_capabilities()
+        Conversation(caller, engine, agent, system, sampling).run()
+
+
+@dataclass
+class Conversation:
+    """A person (or a pipe) and an agent."""
+
+    caller: Caller
+    engine: InferenceClient
+    agent: str
+    system: str
+    sampling: inference_pb2.Sampling
+
+    def run(self) -> None:
+        """Until the input ends or /quit. A refusal at a terminal is said, and the talk goes on; in a pipe it ends."""
+        is_person = sys.stdin.isatty()
+        if is_person:
+            _load_line_editing()
+            self.caller.say(f"You talk with {self.agent}. {_HELP}.")
+        for line in _lines(self.agent if is_person else ""):
+            try:
+                if line == "/quit":
+                    return
+                if line.startswith("/"):
+                    self._command(line)
+                else:
+                    self._turn(line)
+            except KvasirError as error:
+                if not is_person:
+                    raise
+                failures.report(error, self.caller)
+
+    def _turn(self, text: str) -> None:
+        message = manifest_pb2.Message(role="user", content=text)
+        try:
+            heard = self._listen(append=[message])
+        except (FailedPrecondition, NotFound):
+            # Nothing is remembered to append to: the agent is new.
+            first = [manifest_pb2.Message(role="system", content=self.system)] if self.system else []
+            heard = self._listen(whole=[*first, message])
+        self._tell(heard)
+
+    def _listen(
+        self, *, append: list[manifest_pb2.Message] | None = None, whole: list[manifest_pb2.Message] | None = None
+    ) -> Heard:
+        events = self.engine.generate(
+            append_messages=append, messages=whole, agent_id=self.agent, sampling=self.sampling
+        )
+        with contextlib.closing(events):
+            return hear(events, on_progress=self._on_progress(), on_text=self._write)
+
+    def _write(self, text: str) -> None:
+        if not self.caller.as_json:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _on_progress(self) -> Callable[[inference_pb2.PrefillProgress], None]:
+        def show(progress: inference_pb2.PrefillProgress) -> None:
+            if self.caller.shows_progress and progress.tokens_done < progress.tokens_total:
+                sys.stderr.write(f"\rreading {progress.tokens_done} of {progress.tokens_total} tokens")
+            elif self.caller.shows_progress:
+                sys.stderr.write("\r\x1b[2K")
+            sys.stderr.flush()
+
+        return show
+
+    def _tell(self, heard: Heard) -> None:
+        """What the turn reused, dimly; for a script, the whole turn as one line of JSON."""
+        if self.caller.as_json:
+            self.caller.line(
+                {
+                    "agent_id": self.agent,
+                    "reply": heard.reply,
+                    "source": heard.source,
+                    "prompt_tokens": heard.prompt_tokens,
+                    "cached_tokens": heard.cached_tokens,
+                    "completion_tokens": heard.completion_tokens,
+                    "first_token_s": round(heard.first_token_s, 6),
+                    "version": heard.version,
+                    "snapshot": heard.snapshot_state,
+                }
+            )
+            return
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        kept = f"version {heard.version}" if heard.is_durable else f"{heard.snapshot_state} {heard.snapshot_reason}"
+        self.caller.err.print(
+            f"{heard.cached_tokens} of {heard.prompt_tokens} tokens cached ({heard.source}), "
+            f"first token after {heard.first_token_s * 1000:.0f} ms, {kept.strip()}",
+            style="dim",
+            markup=False,
+        )
+
+    def _command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        if name == "/memory":
+            self._show_memory()
+        elif name == "/fork" and argument:
+            with store_client(self.caller) as store:
+                store.fork_agent(self.agent, argument)
+            self.agent = argument
+            self.caller.say(f"You talk with {argument} now, who remembers the same.")
+        elif name == "/rollback" and argument.isdecimal():
+            with store_client(self.caller) as store:
+                made = store.rollback_agent(self.agent, int(argument))
+            self.caller.say(f"{self.agent} is at version {made.version}, which is version {argument} again.")
+        else:
+            self.caller.say(_HELP)
+
+    def _show_memory(self) -> None:
+        with store_client(self.caller) as store:
+            versions = store.list_snapshots(self.agent).snapshots
+            _, manifest_bytes = store.get_snapshot(self.agent)
+        manifest = manifests.parse(manifest_bytes)
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for message in manifest.messages:
+            table.add_row(message.name or message.role, message.content)
+        self.caller.err.print(table)
+        newest = versions[0]
+        self.caller.say(
+            f"{newest.token_count} tokens, {size(newest.total_bytes)}; versions: "
+            + ", ".join(f"{each.version} ({origin(each.origin)})" for each in reversed(versions))
+        )
+
+
+def _lines(prompt_of: str) -> Iterator[str]:
+    """What is typed or piped, line by line, without empty lines. With a name, a prompt is shown."""
+    while True:
+        try:
+            line = input(f"{prompt_of}> " if prompt_of else "")
+        except EOFError:
+            return
+        if line.strip():
+            yield line.strip()
+
+
+def _load_line_editing() -> None:
+    """Arrow keys and history for `input`, where Python was built with them."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  importing it is what it is for

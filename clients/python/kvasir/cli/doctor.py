@@ -1,0 +1,166 @@
+"""`kvasir doctor`: what of a model persists, what computes, what runs, and what to do about what is missing.
+
+With --self-test an agent is told something, both services are killed, and it is asked: a report that a user can send.
+It holds no text of anyone's but its own.
+"""
+
+import asyncio
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import kvasir
+from kvasir.cli.agents import store_client
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
+from kvasir.cli.home import Endpoint
+from kvasir.cli.rows import size, stats_row
+from kvasir.cli.self_test import self_test
+from kvasir.errors import KvasirError
+
+_PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
+_LITTLE_DISK_BYTES = 2 << 30
+_FASTER = (
+    "MLX computes on the reference BLAS, about 20 times slower than it could; "
+    "install `mkl` (pip, x86-64) or `libopenblas0-pthread` (Debian)"
+)
+
+
+def doctor(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
+    ] = "",
+    does_self_test: Annotated[bool, typer.Option("--self-test", help="Also tell, kill, and ask.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what of a model persists, what computes, what runs; and what to do about it."""
+    caller = caller_of(context, as_json)
+    report = examined(caller, model)
+    if does_self_test:
+        with _status(caller, "telling, killing, asking"):
+            report["self_test"] = self_test(model)
+        report["problems"] += report["self_test"]["problems"]
+    caller.result(report, lambda out: _show(out, report))
+    if report["problems"]:
+        raise typer.Exit(PROBLEMS)
+
+
+def examined(caller: Caller, model: str) -> dict[str, Any]:
+    """Everything but the self-test. `problems` are sentences that say what to do."""
+    problems: list[str] = []
+    with _status(caller, "loading the model"):
+        facts = model_facts(model, problems)
+    home = caller.home.root
+    disk = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists()))
+    if disk.free < _LITTLE_DISK_BYTES:
+        problems.append(f"{home}: only {size(disk.free)} of disk are free")
+    if facts and facts["device"] == "cpu" and sys.platform == "linux" and not facts["blas"]:
+        problems.append(_FASTER)
+    return {
+        "kvasir": kvasir.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "model": facts,
+        "home": {"path": str(home), "free_disk_bytes": disk.free},
+        "store": _service(caller.store, STORE_SERVICE) | _store_stats(caller),
+        "engine": _service(caller.engine, ENGINE_SERVICE),
+        "problems": problems,
+    }
+
+
+def model_facts(model: str, problems: list[str]) -> dict[str, Any] | None:
+    """What `inference_svc.describe` says; None, and a problem more, when the model cannot be kept."""
+    argv = [sys.executable, "-m", "inference_svc.describe", *(["--model", model] if model else [])]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if answer.returncode == 0:
+        facts: dict[str, Any] = json.loads(answer.stdout)
+        return facts
+    last = answer.stderr.strip().splitlines()[-1:] or [f"exit code {answer.returncode}"]
+    hint = "; install kvasir[engine]" if "No module named" in last[0] else ""
+    problems.append(f"the model cannot be used: {last[0]}{hint}")
+    return None
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _service(endpoint: Endpoint, name: str) -> dict[str, Any]:
+    return {"address": endpoint.address, "is_ready": asyncio.run(is_ready(endpoint, name))}
+
+
+def _store_stats(caller: Caller) -> dict[str, Any]:
+    try:
+        with store_client(caller) as client:
+            return {"stats": stats_row(client.get_stats())}
+    except (KvasirError, ValueError):
+        return {"stats": None}
+
+
+def _status(caller: Caller, text: str) -> Any:
+    return caller.err.status(text) if caller.shows_progress else _Silence()
+
+
+class _Silence:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _show(out: Console, report: dict[str, Any]) -> None:
+    def write(text: str) -> None:
+        out.print(text, markup=False)
+
+    write(f"kvasir {report['kvasir']}, Python {report['python']}, {report['platform']}")
+    write(", ".join(f"{name} {version or '–'}" for name, version in report["packages"].items()))
+    if report["model"]:
+        _show_model(out, report["model"])
+    write(f"home: {report['home']['path']}, {size(report['home']['free_disk_bytes'])} free")
+    for name in ("store", "engine"):
+        service = report[name]
+        write(f"{name}: {'ready' if service['is_ready'] else 'does not run'} at {service['address']}")
+    if report["store"]["stats"]:
+        stats = report["store"]["stats"]
+        write(f"stored: {stats['agent_count']} agents, {stats['blob_count']} blobs, {size(stats['blob_bytes'])}")
+    for step in report.get("self_test", {}).get("steps", []):
+        write(f"self-test: {step}")
+    for problem in report["problems"]:
+        out.print(f"[bold red]problem:[/] {problem}")
+    if not report["problems"]:
+        out.print("[green]no problems found[/]")
+
+
+def _show_model(out: Console, facts: dict[str, Any]) -> None:
+    compute = f"{facts['device']}, {facts['compute_type']}" + (f", {facts['blas']}" if facts["blas"] else "")
+    out.print(f"model: {facts['name']}, {facts['context_tokens']} tokens of context, on {compute}", markup=False)
+    policy, table = facts["policy"], Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"):
+        table.add_column(column, justify="left" if column in ("keeps", "persists") else "right")
+    bits = f"K {policy['key_bits']} bits, V {policy['value_bits']} bits, groups of {policy['group_size']}"
+    for layer, count in Counter(json.dumps(layer) for layer in facts["layers"]).items():
+        row = json.loads(layer)
+        keeps = f"window of {row['window']}" if row["window"] else f"{row['kind']}, every token"
+        table.add_row(str(count), keeps, str(row["kv_heads"]), str(row["key_dim"]), str(row["value_dim"]), bits)
+    out.print(table)
+    ratio = facts["kv_bytes_per_token"] / facts["kv_bytes_per_token_fp16"]
+    out.print(
+        f"{facts['kv_bytes_per_token']} bytes per token instead of {facts['kv_bytes_per_token_fp16']} at fp16 "
+        f"({ratio:.3f}); the policy is applied to {policy['applied_layers']} of {policy['layer_count']} layers"
+    )

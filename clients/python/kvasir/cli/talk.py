@@ -1,0 +1,80 @@
+"""One turn with an engine, heard to its end and timed by the one who waits for it."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvasir.errors import Internal
+from kvasir.inference.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What a turn said and what it reused. `first_token_s` is from asking to the first words, on the asker's clock."""
+
+    reply: str
+    token_ids: tuple[int, ...]
+    source: str  # cold, hot, warm, shared or replay
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    first_token_s: float
+    version: int  # of the agent's memory that the turn made; 0 when none
+    snapshot_state: str  # none, committed, pending or failed
+    snapshot_reason: str
+
+    @property
+    def is_durable(self) -> bool:
+        return self.snapshot_state == "committed"
+
+
+def hear(
+    events: Iterable[pb.GenerateResponse],
+    *,
+    on_started: Callable[[pb.Started], None] = lambda _started: None,
+    on_progress: Callable[[pb.PrefillProgress], None] = lambda _progress: None,
+    on_text: Callable[[str], None] = lambda _text: None,
+) -> Heard:
+    """Listen to a turn that is asked by iterating over `events`. Raises what the engine refuses."""
+    began = time.monotonic()
+    first_token_s = 0.0
+    started: pb.Started | None = None
+    text: list[str] = []
+    token_ids: list[int] = []
+    for event in events:
+        if event.HasField("started"):
+            started = event.started
+            on_started(started)
+        elif event.HasField("prefill_progress"):
+            on_progress(event.prefill_progress)
+        elif event.HasField("delta"):
+            first_token_s = first_token_s or time.monotonic() - began
+            text.append(event.delta.text)
+            token_ids += event.delta.token_ids
+            on_text(event.delta.text)
+        elif event.HasField("finished") and started is not None:
+            return _heard(started, event.finished, "".join(text), tuple(token_ids), first_token_s)
+    raise Internal("the engine ended the turn without saying how")
+
+
+def _heard(
+    started: pb.Started, finished: pb.Finished, reply: str, token_ids: tuple[int, ...], first_token_s: float
+) -> Heard:
+    return Heard(
+        reply=reply,
+        token_ids=token_ids,
+        source=_word(pb.CacheSource.Name(started.source), "CACHE_SOURCE_"),
+        reason=started.reason,
+        prompt_tokens=started.prompt_tokens,
+        cached_tokens=started.cached_tokens,
+        completion_tokens=finished.usage.completion_tokens,
+        first_token_s=first_token_s,
+        version=finished.snapshot.version,
+        snapshot_state=_word(pb.SnapshotState.Name(finished.snapshot.state), "SNAPSHOT_STATE_"),
+        snapshot_reason=finished.snapshot.reason,
+    )
+
+
+def _word(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()

@@ -1,0 +1,84 @@
+"""Runs `kvasir` as people do: a process of its own, with what it prints and how it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvasir.cli.health import is_ready
+from kvasir.cli.home import Endpoint
+
+KVASIR = Path(sys.executable).with_name("kvasir")
+QUIET = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A command that has ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def value(self) -> Any:
+        return json.loads(self.out)
+
+
+@dataclass(frozen=True)
+class Cli:
+    """The command line with one home."""
+
+    home: Path
+
+    def __call__(self, *arguments: str | Path, stdin: str = "") -> Ended:
+        command = [KVASIR, "--home", self.home, *arguments]
+        ended = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=QUIET)
+        assert "Traceback" not in ended.stderr, ended.stderr
+        return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+    def done(self, *arguments: str | Path, stdin: str = "") -> Ended:
+        """As a call, of a command that must succeed."""
+        ended = self(*arguments, stdin=stdin)
+        assert ended.code == 0, ended.err or ended.out
+        return ended
+
+    @contextmanager
+    def running(self, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+        """A command that goes on; it is stopped at the end, with SIGTERM."""
+        process = subprocess.Popen(
+            [KVASIR, "--home", self.home, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=QUIET,
+        )
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+
+
+def eventually(claim: Callable[[], Any], within_s: float = 30) -> Any:
+    """Wait until the claim is true, and return what it is."""
+    end = time.monotonic() + within_s
+    while not (value := claim()):
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+    return value
+
+
+def answers(address: str, service: str) -> bool:
+    """Whether a service says that it is ready."""
+    return asyncio.run(is_ready(Endpoint(address), service))

@@ -1,0 +1,248 @@
+"""Every command about memories and the store, once, against a real store: tables, JSON, exit codes."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.cli.health import STORE_SERVICE
+from kvasir.digest import Digest
+from kvasir.store_client import StoreClient
+from safetensors.numpy import load_file
+
+from tests.cli.running import Cli, answers, eventually
+from tests.synthetic import SyntheticAgent, SyntheticSnapshot
+
+SNAPSHOT_KEYS = {
+    "agent_id",
+    "kv_identity_hash",
+    "version",
+    "parent_version",
+    "tokens",
+    "total_bytes",
+    "created_at",
+    "origin",
+    "origin_detail",
+    "request_id",
+    "manifest",
+}
+AGENT_KEYS = {"agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"}
+
+
+@pytest.fixture(scope="module")
+def cli() -> Iterator[Cli]:
+    """A home with a store that runs; short, because a socket's path must fit into a hundred bytes."""
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    command = Cli(home)
+    with command.running("store", "serve") as process:
+        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        yield command
+    shutil.rmtree(home)
+
+
+@pytest.fixture
+def client(cli: Cli) -> Iterator[StoreClient]:
+    with StoreClient.connect(f"unix:{cli.home}/run/store.sock") as client:
+        yield client
+
+
+def publish(client: StoreClient, name: str, snapshot: SyntheticSnapshot, parent: int) -> None:
+    client.put_blobs(snapshot.new_blobs)
+    client.put_manifest(snapshot.manifest_bytes)
+    client.commit(name, snapshot.manifest_digest, parent)
+
+
+@pytest.fixture
+def ada(cli: Cli, client: StoreClient) -> Iterator[SyntheticAgent]:
+    """An agent with two versions, of 300 and 340 tokens."""
+    agent = SyntheticAgent(seed=1)
+    publish(client, "ada", agent.turn(300), 0)
+    publish(client, "ada", agent.turn(40), 1)
+    yield agent
+    for row in client.list_agents().agents:
+        client.delete_agent(row.agent_id, force=True)
+
+
+def test_ls_shows_people_a_table_and_scripts_json(cli: Cli, ada: SyntheticAgent) -> None:
+    table = cli.done("agents", "ls").out
+    assert "ada" in table
+    assert "340" in table
+    rows = cli.done("agents", "ls", "--json").value
+    assert [set(row) for row in rows] == [AGENT_KEYS]
+    assert rows[0]["lines"][0]["tokens"] == 340
+    assert set(rows[0]["lines"][0]) == SNAPSHOT_KEYS
+
+
+def test_ls_finds_by_prefix_and_label(cli: Cli, ada: SyntheticAgent) -> None:
+    cli.done("agents", "fork", "ada", "bo")
+    cli.done("agents", "label", "bo", "team=red", "for=tests")
+    names = [row["agent_id"] for row in cli.done("agents", "ls", "--prefix", "a", "--json").value]
+    assert names == ["ada"]
+    names = [row["agent_id"] for row in cli.done("agents", "ls", "--label", "team=red", "--json").value]
+    assert names == ["bo"]
+
+
+def test_show_and_history_tell_the_versions(cli: Cli, ada: SyntheticAgent) -> None:
+    assert "keeps 8 versions" in cli.done("agents", "show", "ada").out
+    assert set(cli.done("agents", "show", "ada", "--json").value) == AGENT_KEYS
+    versions = cli.done("agents", "history", "ada", "--json").value
+    assert [(row["version"], row["tokens"], row["origin"]) for row in versions] == [(2, 340, "turn"), (1, 300, "turn")]
+    assert "turn" in cli.done("agents", "history", "ada").out
+
+
+def test_a_fork_of_an_old_version_remembers_that_version(cli: Cli, ada: SyntheticAgent) -> None:
+    line = cli.done("agents", "history", "ada", "--json").value[0]["kv_identity_hash"]
+    made = cli.done("agents", "fork", "ada", "young ada", "--version", "1", "--kv-identity", line, "--json").value
+    assert made["lines"][0]["tokens"] == 300
+    assert "remembers" in cli.done("agents", "fork", "ada", "other ada").out
+
+
+def test_rollback_makes_an_old_version_the_newest(cli: Cli, ada: SyntheticAgent) -> None:
+    assert "version 3" in cli.done("agents", "rollback", "ada", "1").out
+    newest = cli.done("agents", "history", "ada", "--json").value[0]
+    assert (newest["version"], newest["tokens"], newest["origin"]) == (3, 300, "rollback")
+
+
+def test_a_pinned_agent_is_not_forgotten_without_force(cli: Cli, ada: SyntheticAgent) -> None:
+    pinned = cli.done("agents", "pin", "ada", "--keep", "3", "--json").value
+    assert (pinned["is_pinned"], pinned["retained_versions"]) == (True, 3)
+    refused = cli("agents", "rm", "ada")
+    assert refused.code == 4
+    assert "pinned" in refused.err
+    assert cli.done("agents", "pin", "ada", "--off", "--json").value["is_pinned"] is False
+    cli.done("agents", "pin", "ada")
+    answer = cli.done("agents", "rm", "ada", "--force", "--json").value
+    assert set(answer) == {"agent_id", "unshared_bytes", "bytes_gone_by"}
+    assert cli("agents", "show", "ada").code == 5
+
+
+def test_labels_are_set_and_removed(cli: Cli, ada: SyntheticAgent) -> None:
+    assert cli.done("agents", "label", "ada", "a=1", "b=2", "--json").value["labels"] == {"a": "1", "b": "2"}
+    assert "b=2" in cli.done("agents", "label", "ada", "a=").out
+    assert cli("agents", "label", "ada", "nonsense").code == 4
+
+
+def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
+    file = tmp_path / "ada.tar"
+    value = cli.done("agents", "export", "ada", file, "--json").value
+    assert value["size_bytes"] == file.stat().st_size
+    before = cli.done("agents", "show", "ada", "--json").value["lines"][0]
+    made = cli.done("agents", "import", file, "eve", "--json").value
+    assert (made["agent_id"], made["tokens"], made["origin"]) == ("eve", 340, "import")
+    assert made["manifest"] == before["manifest"]
+    taken = cli("agents", "import", file)
+    assert taken.code == 4
+    assert "--replace" not in cli.done("agents", "import", file, "--replace").out
+
+
+def test_the_seeds_form_carries_a_memory_there_and_back(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
+    file = tmp_path / "ada.safetensors"
+    cli.done("agents", "export", "ada", file, "--format", "seed", "--model-name", "tiny")
+    assert load_file(file)["layer_0_k_weights"].shape[:2] == (1, 340)
+    made = cli.done("agents", "import", file, "eve", "--format", "seed", "--json").value
+    assert made["tokens"] == 340
+    back = tmp_path / "eve.safetensors"
+    cli.done("agents", "export", "eve", back, "--format", "seed", "--model-name", "tiny")
+    ours, theirs = load_file(file), load_file(back)
+    assert all((ours[name] == theirs[name]).all() for name in ours)
+
+
+def test_a_file_that_is_no_memory_is_refused_with_the_reason(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "nonsense"
+    file.write_bytes(b"nonsense" * 1000)
+    assert cli("agents", "import", file).code == 4
+    assert cli("agents", "import", file, "--format", "seed").code == 4
+    refused = cli("agents", "import", file, "eve", "--format", "seed", "--json")
+    assert refused.value["error"]["reason"] == "SEED_FILE_MALFORMED"
+
+
+def test_a_pull_from_a_peer_that_is_not_configured_says_so(cli: Cli) -> None:
+    refused = cli("agents", "pull", "nowhere", "ada", "--json")
+    assert refused.code == 5
+    assert refused.value["error"]["reason"] == "PEER_UNKNOWN"
+
+
+def test_stats_gc_and_scrub_say_what_they_found(cli: Cli, ada: SyntheticAgent) -> None:
+    stats = cli.done("store", "stats", "--json").value
+    assert stats["agent_count"] == 1
+    assert isinstance(stats["counters"], dict)
+    assert "agent count" in cli.done("store", "stats").out
+    swept = cli.done("store", "gc", "--dry-run", "--json").value
+    assert set(swept) == {"blobs_marked", "blobs_swept", "bytes_freed", "is_dry_run"}
+    assert "marked" in cli.done("store", "gc").out
+    assert cli.done("store", "scrub", "ada", "--json").value["damaged"] == []
+    assert "0 damaged" in cli.done("store", "scrub").out
+
+
+def test_scrub_names_a_damaged_blob_and_ends_with_its_own_code(
+    cli: Cli, ada: SyntheticAgent, client: StoreClient
+) -> None:
+    blob = next(cli.home.glob(f"store/namespaces/*/blobs/*/{ada._blocks[0].hash}"))
+    data = bytearray(blob.read_bytes())
+    data[-1] ^= 1
+    blob.write_bytes(data)
+    assert Digest.of(data) != ada._blocks[0]
+    found = cli("store", "scrub", "--json")
+    assert found.code == 6
+    assert found.value["damaged"] == [ada._blocks[0].hash]
+
+
+def test_an_unknown_agent_is_not_found(cli: Cli) -> None:
+    missing = cli("agents", "show", "nobody", "--json")
+    assert missing.code == 5
+    assert set(missing.value["error"]) == {"reason", "message", "field", "metadata"}
+    assert len(cli("agents", "show", "nobody").err.splitlines()) == 1
+
+
+def test_a_store_that_does_not_run_is_said_in_one_line(tmp_path: Path) -> None:
+    nobody = Cli(tmp_path)("agents", "ls")
+    assert nobody.code == 3
+    assert nobody.err.startswith("kvasir: no store answers at unix:")
+    assert "kvasir up" in nobody.err
+    assert len(nobody.err.splitlines()) == 1
+
+
+def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("x" * 40)
+    token.chmod(0o644)
+    refused = Cli(tmp_path)("--address", "127.0.0.1:1", "--token-file", token, "agents", "ls")
+    assert refused.code == 4
+    assert "chmod 600" in refused.err
+
+
+def test_wrong_usage_ends_with_2(cli: Cli) -> None:
+    assert cli("agents", "nonsense").code == 2
+    assert cli("agents", "rollback", "ada", "not-a-number").code == 2
+
+
+def test_the_help_tells_every_exit_code(cli: Cli) -> None:
+    text = cli.done("--help").out
+    assert all(f"{code} " in text for code in (0, 1, 2, 3, 4, 5, 6, 70, 130))
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_there_for(shell: str, cli: Cli) -> None:
+    assert "_KVASIR_COMPLETE" in cli.done("--show-completion", shell).out
+
+
+def test_check_walks_a_store_that_does_not_run(tmp_path: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    cli = Cli(home)
+    with cli.running("store", "serve") as process:
+        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
+        with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
+            publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
+        assert cli("store", "check").code == 4, "a store that runs holds its lock"
+    report = cli.done("store", "check", "--json").value
+    assert report["is_clean"] is True
+    assert report["snapshots"] == 1
+    next(home.glob("store/namespaces/*/blobs/*/*")).unlink()
+    assert cli("store", "check", "--json").code == 1
+    assert "snapshots" in cli("store", "check").out
+    cli("store", "check", "--repair")
+    shutil.rmtree(home)
+    assert json.dumps(report)
