@@ -81,15 +81,19 @@ class ToolCall(_message.Message):
     def __init__(self, id: _Optional[str] = ..., name: _Optional[str] = ..., arguments_json: _Optional[str] = ...) -> None: ...
 
 class Turn(_message.Message):
-    __slots__ = ("request_id", "prompt_tokens", "prompt_chars", "finish_reason", "input_digest")
+    __slots__ = ("request_id", "prompt_tokens", "prompt_chars", "finish_reason", "input_digest", "reply", "matched_stop")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CHARS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     INPUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_tokens: int
     prompt_chars: int
     finish_reason: str
     input_digest: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prompt_chars: _Optional[int] = ..., finish_reason: _Optional[str] = ..., input_digest: _Optional[str] = ...) -> None: ...
+    reply: str
+    matched_stop: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., prompt_chars: _Optional[int] = ..., finish_reason: _Optional[str] = ..., input_digest: _Optional[str] = ..., reply: _Optional[str] = ..., matched_stop: _Optional[str] = ...) -> None: ...
