@@ -162,7 +162,7 @@ class Recall:
         `usable_files`: how many leading tensor files of the memory may be used, after the engine refused the next one.
         """
         choice = await self._by_text(recollection, text)
-        miss = recollection.miss or _text_miss(recollection, choice.match)
+        miss = recollection.miss or _text_miss(recollection, choice.match, text)
         store = self._stores.get(namespace)
         if store is not None and usable_files is None:
             choice = await self._by_block_hashes(store, choice, text, namespace, budget)
@@ -293,9 +293,11 @@ def _hot_or_nothing(hot: AgentMemory | None, head: Head | None, miss: Miss) -> R
     return Recollection(None, Source.COLD, head, miss)
 
 
-def _text_miss(recollection: Recollection, match: PrefixMatch) -> Miss | None:
+def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:
     memory = recollection.memory
     if memory is None or match.outcome in (Outcome.EXACT, Outcome.EXTEND):
         return None
+    if match.kept_tokens and match.kept_chars == len(text):
+        return None  # the prompt ends inside the memory: all of it is reused
     detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.words.text)}"
     return Miss(MissReason.TEXT_DIFFERS, detail)

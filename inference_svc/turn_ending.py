@@ -11,7 +11,7 @@ import structlog
 from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc import conversation, replay
+from inference_svc import conversation
 from inference_svc.engine import Engine
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import Ended, FinishReason, SequenceKey
@@ -130,6 +130,8 @@ class TurnEnding:
                 prompt_chars=len(prepared.text),
                 finish_reason=reason,
                 input_digest=request.input_digest,
+                reply=ended.text,
+                matched_stop=ended.matched_stop,
             ),
             shareable_tokens=state.shareable_tokens,
             tokenizer_digest=self._engine.model.tokenizer_digest,
@@ -161,31 +163,24 @@ class TurnEnding:
     async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
         """The turn was done before: its reply again, and what became of it, nothing done twice."""
         request, remembered = turn.request, memory.turn
-        stop_ids = (*self._engine.model.stop_token_ids, *request.sampling.stop_token_ids)
-        told = replay.told_reply(memory, stop_ids, request.sampling.stop)
+        token_ids = tuple(memory.words.token_ids[remembered.prompt_tokens :])
         head = memory.kept.head
         is_head = memory.kept.is_head and head is not None
         parent = (head.parent_version if is_head else head.version) if head is not None else 0
         outbox = turn.running.outbox
         prompt_tokens = remembered.prompt_tokens
         outbox.put(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
-        outbox.put(TurnDelta(told.text, told.token_ids))
+        outbox.put(TurnDelta(remembered.reply, token_ids))
         snapshot = await self._outcome_again(turn, recollection, memory)
-        calls = (
-            []
-            if isinstance(request.input, PromptInput) or remembered.finish_reason != "tool_calls"
-            else list(memory.messages[-1].tool_calls)
-            if memory.messages
-            else []
-        )
+        calls = parse_reply_calls(request, remembered.reply, self._prompting.tool_markers, self._prompting.tool_parser)
         elapsed_s = self._clock() - turn.arrived
         outbox.put(
             TurnFinished(
                 finish_reason=remembered.finish_reason,
-                matched_stop=told.matched_stop,
+                matched_stop=remembered.matched_stop,
                 prompt_tokens=prompt_tokens,
                 cached_tokens=prompt_tokens,
-                completion_tokens=len(told.token_ids),
+                completion_tokens=len(token_ids),
                 timings=TurnTimings(queue_s=turn.queue_s, first_token_s=elapsed_s),
                 snapshot=snapshot,
                 tool_calls=tuple(calls),

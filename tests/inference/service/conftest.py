@@ -1,0 +1,49 @@
+"""A house with a sharpened random model, shared by the tests of this folder that kill nothing."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.inference_client import InferenceClient
+
+from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.system_fixtures import House, running_house
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Campaigns run when they are asked for: `pytest -m campaign`."""
+    if not config.getoption("-m"):
+        campaigns = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in campaigns]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "sharpened", LLAMA)
+
+
+@pytest.fixture(scope="session")
+def house(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("house"), model) as house:
+        yield house
+
+
+@pytest.fixture
+def client(house: House) -> Iterator[InferenceClient]:
+    with house.client() as client:
+        yield client
+
+
+@pytest.fixture
+def own_house(model: Path, tmp_path: Path) -> Iterator[House]:
+    """For tests that kill."""
+    with running_house(tmp_path, model) as house:
+        yield house
+
+
+@pytest.fixture(scope="session")
+def new_agent() -> Callable[[], str]:
+    """Names that nobody used before."""
+    numbers = iter(range(1_000_000))
+    return lambda: f"agent {next(numbers)}"

@@ -1,0 +1,154 @@
+"""What an agent remembers outlives its processes and goes on as if they had never ended. Real services and sockets."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference_client import InferenceClient
+from kvasir.inference_client_turns import Reply
+
+from tests.system_fixtures import House
+
+GREEDY = {"max_tokens": 24}
+TALK = (
+    "Remember this: the blue key opens the third door, and Marla keeps it in the tin box.",
+    "Who keeps the key? Answer with a name, and say where it is kept. " * 6,
+    "And what does it open? Think about “doors” before you answer; the archive needs it — see §4. " * 8,
+    "Thanks. Tell it to Tomas in your own words, please.",
+)
+
+
+def say(client: InferenceClient, agent: str, text: str, **more: object) -> Reply:
+    message = [{"role": "user", "content": text}]
+    return client.reply(agent_id=agent, append_messages=message, sampling=GREEDY, **more)  # type: ignore[arg-type]
+
+
+def talk(client: InferenceClient, agent: str, texts: Sequence[str]) -> list[Reply]:
+    """A conversation from its beginning."""
+    first = [{"role": "user", "content": texts[0]}]
+    replies = [client.reply(agent_id=agent, messages=first, sampling=GREEDY)]
+    return replies + [say(client, agent, text) for text in texts[1:]]
+
+
+def tokens(replies: Sequence[Reply]) -> list[list[int]]:
+    return [reply.token_ids for reply in replies]
+
+
+def test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token(own_house: House) -> None:
+    with own_house.client() as client:
+        expected = tokens(talk(client, "never left", TALK))
+    with own_house.client() as client:
+        replies = talk(client, "restarted", TALK[:2])
+    for text in TALK[2:]:
+        own_house.restart()
+        with own_house.client() as client:
+            replies.append(say(client, "restarted", text))
+            assert replies[-1].started.source == pb.CACHE_SOURCE_WARM
+            assert replies[-1].started.match == pb.PREFIX_MATCH_EXTEND
+            assert replies[-1].started.cached_tokens > 200
+            assert not replies[-1].started.reason
+    assert tokens(replies) == expected
+
+
+def test_after_a_fork_both_agents_go_on_from_the_same_memory(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    source, fork = new_agent(), new_agent()
+    talk(client, source, TALK[:2])
+    with house.store_client() as store:
+        store.fork_agent(source, fork)
+    hot, warm = say(client, source, TALK[2]), say(client, fork, TALK[2])
+    assert (hot.started.source, warm.started.source) == (pb.CACHE_SOURCE_HOT, pb.CACHE_SOURCE_WARM)
+    assert hot.started.cached_tokens == warm.started.cached_tokens
+    assert hot.token_ids == warm.token_ids
+    assert warm.finished.snapshot.version == 2
+
+
+def test_after_a_rollback_the_agent_answers_as_of_that_version(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    talk(client, agent, TALK[:2])
+    expected = say(client, agent, TALK[3])
+    with house.store_client() as store:
+        rolled_back = store.rollback_agent(agent, 2)
+    again = say(client, agent, TALK[3])
+    assert again.token_ids == expected.token_ids
+    assert again.started.source == pb.CACHE_SOURCE_WARM  # the hot memory is of a version that is not the newest
+    assert again.finished.snapshot.version == rolled_back.version + 1
+
+
+def test_after_export_and_import_the_agent_goes_on_under_another_name(
+    house: House, client: InferenceClient, new_agent: Callable[[], str], tmp_path: Path
+) -> None:
+    agent, moved = new_agent(), new_agent()
+    talk(client, agent, TALK[:3])
+    with house.store_client() as store:
+        store.export_to_file(agent, tmp_path / "agent.kvasir")
+        store.import_agent(moved, [(tmp_path / "agent.kvasir").read_bytes()])
+    here, there = say(client, agent, TALK[3]), say(client, moved, TALK[3])
+    assert there.started.source == pb.CACHE_SOURCE_WARM
+    assert here.token_ids == there.token_ids
+
+
+def test_appending_says_the_same_as_sending_the_whole_conversation(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    appending, whole = new_agent(), new_agent()
+    replies = talk(client, appending, TALK)
+    messages: list[dict[str, str]] = []
+    for text, expected in zip(TALK, replies, strict=True):
+        messages.append({"role": "user", "content": text})
+        reply = client.reply(agent_id=whole, messages=messages, sampling=GREEDY)
+        messages.append({"role": "assistant", "content": reply.text})
+        assert reply.token_ids == expected.token_ids
+        assert reply.started.cached_tokens == expected.started.cached_tokens
+
+
+def test_a_retry_is_told_again_and_not_done_twice(client: InferenceClient, new_agent: Callable[[], str]) -> None:
+    agent = new_agent()
+    talk(client, agent, TALK[:2])
+    first = say(client, agent, TALK[2], request_id="turn 3", parent_version=2)
+    again = say(client, agent, TALK[2], request_id="turn 3", parent_version=2)
+    assert again.started.source == pb.CACHE_SOURCE_REPLAY
+    assert (again.text, again.token_ids) == (first.text, first.token_ids)
+    assert again.finished.reason == first.finished.reason
+    assert again.finished.snapshot.version == first.finished.snapshot.version == 3
+
+
+def test_a_retry_after_a_restart_is_told_again_too(own_house: House) -> None:
+    with own_house.client() as client:
+        talk(client, "a", TALK[:1])
+        first = say(client, "a", TALK[1], request_id="turn 2")
+    own_house.restart()
+    with own_house.client() as client:
+        again = say(client, "a", TALK[1], request_id="turn 2")
+    assert again.started.source == pb.CACHE_SOURCE_REPLAY
+    assert (again.text, again.token_ids) == (first.text, first.token_ids)
+    assert again.finished.snapshot.version == 2
+
+
+def test_the_same_request_id_with_other_words_is_another_turn(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    talk(client, agent, TALK[:1])
+    say(client, agent, TALK[1], request_id="same")
+    other = say(client, agent, TALK[2], request_id="same")
+    assert other.started.source == pb.CACHE_SOURCE_HOT
+    assert other.finished.snapshot.version == 3
+
+
+@pytest.mark.parametrize("stop", ["e", " t", "a"])
+def test_a_retry_of_a_turn_that_met_a_stop_string_tells_the_same_text(
+    stop: str, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    sampling = {"max_tokens": 60, "stop": [stop]}
+    first, again = (
+        client.reply(agent_id=agent, prompt=TALK[0], sampling=sampling, request_id="stopped") for _ in range(2)
+    )
+    assert again.started.source == pb.CACHE_SOURCE_REPLAY
+    assert again.text == first.text
+    assert again.finished.matched_stop == first.finished.matched_stop
