@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
 from kvasir import errors
 from kvasir.credentials import OWNER, Credentials, Principal
@@ -123,7 +124,8 @@ def _guarded(handler: Any, guard: Guard) -> Any:
     behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
     make = _MAKERS[handler.request_streaming, handler.response_streaming]
-    return make(guarded(behaviour, guard), handler.request_deserializer, handler.response_serializer)
+    read = handler.request_deserializer if handler.request_streaming else _reader(handler.request_deserializer)
+    return make(guarded(behaviour, guard), read, handler.response_serializer)
 
 
 # (request_streaming, response_streaming) → what makes such a handler.
@@ -135,9 +137,31 @@ _MAKERS = {
 }
 
 
+# Stands for a request that is no message: gRPC itself would answer UNKNOWN, from outside of every guard.
+_UNREADABLE = object()
+
+
+def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return _UNREADABLE
+
+    return read
+
+
+def _check_readable(request: Any) -> None:
+    if request is _UNREADABLE:
+        raise errors.InvalidArgument(
+            "request: not a message of this RPC; every text must be UTF-8", reason="UNREADABLE", field="request"
+        )
+
+
 def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
     async def call(request: Any, context: Any) -> Any:
         async with guard(context):
+            _check_readable(request)
             return await behaviour(request, context)
 
     return call
@@ -145,9 +169,11 @@ def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
 
 def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
     async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-        async with guard(context), aclosing(behaviour(request, context)) as responses:
-            async for response in responses:
-                yield response
+        async with guard(context):
+            _check_readable(request)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
 
     return call
 
