@@ -1,0 +1,157 @@
+"""Bad input gets a typed error that names the field, at once, and nothing crashes."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.inference_client import InferenceClient
+from kvasir.status import from_rpc_error
+
+from tests.system_fixtures import House
+
+REFUSED_WITHIN_S = 0.05
+NAN = float("nan")
+
+
+def messages(*roles: str) -> pb.MessageList:
+    return pb.MessageList(messages=[manifest_pb2.Message(role=role, content="hello") for role in roles])
+
+
+def sampling(**values: Any) -> dict[str, Any]:
+    return {"prompt": "hello", "sampling": pb.Sampling(**values)}
+
+
+BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
+    "unknown model": ({"prompt": "x", "model": "gpt-9"}, errors.NotFound, "model"),
+    "no input": ({}, errors.InvalidArgument, "input"),
+    "empty prompt": ({"prompt": ""}, errors.InvalidArgument, "prompt"),
+    "no messages": ({"messages": messages()}, errors.InvalidArgument, "messages.messages"),
+    "unknown role": ({"messages": messages("user", "wizard")}, errors.InvalidArgument, "messages.messages[1].role"),
+    "empty role": ({"messages": messages("")}, errors.InvalidArgument, "messages.messages[0].role"),
+    "path as a name": ({"prompt": "x", "agent_id": "../../etc\0passwd"}, errors.InvalidArgument, "agent_id"),
+    "huge name": ({"prompt": "x", "agent_id": "a" * 1_000_000}, errors.InvalidArgument, "agent_id"),
+    "twin of a name": ({"prompt": "x", "agent_id": "e\u0301"}, errors.InvalidArgument, "agent_id"),
+    "hidden character": ({"prompt": "x", "agent_id": "a\u202eb"}, errors.InvalidArgument, "agent_id"),
+    "request id": ({"prompt": "x", "request_id": "a\nb"}, errors.InvalidArgument, "request_id"),
+    "negative parent": (
+        {"prompt": "x", "agent_id": "a", "parent_version": -1},
+        errors.InvalidArgument,
+        "parent_version",
+    ),
+    "parent without agent": ({"prompt": "x", "parent_version": 0}, errors.InvalidArgument, "parent_version"),
+    "partial without agent": ({"prompt": "x", "keep_partial": True}, errors.InvalidArgument, "keep_partial"),
+    "append without agent": ({"append_messages": messages("user")}, errors.InvalidArgument, "append_messages"),
+    "append to nobody": (
+        {"append_messages": messages("user"), "agent_id": "nobody"},
+        errors.FailedPrecondition,
+        "append_messages",
+    ),
+    "no tokens to make": (sampling(max_tokens=0), errors.InvalidArgument, "sampling.max_tokens"),
+    "negative tokens": (sampling(max_tokens=-5), errors.InvalidArgument, "sampling.max_tokens"),
+    "more than the context": (sampling(max_tokens=1 << 20), errors.ResourceExhausted, "sampling.max_tokens"),
+    "cold below zero": (sampling(temperature=-0.1), errors.InvalidArgument, "sampling.temperature"),
+    "absurd heat": (sampling(temperature=1e30), errors.InvalidArgument, "sampling.temperature"),
+    "NaN": (sampling(temperature=NAN), errors.InvalidArgument, "sampling.temperature"),
+    "infinite": (sampling(temperature=float("inf")), errors.InvalidArgument, "sampling.temperature"),
+    "top_p of nothing": (sampling(top_p=0), errors.InvalidArgument, "sampling.top_p"),
+    "top_p NaN": (sampling(top_p=NAN), errors.InvalidArgument, "sampling.top_p"),
+    "top_k below zero": (sampling(top_k=-1), errors.InvalidArgument, "sampling.top_k"),
+    "min_p above one": (sampling(min_p=1.5), errors.InvalidArgument, "sampling.min_p"),
+    "seventeen stops": (sampling(stop=["x"] * 17), errors.InvalidArgument, "sampling.stop"),
+    "empty stop": (sampling(stop=["a", ""]), errors.InvalidArgument, "sampling.stop[1]"),
+    "long stop": (sampling(stop=["x" * 257]), errors.InvalidArgument, "sampling.stop[0]"),
+    "many stop tokens": (sampling(stop_token_ids=range(65)), errors.InvalidArgument, "sampling.stop_token_ids"),
+    "tools with a prompt": ({"prompt": "x", "tools": [pb.Tool(name="t")]}, errors.InvalidArgument, "tools"),
+    "tool without a name": (
+        {"messages": messages("user"), "tools": [pb.Tool()]},
+        errors.InvalidArgument,
+        "tools[0].name",
+    ),
+    "schema that is none": (
+        {"messages": messages("user"), "tools": [pb.Tool(name="t", parameters_json="[1]")]},
+        errors.InvalidArgument,
+        "tools[0].parameters_json",
+    ),
+    "longer than the context": ({"prompt": "word " * 100_000}, errors.ResourceExhausted, "prompt"),
+    "over the size limit": ({"prompt": "x" * (9 << 20)}, errors.InvalidArgument, "prompt"),
+}
+
+
+def refusal(house: House, request: pb.GenerateRequest) -> tuple[errors.KvasirError, float]:
+    """The error of a request sent as it is, past the client's own checks, and how long it took on the wire."""
+    with grpc.insecure_channel(house.engine.address, [("grpc.max_send_message_length", -1)]) as channel:
+        grpc.channel_ready_future(channel).result(10)
+        stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)
+        began = time.monotonic()
+        try:
+            list(stub.Generate(request, timeout=30))
+        except grpc.RpcError as error:
+            return from_rpc_error(error), time.monotonic() - began
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_at_once_with_the_field_named(name: str, house: House) -> None:
+    fields, kind, field = BAD[name]
+    request = pb.GenerateRequest(**fields)
+    took_s = []
+    for _ in range(3):  # two busy cores: the best of three says what the service takes
+        error, seconds = refusal(house, request)
+        took_s.append(seconds)
+        assert (type(error), error.field) == (kind, field), error
+        assert field in error.message
+        if seconds < REFUSED_WITHIN_S:
+            break
+    assert min(took_s) < REFUSED_WITHIN_S
+
+
+def test_a_prompt_of_100_megabytes_is_refused_unread_with_numbers(house: House) -> None:
+    error, _ = refusal(house, pb.GenerateRequest(prompt="x" * 100_000_000))
+    assert isinstance(error, errors.ResourceExhausted)
+    assert "100000" in error.message
+
+
+def test_text_that_is_no_utf8_is_refused_and_the_service_goes_on(house: House, client: InferenceClient) -> None:
+    broken = b"\x2a\x04ab\xff\xfe"  # field 5, prompt, 4 bytes
+    with grpc.insecure_channel(house.engine.address) as channel:
+        call = channel.unary_stream("/kvasir.inference.v1.InferenceService/Generate")
+        with pytest.raises(grpc.RpcError) as refused:
+            list(call(broken, timeout=10))
+    error = from_rpc_error(refused.value)
+    assert (type(error), error.field) == (errors.InvalidArgument, "request")
+    assert client.reply(prompt="hello", sampling={"max_tokens": 1}).finished.usage.completion_tokens == 1
+
+
+def test_the_client_names_what_it_cannot_send(client: InferenceClient) -> None:
+    with pytest.raises(errors.InvalidArgument):
+        client.reply(prompt="x", sampling={"max_tokens": 1 << 40})
+    with pytest.raises(errors.InvalidArgument):
+        client.reply(prompt="\ud800")
+    with pytest.raises(errors.InvalidArgument) as both:
+        client.reply(prompt="x", messages=[])
+    assert both.value.field == "input"
+
+
+def test_a_parent_that_is_not_the_newest_version_is_a_conflict(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    client.reply(agent_id=agent, prompt="hello there", sampling={"max_tokens": 2})
+    with pytest.raises(errors.Conflict) as conflict:
+        client.reply(agent_id=agent, prompt="hello again", parent_version=0)
+    assert conflict.value.metadata["head_version"] == "1"
+
+
+def test_no_word_of_any_prompt_is_logged(house: House, client: InferenceClient, new_agent: Callable[[], str]) -> None:
+    secret = "xyzzy-plugh-42"
+    client.reply(agent_id=new_agent(), messages=[{"role": "user", "content": secret}], sampling={"max_tokens": 4})
+    with pytest.raises(errors.InvalidArgument):
+        client.reply(prompt=secret, sampling={"temperature": 9.0})
+    for service in (house.engine, house.store):
+        assert secret not in service.log
