@@ -24,8 +24,12 @@ class Disk:
         if path.is_dir():
             return
         self.make_directory(path.parent)
-        path.mkdir(mode=0o700, exist_ok=True)
+        self.add_directory(path)
         self.fsync_directory(path.parent)
+
+    def add_directory(self, path: Path) -> None:
+        """Make one directory; not durable yet."""
+        path.mkdir(mode=0o700, exist_ok=True)
 
     def open_append(self, path: Path) -> int:
         """A descriptor that reads, and writes at the end; the file is made when it does not exist."""

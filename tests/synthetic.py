@@ -118,6 +118,15 @@ class SyntheticAgent:
             _states=list(self._states),
         )
 
+    @classmethod
+    def remember(cls, manifest: manifest_pb2.Manifest, seed: int, turns: int, engine_seed: int = 0) -> "SyntheticAgent":
+        """The agent whose memory a manifest is, ready for its next turn."""
+        agent = cls(manifest.kv_identity, seed, engine_seed, list(manifest.token_ids), manifest.shareable_tokens)
+        agent.turns = turns
+        agent._new_blocks()
+        agent._states = [(point.tokens, Digest.from_proto(point.digest)) for point in manifest.states]
+        return agent
+
     def block_hashes(self, namespace: str) -> list[str]:
         """What an engine asks FindPrefix for: hashes of the full blocks of all its tokens."""
         return block_hash_chain(namespace, kv_identity_hash(self.identity), self.token_ids)

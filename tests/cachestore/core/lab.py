@@ -5,10 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvasir.digest import Digest
+
 from cachestore_svc.disk import Disk
 from cachestore_svc.records import BlobKind, LeaseToken, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.store import Store
-from kvasir.digest import Digest
 from tests.synthetic import SyntheticSnapshot
 
 NS = "default"

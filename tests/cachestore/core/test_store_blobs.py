@@ -1,0 +1,265 @@
+"""Blobs: what is written is verified while it arrives, and what is read is the digest's bytes or nothing."""
+
+import os
+import random
+import stat
+import time
+from pathlib import Path
+
+import pytest
+from kvasir.block_file import TensorSpec, encode, parse_header
+from kvasir.digest import Digest
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+
+from cachestore_svc.records import BlobDamaged, BlobKind
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, publish, write
+from tests.synthetic import SMALL, TINY, SyntheticAgent
+
+TENSORS = BlobKind.TENSORS
+
+
+def a_block(seed: int = 1) -> tuple[Digest, bytes]:
+    return next(iter(SyntheticAgent(SMALL, seed).turn(256).new_blobs.items()))
+
+
+def parts_of(lab: Lab) -> list[Path]:
+    return list(lab.root.rglob("*.part"))
+
+
+def test_what_was_written_is_read_back_and_no_longer_missing(store: Store) -> None:
+    digest, data = a_block()
+    assert store.find_missing(NS, [digest]) == [digest]
+    write(store, digest, data, TENSORS, frame=1000)
+    assert store.find_missing(NS, [digest]) == []
+    assert bytes(store.read_blob(NS, digest)) == data
+    assert store.write_status(NS, digest).is_complete
+
+
+def test_a_blob_that_is_stored_takes_no_bytes(store: Store) -> None:
+    digest, data = a_block()
+    write(store, digest, data, TENSORS)
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        assert writer.is_stored
+        assert writer.received_bytes == len(data)
+        writer.finish()
+
+
+def test_an_interrupted_write_goes_on_where_it_stopped(store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        writer.write(0, data[:5000])
+    assert store.write_status(NS, digest).received_bytes == 5000
+    assert not store.write_status(NS, digest).is_complete
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        assert writer.received_bytes == 5000
+        writer.write(5000, data[5000:])
+        writer.finish()
+    assert bytes(store.read_blob(NS, digest)) == data
+
+
+def test_bytes_that_are_not_the_digests_are_refused_and_not_kept(lab: Lab, store: Store) -> None:
+    digest, data = a_block()
+    wrong = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(InvalidArgument, match="do not match") as refused:
+        write(store, digest, wrong, TENSORS)
+    assert refused.value.reason == "DIGEST_MISMATCH"
+    assert not parts_of(lab)
+    assert store.stats(NS).reserved_bytes == 0
+    write(store, digest, data, TENSORS)
+
+
+def test_a_part_that_went_bad_between_two_writes_is_refused(lab: Lab, store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        writer.write(0, data[:5000])
+    [part] = parts_of(lab)
+    part.write_bytes(part.read_bytes()[:-1] + b"\x00" + b"")
+    with pytest.raises(InvalidArgument, match="do not match"):
+        write(store, digest, data, TENSORS)
+    write(store, digest, data, TENSORS)
+
+
+@pytest.mark.parametrize("offset", [1, 999, 4096])
+def test_an_offset_that_is_not_the_next_is_refused(store: Store, offset: int) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        with pytest.raises(InvalidArgument, match="expected 0"):
+            writer.write(offset, data[offset:])
+
+
+def test_more_bytes_than_the_digest_says_are_refused(lab: Lab, store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        with pytest.raises(InvalidArgument, match="more than the digest says"):
+            writer.write(0, data + b"x")
+    assert not parts_of(lab)
+
+
+def test_fewer_bytes_are_not_a_blob_but_stay_for_resumption(store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        writer.write(0, data[:-1])
+        with pytest.raises(InvalidArgument) as refused:
+            writer.finish()
+        assert refused.value.reason == "BYTES_MISSING"
+    assert store.write_status(NS, digest).received_bytes == len(data) - 1
+
+
+def test_a_bad_header_is_refused_before_the_bytes_after_it_are_kept(lab: Lab, store: Store) -> None:
+    _, data = a_block()
+    bad = data.replace(b'"kind":"block"', b'"kind":"blobs"')
+    bad = bad.replace(b'\\"kind\\":\\"block\\"', b'\\"kind\\":\\"blobs\\"')
+    assert bad != data
+    with store.open_writer(NS, Digest.of(bad), TENSORS) as writer:
+        with pytest.raises(InvalidArgument) as refused:
+            writer.write(0, bad[:6000])
+        assert refused.value.reason == "HEADER_REFUSED"
+    assert not parts_of(lab)
+    assert store.write_status(NS, Digest.of(bad)).received_bytes == 0
+
+
+def test_a_header_that_arrives_in_drops_is_checked_too(store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        for start in range(0, 3000, 100):
+            writer.write(start, data[start : start + 100])
+        writer.write(3000, data[3000:])
+        writer.finish()
+    assert bytes(store.read_blob(NS, digest)) == data
+
+
+@pytest.mark.parametrize("data", [b"", b"\x00" * 7, b"not a tensor file" * 9, os.urandom(300)])
+def test_what_is_no_tensor_file_is_refused(store: Store, data: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="tensor header"):
+        write(store, Digest.of(data), data, TENSORS)
+
+
+def test_what_is_no_manifest_is_refused(store: Store) -> None:
+    for data in (b"", b"\xff\xff\xff", b"\x08\x02"):
+        with pytest.raises(InvalidArgument) as refused:
+            write(store, Digest.of(data), data, BlobKind.MANIFEST)
+        assert refused.value.reason == "MANIFEST_REFUSED"
+
+
+def test_a_tensor_name_outside_the_schema_never_gets_in(store: Store) -> None:
+    snapshot = SyntheticAgent(SMALL, 1).turn(256)
+
+    data = next(iter(snapshot.new_blobs.values()))
+    identity = parse_header(data, len(data)).identity
+    evil = encode(identity, [(TensorSpec("../../etc/passwd", "F16", (1, 256, 64)), bytes(2 * 256 * 64))])
+    with pytest.raises(InvalidArgument, match="tensor name"):
+        write(store, Digest.of(evil), evil, TENSORS)
+
+
+def test_a_blob_has_one_writer_at_a_time(store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS):
+        with pytest.raises(FailedPrecondition) as refused:
+            store.open_writer(NS, digest, TENSORS)
+        assert refused.value.reason == "WRITE_IN_PROGRESS"
+    write(store, digest, data, TENSORS)
+
+
+def test_a_writer_that_ended_takes_nothing_more(store: Store) -> None:
+    digest, data = a_block()
+    with store.open_writer(NS, digest, TENSORS) as writer:
+        writer.write(0, data)
+        writer.finish()
+        with pytest.raises(FailedPrecondition):
+            writer.write(len(data), b"x")
+
+
+def test_a_blob_too_large_is_refused_before_a_byte_is_written(lab: Lab) -> None:
+    with lab.open(max_blob_bytes=10_000) as store:
+        with pytest.raises(InvalidArgument, match="at most 10000") as refused:
+            store.open_writer(NS, Digest("0" * 64, 10_001), TENSORS)
+        assert refused.value.reason == "BLOB_TOO_LARGE"
+        assert not list(lab.root.glob("namespaces/*"))
+
+
+def test_a_digest_with_another_size_is_another_digest(store: Store) -> None:
+    digest, data = a_block()
+    write(store, digest, data, TENSORS)
+    lie = Digest(digest.hash, digest.size_bytes + 1)
+    assert store.find_missing(NS, [lie]) == [lie]
+    with pytest.raises(NotFound):
+        store.read_blob(NS, lie)
+
+
+def test_files_are_0600_and_directories_0700(lab: Lab, store: Store) -> None:
+    old = os.umask(0)
+    try:
+        write(store, *a_block(), TENSORS)
+    finally:
+        os.umask(old)
+    for path in [lab.root, *lab.root.rglob("*")]:
+        expected = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == expected, path
+
+
+def damage(path: Path, how: str, chance: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    match how:
+        case "flip":
+            data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        case "cut":
+            del data[chance.randrange(len(data)) :]
+        case "extend":
+            data += b"\x00"
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "extend", "remove", "replace by a directory"])
+def test_a_damaged_blob_is_named_once_never_served_and_may_be_written_again(lab: Lab, store: Store, how: str) -> None:
+    digest, data = a_block()
+    other, other_data = a_block(2)
+    write(store, digest, data, TENSORS)
+    write(store, other, other_data, TENSORS)
+    start = store.events_after(NS, None).cursor
+    path = lab.blob_files[digest.hash]
+    if how.startswith("re"):
+        path.unlink()
+        if "directory" in how:
+            path.mkdir()
+    else:
+        damage(path, how, random.Random(3))
+    for _ in range(3):
+        with pytest.raises(DataLoss) as lost:
+            store.read_blob(NS, digest)
+        assert lost.value.metadata == {"digest": digest.hash}
+    assert store.damaged(NS) == [digest]
+    assert [event.body for event in store.events_after(NS, start).events] == [BlobDamaged(digest)]
+    assert store.find_missing(NS, [digest, other]) == [digest]
+    assert bytes(store.read_blob(NS, other)) == other_data
+    if how.endswith("directory"):
+        path.rmdir()
+    stored = store.stats(NS).blob_bytes
+    write(store, digest, data, TENSORS)
+    assert bytes(store.read_blob(NS, digest)) == data
+    assert store.damaged(NS) == []
+    assert store.stats(NS).blob_bytes == stored
+
+
+def test_the_disk_reserve_is_kept(lab: Lab) -> None:
+    digest, data = a_block()
+    with lab.open(free_disk_reserve_bytes=1 << 60) as store:
+        with pytest.raises(ResourceExhausted, match="free") as refused:
+            write(store, digest, data, TENSORS)
+        assert refused.value.reason == "DISK_FULL"
+        assert refused.value.retry_after_s
+        assert store.stats(NS).reserved_bytes == 0
+
+
+def test_find_missing_of_1000_digests_takes_at_most_10_ms(store: Store) -> None:
+
+    snapshot = SyntheticAgent(TINY, 1).turn(300)
+    publish(store, "a", snapshot, 0)
+    asked = [*snapshot.digests, *(Digest(f"{n:064x}", 100) for n in range(998))]
+    store.find_missing(NS, asked)
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        assert len(store.find_missing(NS, asked)) == 998
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.010

@@ -1,0 +1,11 @@
+"""An acknowledged snapshot survives kill -9 anywhere."""
+
+from pathlib import Path
+
+from tests.cachestore.core.kill_campaign import campaign
+
+
+def test_200_kills_lose_no_acknowledged_snapshot_and_mix_none(tmp_path: Path) -> None:
+    report = campaign(tmp_path / "data", kills=200, seed=7)
+    assert report.problems == []
+    assert report.acknowledged >= 200
