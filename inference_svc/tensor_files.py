@@ -143,7 +143,8 @@ def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
     # Comparing exponents is several times faster than isfinite, which converts every half to a float.
     exponent = np.uint16(_BFLOAT16_EXPONENT if dtype == "BF16" else _FLOAT16_EXPONENT)
     bits: npt.NDArray[np.uint16] = array.view(np.uint16)
-    return np.equal(bits & exponent, exponent)
+    found: npt.NDArray[np.bool_] = np.equal(bits & exponent, exponent)
+    return found
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:

@@ -4,6 +4,7 @@ import random
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from inference_svc.engine import Engine, TurnHandle
 from inference_svc.plan import (
@@ -71,18 +72,18 @@ class Driver:
         reuse: Reuse | None = None,
         key: SequenceKey | None = None,
         keep_partial: bool = False,
-        **sampling: object,
+        **sampling: Any,
     ) -> tuple[Listener, TurnHandle]:
-        params = replace(SamplingParams(max_tokens=GENERATED), **sampling)  # type: ignore[arg-type]
+        params = replace(SamplingParams(max_tokens=GENERATED), **sampling)
         plan = TurnPlan(tuple(tokens), (1,) * len(tokens), params, reuse or Cold(), key, keep_partial)
         listener = Listener()
         return listener, self.engine.submit(plan, listener)
 
     def turn(
-        self, tokens: Sequence[int], reuse: Reuse | None = None, key: SequenceKey | None = None, **kw: object
+        self, tokens: Sequence[int], reuse: Reuse | None = None, key: SequenceKey | None = None, **kw: Any
     ) -> Ended:
         """Run a turn to its end; raises what it failed with."""
-        listener, _ = self.submit(tokens, reuse, key, **kw)  # type: ignore[arg-type]
+        listener, _ = self.submit(tokens, reuse, key, **kw)
         return listener.end()
 
     def reply(self, ended: Ended) -> tuple[int, ...]:

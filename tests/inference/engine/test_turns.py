@@ -1,0 +1,378 @@
+"""What a turn does besides answering: it waits its turn, stops where it was told, and leaves nothing when it is cut
+off.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.block_file import parse_header
+from kvasir.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+
+from inference_svc.engine import Engine
+from inference_svc.plan import (
+    BlocksFull,
+    Ended,
+    Event,
+    Failed,
+    FinishReason,
+    Hot,
+    Prefilled,
+    Restored,
+    SamplingParams,
+    SequenceKey,
+    Started,
+    Tokens,
+    TurnPlan,
+)
+from inference_svc.tensor_files import chain_hashes, file_identities
+from tests.inference.engine.driving import Driver, tokens_of
+
+
+def test_a_turn_tells_its_life_in_order(driver: Driver) -> None:
+    listener, _ = driver.submit(tokens_of(600), key=driver.key(), max_tokens=5)
+    ended = listener.end()
+    kinds = [type(event).__name__ for event in listener.events]
+    assert kinds[:6] == ["Started", "BlocksFull", "Prefilled", "BlocksFull", "Prefilled", "Prefilled"]
+    assert kinds[6:] == ["Tokens"] * 5 + ["Ended"]
+    assert [e.tokens_done for e in listener.events if isinstance(e, Prefilled)] == [256, 512, 600]
+    assert ended.finish_reason is FinishReason.LENGTH
+    assert (ended.prompt_tokens, ended.cached_tokens, ended.completion_tokens) == (600, 0, 5)
+    assert ended.text == "".join(event.text for event in listener.events if isinstance(event, Tokens))
+    assert ended.timings.first_token_s >= ended.timings.prefill_s > 0
+
+
+def test_a_step_tells_all_its_events_at_once(driver: Driver) -> None:
+    listener, _ = driver.submit(tokens_of(300), max_tokens=3)
+    listener.end()
+    assert [[type(e).__name__ for e in step] for step in listener.steps] == [
+        ["Started", "BlocksFull", "Prefilled"],
+        ["Prefilled", "Tokens"],
+        ["Tokens"],
+        ["Tokens", "Ended"],
+    ]
+
+
+def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None:
+    prompts = [tokens_of(700, seed=1), tokens_of(300, seed=2), tokens_of(530, seed=3)]
+    alone = [driver.reply(driver.turn(prompt, key=driver.key())) for prompt in prompts]
+    together = [driver.submit(prompt, key=driver.key())[0] for prompt in prompts]
+    assert [driver.reply(listener.end()) for listener in together] == alone
+
+
+def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> None:
+    speaking, _ = driver.submit(tokens_of(20), max_tokens=200)
+    speaking.wait_for(Tokens, 3)
+    prefilling, _ = driver.submit(tokens_of(3000), max_tokens=1)
+    prefilling.wait_for(Prefilled, 1)
+    before = len(speaking.events)
+    prefilling.end()
+    assert len(speaking.events) - before >= 10, "a token between any two cells"
+    speaking.end()
+
+
+def test_prompts_are_computed_in_turns_not_one_after_another(driver: Driver) -> None:
+    order: list[str] = []
+
+    def listen(name: str) -> Callable[[list[Event]], None]:
+        return lambda events: order.extend(name for event in events if isinstance(event, Prefilled))
+
+    blocker, _ = driver.submit(tokens_of(600), max_tokens=1)  # so that both wait when the first of them begins
+    for name in ("a", "b"):
+        plan = TurnPlan(tokens_of(1024, seed=ord(name)), (1,) * 1024, SamplingParams(1))
+        driver.engine.submit(plan, listen(name))
+    blocker.end()
+    driver.turn(tokens_of(1500), max_tokens=1)
+    assert order[:4] in (["a", "b"] * 2, ["b", "a"] * 2)
+    assert (order.count("a"), order.count("b")) == (4, 4)
+
+
+def test_turns_of_one_agent_run_in_order(driver: Driver) -> None:
+    key = driver.key()
+    first, _ = driver.submit(tokens_of(300), key=key, max_tokens=5)
+    second, _ = driver.submit(tokens_of(200, seed=5), key=key, max_tokens=5)
+    assert first.end().prompt_tokens == 300
+    assert second.end().prompt_tokens == 200
+    hot = driver.engine.hot_memory(key)
+    assert hot is not None
+    assert hot.state == second.end().state
+
+
+@pytest.mark.parametrize("keep", [603, 400, 256, 601])
+@pytest.mark.parametrize("moment", ["in mid-prefill", "in mid-decode"])
+def test_a_cancelled_turn_leaves_the_memory_of_the_turn_before(driver: Driver, keep: int, moment: str) -> None:
+    key, state = driver.remember(603)
+    driver.engine.tag_hot(key, "version 1")
+    files = driver.files(key)
+    prompt = (*state.token_ids[:keep], *tokens_of(1500, seed=3))
+    listener, handle = driver.submit(prompt, Hot(keep), key, max_tokens=500)
+    listener.wait_for(Prefilled if moment == "in mid-prefill" else Tokens, 2)
+    handle.cancel()
+    with pytest.raises(Cancelled):
+        listener.end()
+    assert len([e for e in listener.events if isinstance(e, Tokens)]) < 500
+    hot = driver.engine.hot_memory(key)
+    assert hot is not None
+    assert (hot.state, hot.tag) == (state, "version 1")
+    assert driver.files(key) == files
+
+
+def test_a_cancel_frees_the_turn_within_a_step(driver: Driver) -> None:
+    listener, handle = driver.submit(tokens_of(3900), max_tokens=100)
+    listener.wait_for(Prefilled, 1)
+    handle.cancel()
+    with pytest.raises(Cancelled):
+        listener.end()
+    assert len([e for e in listener.events if isinstance(e, Prefilled)]) <= 4
+
+
+def test_a_cancel_in_the_queue_is_a_cancel(driver: Driver) -> None:
+    key = driver.key()
+    first, handle = driver.submit(tokens_of(2000), key=key, max_tokens=100)
+    waiting, waiting_handle = driver.submit(tokens_of(10), key=key)
+    waiting_handle.cancel()
+    with pytest.raises(Cancelled):
+        waiting.end()
+    assert not any(isinstance(event, Started) for event in waiting.events)
+    handle.cancel()
+    with pytest.raises(Cancelled):
+        first.end()
+    handle.cancel()  # again, after the end: nothing happens
+
+
+def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver) -> None:
+    key, state = driver.remember(300)
+    prompt = (*state.token_ids, *tokens_of(100, seed=4))
+    whole = driver.turn(prompt, Hot(300), driver.fork(key), max_tokens=200)
+    listener, handle = driver.submit(prompt, Hot(300), key, keep_partial=True, max_tokens=200)
+    listener.wait_for(Tokens, 20)
+    handle.cancel()
+    ended = listener.end()
+    assert ended.finish_reason is FinishReason.CANCELLED
+    length = len(ended.state.token_ids)
+    assert 400 < length < 600
+    assert ended.state.token_ids == whole.state.token_ids[:length]
+    follow_up = (*ended.state.token_ids, *tokens_of(9))
+    restored = driver.turn(follow_up, driver.restored(key), driver.key())
+    assert driver.turn(follow_up, Hot(length), key).state == restored.state
+
+
+def test_keep_partial_before_the_first_token_keeps_the_memory_before(driver: Driver) -> None:
+    key, state = driver.remember(300)
+    listener, handle = driver.submit((*state.token_ids, *tokens_of(3000)), Hot(300), key, keep_partial=True)
+    listener.wait_for(Prefilled, 1)
+    handle.cancel()
+    with pytest.raises(Cancelled):
+        listener.end()
+    hot = driver.engine.hot_memory(key)
+    assert hot is not None
+    assert hot.state == state
+
+
+def test_generation_ends_before_a_stop_string_wherever_tokens_cut_it(driver: Driver) -> None:
+    prompt = tokens_of(100, seed=11)
+    whole = driver.turn(prompt).text
+    for start, length in ((5, 1), (10, 3), (20, 7), (33, 12)):
+        stop = whole[start : start + length]
+        listener, _ = driver.submit(prompt, stop=(stop, "never said"))
+        ended = listener.end()
+        assert (ended.finish_reason, ended.matched_stop) == (FinishReason.STOP_SEQUENCE, stop)
+        assert ended.text == whole[: whole.index(stop)]
+        assert ended.text == "".join(event.text for event in listener.events if isinstance(event, Tokens))
+
+
+def test_what_spells_a_stop_string_is_not_remembered(driver: Driver) -> None:
+    prompt, key = tokens_of(100, seed=11), driver.key()
+    whole = driver.turn(prompt).text
+    ended = driver.turn(prompt, key=key, stop=(whole[30:36],))
+    assert whole.startswith(ended.generated_text)
+    assert len(ended.generated_text) <= 30
+    assert sum(ended.state.token_chars) == 100 + len(ended.generated_text)
+    assert len(driver.files(key)) == 1
+
+
+def test_a_stop_token_ends_the_reply_and_is_remembered(driver: Driver) -> None:
+    prompt, key = tokens_of(100, seed=12), driver.key()
+    whole = driver.reply(driver.turn(prompt))
+    place = next(place for place in range(5, 60) if whole[place] not in whole[:place])
+    ended = driver.turn(prompt, key=key, stop_token_ids=(whole[place],))
+    assert ended.finish_reason is FinishReason.STOP
+    assert driver.reply(ended) == whole[: place + 1]
+    assert ended.generated_text.startswith(ended.text)
+    assert ended.completion_tokens == place + 1
+
+
+def test_a_seed_gives_the_same_reply_whoever_else_is_served(driver: Driver) -> None:
+    prompt = tokens_of(50, seed=13)
+    sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "min_p": 0.01}
+    alone = driver.reply(driver.turn(prompt, seed=7, **sampling))
+    others = [driver.submit(tokens_of(60, seed=n), seed=n, **sampling)[0] for n in range(3)]
+    beside = driver.reply(driver.turn(prompt, seed=7, **sampling))
+    for listener in others:
+        listener.end()
+    assert beside == alone
+    assert driver.reply(driver.turn(prompt, seed=8, **sampling)) != alone
+    assert driver.reply(driver.turn(prompt)) != alone
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_the_narrowest_filter_is_greedy(driver: Driver, narrow: dict[str, Any]) -> None:
+    prompt = tokens_of(50, seed=14)
+    greedy = driver.reply(driver.turn(prompt, max_tokens=20))
+    assert driver.reply(driver.turn(prompt, max_tokens=20, temperature=2.0, seed=3, **narrow)) == greedy
+
+
+def test_a_turn_whose_hot_memory_is_gone_fails_without_effect(driver: Driver) -> None:
+    key, state = driver.remember(300)
+    other = (5, *state.token_ids[1:], 7)
+    with pytest.raises(FailedPrecondition) as refused:
+        driver.turn(other, Hot(300), key)
+    assert refused.value.reason == "HOT_MEMORY_GONE"
+    assert driver.engine.drop_hot(key).result(60)
+    assert not driver.engine.drop_hot(key).result(60)
+    with pytest.raises(FailedPrecondition):
+        driver.turn((*state.token_ids, 7), Hot(300), key)
+    assert driver.engine.snapshot(key, 0).result(60) is None
+
+
+def test_blocks_may_be_published_while_the_turn_still_runs(driver: Driver) -> None:
+    key = driver.key()
+    listener, _ = driver.submit(tokens_of(700), key=key, max_tokens=120)
+    listener.wait_for(BlocksFull, 2)
+    early = driver.engine.snapshot(key, 0, blocks_only=True).result(60)
+    late = driver.engine.snapshot(key, 1)  # of the whole turn: waits for its end
+    ended = listener.end()
+    whole = late.result(60)
+    assert early is not None
+    assert whole is not None
+    assert len(early.blocks) >= 2
+    assert early.tail is None
+    assert early.blocks[1] == whole.blocks[0]
+    assert (whole.first_block, len(whole.blocks), whole.state) == (1, 2, ended.state)
+    assert whole.tail is not None
+    assert max(event.count for event in listener.events if isinstance(event, BlocksFull)) == 3
+
+
+def test_tensor_files_say_whose_tokens_they_hold(driver: Driver) -> None:
+    key, state = driver.remember(600)
+    kv = driver.engine.model.kv_identity_hash
+    expected = file_identities(kv, state.token_ids, chain_hashes(kv, state.token_ids))
+    assert [parse_header(data, len(data)).identity for data in driver.files(key)] == expected
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_numbers(driver: Driver) -> None:
+    with pytest.raises(ResourceExhausted) as refused:
+        driver.submit(tokens_of(4090), max_tokens=7)
+    assert refused.value.reason == "CONTEXT_EXCEEDED"
+    assert refused.value.metadata == {"needed_tokens": "4097", "context_tokens": "4096"}
+
+
+@pytest.mark.parametrize("tokens", [(), (5, 1024), (-1,)])
+def test_a_prompt_that_is_none_is_refused(driver: Driver, tokens: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgument):
+        driver.submit(tokens)
+
+
+def test_a_damaged_file_is_refused_by_index_and_harms_nobody(driver: Driver) -> None:
+    key, state = driver.remember(700)
+    files = driver.files(key)
+    for index, data in enumerate(files):
+        for damaged in (data[:-1], data + b"\0", data[:200] + b"#" + data[201:], b"", files[index - 1]):
+            blobs = (*files[:index], damaged, *files[index + 1 :])
+            with pytest.raises(DataLoss) as refused:
+                driver.turn((*state.token_ids, 9), Restored(blobs, state.token_ids, 700), driver.key(), max_tokens=1)
+            assert refused.value.metadata["blob"] == str(index)
+    with pytest.raises(DataLoss):
+        driver.turn((*state.token_ids, 9), Restored(files[:2], state.token_ids, 700), driver.key())
+    # LESSONS 10: a failed restore must not poison what comes after.
+    good = driver.turn((*state.token_ids, 9), driver.restored(key), driver.key())
+    assert good.state == driver.turn((*state.token_ids, 9), Hot(700), key).state
+
+
+def test_kv_that_is_not_finite_never_reaches_the_model(driver: Driver) -> None:
+    key, state = driver.remember(700)
+    files = driver.files(key)
+    header = parse_header(files[1], len(files[1]))
+    offset = header.data_offset
+    for tensor in header.tensors:
+        if not tensor.name.endswith("weights"):
+            place = offset + tensor.size_bytes - 2
+            poisoned = files[1][:place] + b"\x00\x7c" + files[1][place + 2 :]
+            restored = Restored((files[0], poisoned, files[2]), state.token_ids, 700)
+            with pytest.raises(DataLoss, match=f"{tensor.name}.*not finite") as refused:
+                driver.turn((*state.token_ids, 9), restored, driver.key())
+            assert refused.value.metadata["blob"] == "1"
+        offset += tensor.size_bytes
+
+
+def test_files_of_other_tokens_are_refused(driver: Driver) -> None:
+    key, state = driver.remember(600)
+    swapped = (*state.token_ids[:10], state.token_ids[10] ^ 1, *state.token_ids[11:])
+    with pytest.raises(DataLoss, match="chain"):
+        driver.turn((*swapped, 9), Restored(driver.files(key), swapped, 600), driver.key())
+
+
+def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tmp_path: Path) -> None:
+    budget_tokens = 2048
+    probe = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=1 << 20)
+    token_bytes = probe.model.kv_bytes_per_token
+    probe.close()
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=budget_tokens * token_bytes)
+    try:
+        driver = Driver(engine)
+        keys = [driver.key() for _ in range(4)]
+        for key in keys[:3]:
+            driver.turn(tokens_of(500), key=key, max_tokens=5)
+        assert engine.hot_memory(keys[0]) is not None, "counts as a use"
+        driver.turn(tokens_of(500), key=keys[3], max_tokens=200)
+        assert [engine.hot_memory(key) is not None for key in keys] == [True, False, True, True]
+        assert engine.memory_used_bytes <= engine.memory_budget_bytes
+        with pytest.raises(ResourceExhausted) as refused:
+            driver.submit(tokens_of(2000), max_tokens=49)
+        assert refused.value.reason == "MEMORY_EXCEEDED"
+        assert int(refused.value.metadata["needed_bytes"]) > budget_tokens * token_bytes
+        together = [driver.submit(tokens_of(900, seed=n), key=driver.key(), max_tokens=100)[0] for n in range(4)]
+        for listener in together:
+            listener.end()
+        assert engine.memory_used_bytes <= engine.memory_budget_bytes
+    finally:
+        engine.close()
+
+
+def test_an_open_queue_is_bounded_and_close_fails_what_is_open(model_dir: Path, tmp_path: Path) -> None:
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20, max_open_turns=3)
+    driver = Driver(engine)
+    listeners = [driver.submit(tokens_of(3000), key=SequenceKey("n", "one"), max_tokens=500)[0] for _ in range(3)]
+    with pytest.raises(ResourceExhausted) as refused:
+        driver.submit(tokens_of(5))
+    assert refused.value.reason == "QUEUE_FULL"
+    engine.close()
+    engine.close()
+    for listener in listeners:
+        assert isinstance(listener.events[-1], Failed)
+        with pytest.raises(Unavailable):
+            listener.end()
+    with pytest.raises(Unavailable):
+        driver.submit(tokens_of(5))
+
+
+def test_live_and_stored_kv_is_under_three_tenths_of_fp16(driver: Driver) -> None:
+    key, state = driver.remember(4000, generated=3)
+    model = driver.engine.model
+    fp16 = model.kv_bytes_per_token_fp16 * len(state.token_ids)
+    assert model.policy_applied_layers == model.layer_count == 3
+    assert model.kv_bytes_per_token / model.kv_bytes_per_token_fp16 < 0.2813
+    assert sum(map(len, driver.files(key))) / fp16 <= 0.30
+    before = driver.engine.memory_used_bytes
+    driver.engine.drop_hot(key).result(60)
+    driver.turn(tokens_of(2), max_tokens=1)
+    assert 0 < (before - driver.engine.memory_used_bytes) / fp16 <= 0.30
+
+
+def test_a_turn_ends_once(driver: Driver) -> None:
+    listener, handle = driver.submit(tokens_of(10), max_tokens=2)
+    listener.end()
+    handle.cancel()
+    driver.turn(tokens_of(3), max_tokens=1)
+    assert len([event for event in listener.events if isinstance(event, Ended | Failed)]) == 1
