@@ -16,7 +16,7 @@ from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.talk import Heard, hear
-from kvasir.errors import FailedPrecondition, KvasirError, NotFound
+from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.inference.v1 import inference_pb2
 from kvasir.inference_client import InferenceClient
 
@@ -77,8 +77,10 @@ class Conversation:
         message = manifest_pb2.Message(role="user", content=text)
         try:
             heard = self._listen(append=[message])
-        except (FailedPrecondition, NotFound):
-            # Nothing is remembered to append to: the agent is new.
+        except FailedPrecondition as error:
+            if error.reason != "NO_MESSAGES":
+                raise
+            # Nothing to append to. Version 0: an agent that remembers other things is not overwritten.
             first = [manifest_pb2.Message(role="system", content=self.system)] if self.system else []
             heard = self._listen(whole=[*first, message])
         self._tell(heard)
@@ -87,7 +89,11 @@ class Conversation:
         self, *, append: list[manifest_pb2.Message] | None = None, whole: list[manifest_pb2.Message] | None = None
     ) -> Heard:
         events = self.engine.generate(
-            append_messages=append, messages=whole, agent_id=self.agent, sampling=self.sampling
+            append_messages=append,
+            messages=whole,
+            agent_id=self.agent,
+            parent_version=None if whole is None else 0,
+            sampling=self.sampling,
         )
         with contextlib.closing(events):
             return hear(events, on_progress=self._on_progress(), on_text=self._write)

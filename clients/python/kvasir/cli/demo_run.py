@@ -4,7 +4,7 @@ Every step returns what was measured and puts what it says of it to `Claims`.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
@@ -54,18 +54,21 @@ class Life:
         return said
 
 
+OnTold = Callable[[Told], None]
+
+
 def fork_name(agent: str, turns: int, number: int) -> str:
     return f"{agent}, after turn {turns} ({number})"
 
 
-def live(mac: Mac, story: Story, *, fork_after: Sequence[int] = (), on_told: object = None) -> Life:
+def live(mac: Mac, story: Story, *, fork_after: Sequence[int] = (), on_told: OnTold | None = None) -> Life:
     """Let an agent live through its story; fork it after some turns, which copies nothing."""
     told: list[Told] = []
     with mac.store_client() as store:
         for number, turn in enumerate(story.turns, 1):
             each = Told(turn, mac.say(story.agent, turn.messages, is_new=number == 1))
             told.append(each)
-            if callable(on_told):
+            if on_told is not None:
                 on_told(each)
             if number in fork_after:
                 for repeat in range(_REPEATS):

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, chat, doctor, failures, store, up
+from kvasir.cli import agents, chat, demo, doctor, failures, store, up
 from kvasir.cli.caller import Caller, caller_of
 from kvasir.cli.home import DEFAULT_HOME, Home
 from kvasir.credentials import CredentialFileError
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 app.command("up")(up.up)
 app.command("chat")(chat.chat)
+app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(agents.app, name="agents")
 app.add_typer(store.app, name="store")
