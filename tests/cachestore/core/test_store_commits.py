@@ -1,0 +1,564 @@
+"""Commits: a version is one manifest with exactly its blobs, made by one writer, or it is not made."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from kvasir.block_hash import kv_identity_hash
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.digest import Digest
+from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
+
+from cachestore_svc.records import BlobKind, Origin
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
+from tests.synthetic import MIXED, SMALL, TINY, SyntheticAgent, full_layers, kv_identity, state_file, tensor_file
+
+KV = kv_identity_hash(SMALL)
+
+
+def test_a_snapshot_of_every_layout_comes_back_whole(store: Store) -> None:
+    for name, identity in (("tiny", TINY), ("mixed", MIXED)):
+        agent = SyntheticAgent(identity, 1)
+        for turn, tokens in enumerate((300, 212, 1)):
+            content = agent.turn(tokens)
+            done = publish(store, name, content, turn)
+            assert (done.version, done.parent_version, done.token_count) == (turn + 1, turn, len(agent.token_ids))
+            assert done.total_bytes == content.manifest_digest.size_bytes + sum(d.size_bytes for d in content.digests)
+            assert_restores(store, done, content)
+
+
+def test_a_turn_of_50_tokens_writes_at_most_one_block_one_tail_and_one_manifest(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(700), 0)
+    for turn in range(1, 12):
+        before = store.stats(NS).counters["blobs_written"]
+        publish(store, "a", agent.turn(50), turn)
+        assert store.stats(NS).counters["blobs_written"] - before <= 3
+
+
+def test_1000_agents_with_one_prefix_hold_its_blocks_once(store: Store) -> None:
+    first = SyntheticAgent(SMALL, 0)
+    publish(store, "agent-0", first.turn(2048, is_prompt=True), 0, bind_shared=True)
+    blocks = store.find_prefix(NS, KV, first.block_hashes(NS))
+    assert len(blocks) == 8
+
+    def begin(number: int) -> None:
+        publish(store, f"agent-{number}", first.fork(seed=number).turn([number]), 0)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(begin, range(1, 1000)))
+    stats = store.stats(NS)
+    assert stats.agent_count == 1000
+    # Eight blocks, and a manifest and, but for the first, a tail for each.
+    assert stats.blob_count == 8 + 1000 + 999
+    assert stats.logical_bytes > 5 * stats.blob_bytes
+
+
+# --- compare and swap ---
+
+
+def test_a_commit_on_a_head_that_moved_is_refused_with_the_head(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    first = agent.turn(30)
+    loser = agent.fork(seed=9).turn(20)
+    publish(store, "a", first, 0)
+    publish(store, "a", agent.turn(30), 1)
+    for parent in (0, 1, 3):
+        with pytest.raises(Conflict) as refused:
+            publish(store, "a", loser, parent)
+        assert refused.value.reason == "HEAD_MOVED"
+        assert refused.value.metadata["head_version"] == "2"
+    assert store.get_snapshot(NS, "a").version == 2
+
+
+def test_a_repeated_commit_answers_its_version_again(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    first = agent.turn(30)
+    done = publish(store, "a", first, 0)
+    second = publish(store, "a", agent.turn(30), 1)
+    cursor = store.events_after(NS, None).cursor
+    assert store.commit(NS, "a", first.manifest_digest, 0) == done
+    assert store.commit(NS, "a", second.manifest, 1) == second
+    assert store.events_after(NS, cursor).events == ()
+    assert store.get_snapshot(NS, "a").version == 2
+
+
+def test_of_eight_writers_exactly_one_wins_each_version(store: Store) -> None:
+    versions = 6
+    wins: list[tuple[int, int]] = []
+    conflicts: list[int] = []
+    barrier = threading.Barrier(8)
+
+    def writer(number: int) -> None:
+        for parent in range(versions):
+            content = SyntheticAgent(SMALL, 100 * number + parent).turn(40)
+            upload(store, content)
+            barrier.wait()
+            try:
+                done = store.commit(NS, "contested", content.manifest_digest, parent)
+                wins.append((done.version, number))
+            except Conflict:
+                conflicts.append(number)
+            barrier.wait()
+
+    threads = [threading.Thread(target=writer, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(version for version, _ in wins) == list(range(1, versions + 1))
+    assert len(conflicts) == 7 * versions
+    assert store.stats(NS).counters["conflicts"] == 7 * versions
+
+
+# --- what a manifest needs ---
+
+
+def test_a_missing_blob_refuses_the_commit_and_is_named(store: Store) -> None:
+    content = SyntheticAgent(MIXED, 1).turn(600)
+    write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
+    for digest, data in content.new_blobs.items():
+        with pytest.raises(FailedPrecondition) as refused:
+            store.commit(NS, "a", content.manifest_digest, 0)
+        assert (refused.value.reason, refused.value.metadata["digest"]) == ("BLOB_MISSING", digest.hash)
+        with pytest.raises(NotFound):
+            store.get_agent(NS, "a")
+        write(store, digest, data, BlobKind.TENSORS)
+    store.commit(NS, "a", content.manifest_digest, 0)
+
+
+def test_a_missing_or_damaged_manifest_refuses_the_commit(lab: Lab, store: Store) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(30)
+    with pytest.raises(FailedPrecondition, match="manifest"):
+        store.commit(NS, "a", content.manifest_digest, 0)
+    upload(store, content)
+    lab.blob_files[content.manifest_digest.hash].write_bytes(b"")
+    with pytest.raises(FailedPrecondition) as refused:
+        store.commit(NS, "a", content.manifest_digest, 0)
+    assert refused.value.reason == "BLOB_MISSING"
+
+
+def test_a_damaged_blob_refuses_the_commit(lab: Lab, store: Store) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    upload(store, content)
+    digest = content.digests[1]
+    lab.blob_files[digest.hash].write_bytes(b"")
+    list(store.verify(NS))
+    with pytest.raises(FailedPrecondition) as refused:
+        store.commit(NS, "a", content.manifest_digest, 0)
+    assert refused.value.metadata["digest"] == digest.hash
+
+
+def block_of(tokens: list[int], index: int, parent: str, identity: identity_pb2.KvIdentity = SMALL) -> bytes:
+    return tensor_file(identity, index, parent, tuple(tokens))
+
+
+TOKENS = list(range(512))
+OTHER_WEIGHTS = kv_identity("other weights", full_layers(1, 1, 64))
+OTHER_SHAPES = kv_identity("small", full_layers(2, 1, 64))
+
+
+@pytest.mark.parametrize(
+    ("number", "data", "why"),
+    [
+        (1, block_of(TOKENS[256:], 0, ""), "start"),
+        (1, block_of(TOKENS[:256], 1, ""), "chain"),
+        (0, block_of([*TOKENS[:255], 7], 0, ""), "chain"),
+        (0, block_of(TOKENS[:256], 0, "", OTHER_WEIGHTS), "kv_identity"),
+        (0, block_of(TOKENS[:255], 0, ""), "kind"),
+        (0, state_file(MIXED, TOKENS), "kv_identity"),
+    ],
+)
+def test_a_block_of_other_tokens_place_or_weights_refuses_the_commit(
+    store: Store, number: int, data: bytes, why: str
+) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(TOKENS)
+    upload(store, content)
+    write(store, Digest.of(data), data, BlobKind.TENSORS)
+    manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
+    manifest.blocks[number].CopyFrom(Digest.of(data).to_proto())
+    refuse_unfit(store, manifest, Digest.of(data), why)
+
+
+def write_and_commit(store: Store, manifest: bytes) -> None:
+    write(store, Digest.of(manifest), manifest, BlobKind.MANIFEST)
+    store.commit(NS, "a", Digest.of(manifest), 0)
+
+
+def refuse_unfit(store: Store, manifest: manifest_pb2.Manifest, named: Digest, why: str) -> None:
+    raw = manifest.SerializeToString()
+    write(store, Digest.of(raw), raw, BlobKind.MANIFEST)
+    with pytest.raises(FailedPrecondition, match=why) as refused:
+        store.commit(NS, "a", Digest.of(raw), 0)
+    assert refused.value.reason == "BLOB_UNFIT"
+    assert refused.value.metadata["digest"] == named.hash
+
+
+def test_a_block_with_tensors_of_another_layout_refuses_the_commit(store: Store) -> None:
+    """It says that it is of our KV identity, but its tensors are of another."""
+    content = SyntheticAgent(SMALL, 1).turn(TOKENS[:256])
+    upload(store, content)
+    other = block_of(TOKENS[:256], 0, "", OTHER_SHAPES)
+    raw = other.replace(kv_identity_hash(OTHER_SHAPES).encode(), KV.encode())
+    chain = SyntheticAgent(SMALL, 1)
+    chain.turn(TOKENS[:256])
+    other_chain = SyntheticAgent(OTHER_SHAPES, 1)
+    other_chain.turn(TOKENS[:256])
+    raw = raw.replace(other_chain._chains[0].encode(), chain._chains[0].encode())
+    write(store, Digest.of(raw), raw, BlobKind.TENSORS)
+    manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
+    manifest.blocks[0].CopyFrom(Digest.of(raw).to_proto())
+    refuse_unfit(store, manifest, Digest.of(raw), "tensors")
+
+
+def test_a_state_of_another_moment_refuses_the_commit(store: Store) -> None:
+    content = SyntheticAgent(MIXED, 1).turn(TOKENS)
+    upload(store, content)
+    early = state_file(MIXED, TOKENS[:300])
+    write(store, Digest.of(early), early, BlobKind.TENSORS)
+    manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
+    manifest.states[0].digest.CopyFrom(Digest.of(early).to_proto())
+    refuse_unfit(store, manifest, Digest.of(early), "tokens: expected 512, found 300")
+
+
+def test_a_blob_that_is_a_manifest_is_no_block_and_a_block_is_no_manifest(store: Store) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(TOKENS)
+    upload(store, content)
+    manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
+    manifest.blocks[1].CopyFrom(content.manifest_digest.to_proto())
+    refuse_unfit(store, manifest, content.manifest_digest, "kind: expected block, found manifest")
+    with pytest.raises(InvalidArgument):
+        store.commit(NS, "a", content.digests[0], 0)
+
+
+@pytest.mark.parametrize(
+    ("field", "change"),
+    [
+        ("format", lambda m: setattr(m, "format", 2)),
+        ("token_ids", lambda m: m.ClearField("token_ids")),
+        ("blocks", lambda m: m.blocks.pop()),
+        ("blocks", lambda m: (m.token_ids.extend(range(256)), m.ClearField("token_chars"))),
+        ("tail", lambda m: m.ClearField("tail")),
+        ("tail", lambda m: (m.ClearField("token_chars"), [m.token_ids.pop() for _ in range(44)])),
+        ("token_chars", lambda m: m.token_chars.pop()),
+        ("token_chars", lambda m: setattr(m, "text", m.text + "x")),
+        ("shareable_tokens", lambda m: setattr(m, "shareable_tokens", 601)),
+        ("parent_manifest", lambda m: setattr(m, "parent_manifest", "../x")),
+        ("kv_identity.weights_digest", lambda m: setattr(m.kv_identity, "weights_digest", "AB" * 32)),
+        ("kv_identity.layers", lambda m: m.kv_identity.ClearField("layers")),
+        ("kv_identity.layers[0].kind", lambda m: setattr(m.kv_identity.layers[0], "kind", 99)),
+        ("kv_identity.policy.group_size", lambda m: setattr(m.kv_identity.policy, "group_size", 0)),
+        ("kv_identity.policy.scale_type", lambda m: setattr(m.kv_identity.policy, "scale_type", 0)),
+        ("kv_identity.policy.key_bits", lambda m: setattr(m.kv_identity.policy, "key_bits", 5)),
+        ("states", lambda m: m.states.add(tokens=5)),
+        ("blocks[0]", lambda m: setattr(m.blocks[0], "hash", "../../x")),
+        ("blocks[1]", lambda m: setattr(m.blocks[1], "size_bytes", -1)),
+        ("blobs", lambda m: m.blocks[1].CopyFrom(m.blocks[0])),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused_by_field(
+    store: Store, field: str, change: Callable[[manifest_pb2.Manifest], object]
+) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(556)
+    manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
+    change(manifest)
+    raw = manifest.SerializeToString()
+    with pytest.raises(InvalidArgument) as refused:
+        write_and_commit(store, raw)
+    assert refused.value.reason == "MANIFEST_REFUSED"
+    assert field in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", "a\x00b", "a\nb", "e\u0301", "x" * 257, "\u202eevil"])
+def test_a_hostile_name_is_refused(store: Store, name: str) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(30)
+    with pytest.raises(InvalidArgument):
+        publish(store, name, content, 0)
+    with pytest.raises(InvalidArgument):
+        publish(store, "a", content, 0, namespace=name)
+    publish(store, "a", content, 0)
+    with pytest.raises(InvalidArgument):
+        store.fork_agent(NS, "a", name)
+
+
+def test_names_are_data_and_never_paths(lab: Lab, store: Store) -> None:
+    for name in ("../../../tmp/x", "..", "a/b", "C:\\x", "A", "a", "日本"):
+        publish(store, name, SyntheticAgent(SMALL, 1).turn(30), 0)
+        assert store.get_agent(NS, name).agent_id == name
+    names = {path.name for path in lab.root.rglob("*")}
+    assert not names & {"..", "a", "A", "b", "x", "日本"}
+
+
+# --- leases ---
+
+
+def test_a_fenced_late_writer_is_refused(lab: Lab, store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    old = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    publish(store, "a", agent.turn(30), 0, lease=old.token)
+    late = agent.fork(seed=5).turn(30)
+    lab.clock.pass_s(11)
+    new = store.acquire_lease(NS, "a", KV, "engine-2", 10)
+    assert new.token.generation == old.token.generation + 1
+    assert new.head_version == 1
+    with pytest.raises(Conflict) as refused:
+        publish(store, "a", late, 1, lease=old.token)
+    assert refused.value.reason == "LEASE_FENCED"
+    for call in (store.renew_lease, store.release_lease):
+        with pytest.raises(Conflict):
+            call(NS, "a", KV, old.token)
+    publish(store, "a", agent.turn(30), 1, lease=new.token)
+
+
+def test_a_live_lease_refuses_others_and_turns_without_one(lab: Lab, store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    lease = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    content = agent.turn(30)
+    for call in (
+        lambda: store.acquire_lease(NS, "a", KV, "engine-2", 10),
+        lambda: publish(store, "a", content, 0),
+    ):
+        with pytest.raises(FailedPrecondition) as refused:
+            call()
+        assert refused.value.reason == "LEASE_HELD"
+        assert refused.value.metadata["owner"] == "engine-1"
+    assert store.acquire_lease(NS, "a", KV, "engine-1", 10).token == lease.token
+    publish(store, "a", content, 0, origin=Origin.IMPORT)
+    lab.clock.pass_s(11)
+    publish(store, "a", agent.turn(30), 1)
+
+
+def test_a_lease_that_ended_and_that_nobody_took_may_be_renewed_and_still_commits(lab: Lab, store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    lease = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+    lab.clock.pass_s(60)
+    publish(store, "a", agent.turn(30), 0, lease=lease.token)
+    assert store.renew_lease(NS, "a", KV, lease.token, 10).expires_unix_ms == int(lab.clock() * 1000) + 10_000
+
+
+def test_generations_only_rise_also_over_release_delete_and_restart(lab: Lab) -> None:
+    generations = []
+    with lab.open() as store:
+        for _ in range(3):
+            lease = store.acquire_lease(NS, "a", KV, "engine-1", 10)
+            generations.append(lease.token.generation)
+            store.release_lease(NS, "a", KV, lease.token)
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+        store.delete_agent(NS, "a")
+    with lab.open() as store:
+        generations.append(store.acquire_lease(NS, "a", KV, "engine-2", 10).token.generation)
+    assert generations == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("ttl_s", [0.5, 0, -1, 601, float("nan"), float("inf")])
+def test_a_lease_of_absurd_length_is_refused(store: Store, ttl_s: float) -> None:
+    with pytest.raises(InvalidArgument, match="ttl"):
+        store.acquire_lease(NS, "a", KV, "engine-1", ttl_s)
+
+
+def test_a_lease_that_is_not_there_is_not_found(store: Store) -> None:
+    token = store.acquire_lease(NS, "a", KV, "engine-1", 10).token
+    with pytest.raises(NotFound):
+        store.renew_lease(NS, "b", KV, token)
+
+
+# --- lines ---
+
+
+def test_a_fork_is_a_new_line_that_shares_every_blob(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(600), 0)
+    content = agent.turn(100)
+    source = publish(store, "a", content, 1)
+    blobs = store.stats(NS).blob_count
+    [line] = store.fork_agent(NS, "a", "b").lines
+    assert (line.version, line.parent_version, line.manifest, line.origin) == (1, 0, source.manifest, Origin.FORK)
+    assert store.stats(NS).blob_count == blobs
+    publish(store, "b", agent.fork(seed=4).turn(40), 1)
+    store.delete_agent(NS, "a")
+    store.collect_garbage(NS)
+    assert_restores(store, store.get_snapshot(NS, "b", version=1), content)
+    with pytest.raises(AlreadyExists):
+        store.fork_agent(NS, "b", "b")
+    with pytest.raises(NotFound):
+        store.fork_agent(NS, "nobody", "c")
+    with pytest.raises(NotFound):
+        store.fork_agent(NS, "b", "c", version=9)
+    with pytest.raises(NotFound):
+        store.get_agent(NS, "c")
+
+
+def test_an_agent_has_a_line_per_kv_identity_and_forks_them_all(store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 0)
+    assert {line.kv_identity_hash for line in store.fork_agent(NS, "a", "b").lines} == {KV, kv_identity_hash(MIXED)}
+    assert [line.kv_identity_hash for line in store.fork_agent(NS, "a", "c", KV, 1).lines] == [KV]
+    for call in (lambda: store.fork_agent(NS, "a", "d", version=1), lambda: store.rollback_agent(NS, "a", 1)):
+        with pytest.raises(InvalidArgument, match="2 lines"):
+            call()
+    with pytest.raises(NotFound):
+        store.get_snapshot(NS, "a", kv_identity_hash(TINY))
+
+
+def test_the_line_used_last_is_the_default(lab: Lab, store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+    lab.clock.pass_s(5)
+    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 0)
+    assert store.get_snapshot(NS, "a").kv_identity_hash == kv_identity_hash(MIXED)
+    lab.clock.pass_s(5)
+    store.get_snapshot(NS, "a", KV)
+    store.collect_garbage()  # waits for what was written without waiting
+    assert store.get_snapshot(NS, "a").kv_identity_hash == KV
+    assert store.get_agent(NS, "a").lines[0].kv_identity_hash == KV
+
+
+def test_a_rollback_is_a_new_version_and_removes_nothing(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    first = agent.turn(300)
+    publish(store, "a", first, 0)
+    second = agent.turn(30)
+    publish(store, "a", second, 1)
+    with pytest.raises(Conflict):
+        store.rollback_agent(NS, "a", 1, expected_head=1)
+    back = store.rollback_agent(NS, "a", 1, expected_head=2)
+    assert (back.version, back.parent_version, back.origin, back.origin_detail) == (3, 2, Origin.ROLLBACK, "version 1")
+    assert_restores(store, back, first)
+    assert_restores(store, store.get_snapshot(NS, "a", version=2), second)
+    with pytest.raises(NotFound):
+        store.rollback_agent(NS, "a", 7)
+
+
+def test_versions_beyond_retention_go_and_those_of_a_pinned_agent_stay(lab: Lab) -> None:
+    with lab.open(retained_versions=3) as store:
+        agent = SyntheticAgent(SMALL, 1)
+        for turn in range(5):
+            publish(store, "a", agent.turn(30), turn)
+        assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [5, 4, 3]
+        store.update_agent(NS, "a", is_pinned=True)
+        for turn in range(5, 8):
+            publish(store, "a", agent.turn(30), turn)
+        assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [8, 7, 6, 5, 4, 3]
+        store.update_agent(NS, "a", is_pinned=False, retained_versions=2)
+        publish(store, "a", agent.turn(30), 8)
+        assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [9, 8]
+        assert store.check().is_clean
+
+
+# --- agents ---
+
+
+def test_listing_pages_through_names_by_prefix_and_labels(store: Store) -> None:
+    names = ["Zeta", "alpha", "beta-1", "beta-2", "beta-3", "日本"]
+    for number, name in enumerate(names):
+        publish(store, name, SyntheticAgent(SMALL, number).turn(3), 0)
+    store.update_agent(NS, "beta-1", labels={"role": "critic", "team": "x"})
+    store.update_agent(NS, "beta-3", labels={"role": "critic"})
+
+    def listed(**filters: object) -> list[str]:
+        found, token = [], ""
+        while True:
+            page = store.list_agents(NS, page_size=2, page_token=token, **filters)  # type: ignore[arg-type]
+            found += [agent.agent_id for agent in page.agents]
+            token = page.next_page_token
+            if not token:
+                return found
+
+    assert listed() == names
+    assert listed(name_prefix="beta-") == ["beta-1", "beta-2", "beta-3"]
+    assert listed(labels={"role": "critic"}) == ["beta-1", "beta-3"]
+    assert listed(labels={"role": "critic", "team": "x"}) == ["beta-1"]
+    assert listed(name_prefix="%") == []
+    for bad in ("!", "AAAA=A", "\xff", "Zeta\x00"):
+        with pytest.raises(InvalidArgument, match="page_token"):
+            store.list_agents(NS, page_token=bad)
+    with pytest.raises(InvalidArgument, match="page_size"):
+        store.list_agents(NS, page_size=1001)
+
+
+def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: Store) -> None:
+    for identity in (SMALL, MIXED):
+        agent = SyntheticAgent(identity, 1)
+        for turn in range(3):
+            publish(store, "a", agent.turn(10), turn)
+    found, token = [], ""
+    while True:
+        page = store.list_snapshots(NS, "a", page_size=2, page_token=token)
+        found += [(each.kv_identity_hash, each.version) for each in page.snapshots]
+        token = page.next_page_token
+        if not token:
+            break
+    lines = sorted((KV, kv_identity_hash(MIXED)))
+    assert found == [(line, version) for line in lines for version in (3, 2, 1)]
+    assert [each.version for each in store.list_snapshots(NS, "a", KV).snapshots] == [3, 2, 1]
+    with pytest.raises(InvalidArgument):
+        store.list_snapshots(NS, "a", page_token="eA==")
+    with pytest.raises(NotFound):
+        store.list_snapshots(NS, "b")
+
+
+def test_labels_pins_and_retention_change_alone_and_are_checked(store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+    store.update_agent(NS, "a", labels={"x": "1", "y": "2"}, retained_versions=5)
+    store.update_agent(NS, "a", is_pinned=True)
+    agent = store.update_agent(NS, "a", labels={"x": ""})
+    assert (dict(agent.labels), agent.is_pinned, agent.retained_versions) == ({"y": "2"}, True, 5)
+    for bad in ({"": "1"}, {"x": "\n"}, {"x" * 257: "1"}, {str(n): "1" for n in range(65)}):
+        with pytest.raises(InvalidArgument, match="labels"):
+            store.update_agent(NS, "a", labels=bad)
+    for count in (0, 1001):
+        with pytest.raises(InvalidArgument, match="retained_versions"):
+            store.update_agent(NS, "a", retained_versions=count)
+    assert dict(store.get_agent(NS, "a").labels) == {"y": "2"}
+
+
+def test_a_pinned_agent_is_deleted_only_by_force(store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+    store.update_agent(NS, "a", is_pinned=True)
+    with pytest.raises(FailedPrecondition) as refused:
+        store.delete_agent(NS, "a")
+    assert refused.value.reason == "AGENT_PINNED"
+    store.delete_agent(NS, "a", force=True)
+    with pytest.raises(NotFound):
+        store.get_agent(NS, "a")
+
+
+# --- prefixes ---
+
+
+def test_a_prefix_is_found_only_as_far_as_it_was_prefilled_and_bound(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(600, is_prompt=True), 0, bind_shared=True)
+    content = agent.turn(300)  # a reply: never shared
+    publish(store, "a", content, 1, bind_shared=True)
+    hashes = agent.block_hashes(NS)
+    assert len(hashes) == 3
+    assert store.find_prefix(NS, KV, hashes) == content.digests[:2]
+    assert store.find_prefix(NS, KV, hashes[1:]) == [content.digests[1]]
+    assert store.find_prefix(NS, KV, ["0" * 64, *hashes]) == []
+    assert store.find_prefix(NS, kv_identity_hash(TINY), hashes) == []
+    for bad in (["x"], ["A" * 64], ["0" * 63], ["0" * 64 + "\n"]):
+        with pytest.raises(InvalidArgument):
+            store.find_prefix(NS, KV, bad)
+
+
+def test_what_is_imported_binds_no_prefix(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(600, is_prompt=True), 0, bind_shared=False, origin=Origin.IMPORT)
+    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+
+
+def test_the_first_binding_wins_until_its_blob_is_damaged(lab: Lab, store: Store) -> None:
+    tokens = list(range(256))
+    ours, theirs = SyntheticAgent(SMALL, 1, engine_seed=1), SyntheticAgent(SMALL, 1, engine_seed=2)
+    first, second = ours.turn(tokens, is_prompt=True), theirs.turn(tokens, is_prompt=True)
+    publish(store, "a", first, 0, bind_shared=True)
+    publish(store, "b", second, 0, bind_shared=True)
+    hashes = ours.block_hashes(NS)
+    assert store.find_prefix(NS, KV, hashes) == first.digests != second.digests
+    lab.blob_files[first.digests[0].hash].write_bytes(b"")
+    list(store.verify(NS))
+    assert store.find_prefix(NS, KV, hashes) == []
+    publish(store, "c", second, 0, bind_shared=True)
+    assert store.find_prefix(NS, KV, hashes) == second.digests
