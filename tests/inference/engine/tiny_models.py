@@ -33,7 +33,7 @@ LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 2,
 }
-QWEN2 = {**LLAMA, "model_type": "qwen2"}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "hidden_size": 256}  # its heads are hidden_size / heads wide
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
 # Deep enough that one of its layers is a full one behind five windows.
 GEMMA3 = {
