@@ -120,7 +120,7 @@ class Mac:
     def _start(self, service: Service) -> None:
         with service.log_file.open("ab") as log:
             process = subprocess.Popen(
-                service.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                service.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, umask=0o077
             )
         self._processes[service.name] = process
         end = time.monotonic() + service.ready_within_s

@@ -131,6 +131,7 @@ class Supervisor:
                 stderr=log,
                 start_new_session=True,
                 pass_fds=self._keep,
+                umask=0o077,
             )
         self._changed()
         began = self._clock()

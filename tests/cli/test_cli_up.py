@@ -1,0 +1,213 @@
+"""`kvasir up`, `chat` and `doctor` with real services: supervised as one, spoken to through a pipe, examined."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.cli.health import ENGINE_SERVICE, STORE_SERVICE
+from kvasir.cli.home import Home, Running
+from kvasir.cli.supervisor import process_exists
+
+from tests.cli.running import KVASIR, QUIET, Cli, answers, eventually
+
+TURN_KEYS = {
+    "agent_id",
+    "reply",
+    "source",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
+    "first_token_s",
+    "version",
+    "snapshot",
+}
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Path]:
+    """Short, because a socket's path must fit into a hundred bytes."""
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    yield home
+    shutil.rmtree(home)
+
+
+@pytest.fixture(scope="module")
+def cli(home: Path) -> Iterator[Cli]:
+    """A home with a running group."""
+    cli = Cli(home)
+    with cli.running("up") as process:
+        wait_until_ready(home, process)
+        yield cli
+
+
+def wait_until_ready(home: Path, process: "subprocess.Popen[str]") -> Running:
+    def is_ready() -> bool:
+        assert process.poll() is None, process.communicate()
+        running = Home(home).running()
+        return running is not None and answers(running.engine, ENGINE_SERVICE)
+
+    eventually(is_ready, within_s=90)
+    running = Home(home).running()
+    assert running is not None
+    return running
+
+
+def test_chat_through_a_pipe_remembers_between_calls(cli: Cli) -> None:
+    first = cli.done("chat", "ada", "--json", "--max-tokens", "8", stdin="My name is Marco.\n")
+    turn = json.loads(first.out)
+    assert set(turn) == TURN_KEYS
+    assert (turn["version"], turn["snapshot"], turn["source"]) == (1, "committed", "cold")
+    second = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "8", stdin="What is my name?\n").out)
+    assert (second["version"], second["source"]) == (2, "hot")
+    assert second["cached_tokens"] == turn["prompt_tokens"] + turn["completion_tokens"]
+
+
+def test_chat_shows_people_the_reply_and_what_was_cached(cli: Cli) -> None:
+    said = cli.done("chat", "eve", "--max-tokens", "8", stdin="Hello.\n")
+    assert said.out.strip()
+    assert "tokens cached (cold), first token after" in said.err
+    assert "version 1" in said.err
+
+
+def test_chat_forks_rolls_back_and_shows_what_is_remembered(cli: Cli) -> None:
+    said = cli.done(
+        "chat",
+        "bo",
+        "--system",
+        "You are Bo.",
+        "--max-tokens",
+        "4",
+        stdin="Hello.\nHow are you?\n/rollback 1\n/memory\n/fork bo two\nAre you there?\n/help\n/quit\nnever said\n",
+    )
+    assert "bo is at version 3, which is version 1 again" in said.err
+    assert "You are Bo." in said.err
+    assert "versions: 1 (turn), 2 (turn), 3 (rollback)" in said.err
+    assert "never said" not in cli.done("agents", "history", "bo two", "--json").out
+    lines = {row["agent_id"]: row["lines"][0] for row in cli.done("agents", "ls", "--prefix", "bo", "--json").value}
+    assert (lines["bo"]["version"], lines["bo two"]["version"]) == (3, 2)
+
+
+def test_chat_with_a_refusal_ends_a_pipe_with_its_code(cli: Cli) -> None:
+    refused = cli("chat", "a\u200bb", "--json", stdin="Hello.\n")
+    assert refused.code == 4
+    assert refused.value["error"]["field"] == "agent_id"
+
+
+def test_a_killed_engine_is_started_again_and_the_agent_goes_on_from_the_store(cli: Cli) -> None:
+    cli.done("chat", "zoe", "--json", "--max-tokens", "4", stdin="Hello.\n")
+    running = Home(cli.home).running()
+    assert running is not None
+    os.kill(running.engine_pid, signal.SIGKILL)
+
+    def is_back() -> bool:
+        now = Home(cli.home).running()
+        return now is not None and now.engine_pid not in (0, running.engine_pid) and answers(now.engine, ENGINE_SERVICE)
+
+    eventually(is_back, within_s=90)
+    turn = json.loads(cli.done("chat", "zoe", "--json", "--max-tokens", "4", stdin="Are you there?\n").out)
+    assert turn["source"] == "warm"
+
+
+def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
+    refused = cli("up")
+    assert refused.code == 4
+    assert "already running" in refused.err
+    assert len(refused.err.splitlines()) == 1
+
+
+def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
+    report = cli.done("doctor", "--json").value
+    assert report["model"]["policy"]["applied_layers"] == report["model"]["policy"]["layer_count"]
+    assert report["model"]["kv_bytes_per_token"] < 0.3 * report["model"]["kv_bytes_per_token_fp16"]
+    assert report["store"]["is_ready"]
+    assert report["engine"]["is_ready"]
+    assert report["problems"] == []
+
+
+def test_doctor_says_what_is_wrong_with_a_model(cli: Cli, tmp_path: Path) -> None:
+    found = cli("doctor", "--model", str(tmp_path))
+    assert found.code == 1
+    assert "config.json" in found.out
+
+
+def test_home_and_what_lies_in_it_are_the_owners_alone(cli: Cli) -> None:
+    for path in (cli.home, *cli.home.rglob("*")):
+        assert path.stat().st_mode & 0o077 == 0, path
+
+
+def test_up_over_tcp_asks_for_its_token_and_ends_whole(tmp_path: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    cli = Cli(home)
+    ports = [_free_port(), _free_port()]
+    with cli.running("up", "--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}") as process:
+        running = wait_until_ready(home, process)
+        assert answers(running.store, STORE_SERVICE)
+        turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
+        assert turn["snapshot"] == "committed"
+        bare = Cli(tmp_path)("--address", running.store, "agents", "ls")
+        assert bare.code == 4
+        assert "--token-file" in bare.err
+        pids = [running.store_pid, running.engine_pid]
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "Both have stopped." in errors
+    assert not any(process_exists(pid) for pid in pids)
+    assert Home(home).running() is None
+    shutil.rmtree(home)
+
+
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        refused = Cli(tmp_path)("up", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
+    assert refused.code == 3
+    assert "in use" in refused.err
+    assert not list((tmp_path / "logs").glob("*"))
+
+
+def test_a_network_address_without_tls_does_not_start(tmp_path: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    refused = Cli(home)("up", "--store-listen", f"0.0.0.0:{_free_port()}")
+    assert refused.code in (3, 4)
+    assert "TLS" in refused.err
+    shutil.rmtree(home)
+
+
+def test_a_model_that_is_not_there_ends_up_with_the_reason(tmp_path: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    refused = Cli(home)("up", "--model", str(tmp_path))
+    assert refused.code == 3
+    assert "config.json" in refused.err
+    shutil.rmtree(home)
+
+
+def test_what_a_killed_up_left_behind_is_named(tmp_path: Path) -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    process = subprocess.Popen([KVASIR, "--home", home, "up"], stderr=subprocess.PIPE, text=True, env=QUIET)
+    running = wait_until_ready(home, process)
+    process.kill()
+    process.communicate()
+    try:
+        refused = Cli(home)("up")
+        assert refused.code == 4
+        assert f"kill {running.engine_pid} {running.store_pid}" in refused.err
+    finally:
+        for pid in (running.engine_pid, running.store_pid):
+            os.kill(pid, signal.SIGTERM)
+        eventually(lambda: not any(process_exists(pid) for pid in (running.engine_pid, running.store_pid)))
+    shutil.rmtree(home)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
