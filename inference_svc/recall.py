@@ -295,9 +295,7 @@ def _hot_or_nothing(hot: AgentMemory | None, head: Head | None, miss: Miss) -> R
 
 def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:
     memory = recollection.memory
-    if memory is None or match.outcome in (Outcome.EXACT, Outcome.EXTEND):
-        return None
-    if match.kept_tokens and match.kept_chars == len(text):
-        return None  # the prompt ends inside the memory: all of it is reused
+    if memory is None or (match.kept_tokens and match.matched_chars in (len(text), len(memory.words.text))):
+        return None  # nothing differs: one of them is the beginning of the other
     detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.words.text)}"
     return Miss(MissReason.TEXT_DIFFERS, detail)

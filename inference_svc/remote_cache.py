@@ -110,9 +110,16 @@ class Breaker:
             self._prober.cancel()
             await asyncio.gather(self._prober, return_exceptions=True)
 
+    def reset(self) -> None:
+        """The store was found answering."""
+        if self.is_open:
+            self.opened.clear()
+            self.closed.set()
+            _LOG.info("store.reachable")
+
     async def _until_it_answers(self) -> None:
         delay_s = _FIRST_PROBE_DELAY_S
-        while True:
+        while self.is_open:
             await asyncio.sleep(delay_s)
             try:
                 await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
@@ -122,9 +129,7 @@ class Breaker:
                 break  # it refuses, so it answers
             else:
                 break
-        self.opened.clear()
-        self.closed.set()
-        _LOG.info("store.reachable")
+        self.reset()
 
 
 class RemoteCache:
@@ -143,11 +148,12 @@ class RemoteCache:
         return not self._breaker.is_open
 
     async def answers(self) -> bool:
-        """Ask now, briefly."""
+        """Ask now, briefly. Finds a store that is back before the breaker's own probe does."""
         try:
             await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
         except (errors.KvasirError, TimeoutError):
             return False
+        self._breaker.reset()
         return True
 
     async def until_reachable(self) -> None:

@@ -43,6 +43,10 @@ class Service:
         return self._process.pid
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def log(self) -> str:
         return self.log_file.read_text()
 
@@ -119,6 +123,17 @@ class House:
     def kill(self) -> None:
         self.engine.kill()
         self.store.kill()
+
+    def repair(self) -> None:
+        """Start what does not run, and wait until the engine has found its store."""
+        for service in (self.store, self.engine):
+            if not service.is_running:
+                service.start()
+        with self.client() as client:
+            give_up = time.monotonic() + 20
+            while not client.get_capabilities().store_is_reachable:
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
 
     def client(self, token: str | None = None) -> InferenceClient:
         return InferenceClient.connect(self.engine.address, token=token)

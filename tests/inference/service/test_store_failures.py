@@ -1,0 +1,199 @@
+"""A store that is dead, hung, slow, full or wrong costs a bounded time and a miss: the tokens are the same."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir import manifest
+from kvasir.errors import Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference_client_turns import Reply
+
+from tests.inference.service.slow_link import SlowLink
+from tests.system_fixtures import House, running_house
+
+# What a turn may lose is 250 ms; two busy cores, a cold code path and the scheduler may take as much again.
+LOST_AT_MOST_S = 0.25
+SLACK_S = 0.35
+GREEDY = {"max_tokens": 8}
+PASSAGE = "The archive lists every door by its key; the seventh key is missing since the flood of spring. " * 24
+BLOCK_TOKENS = 256
+
+
+def conversation(house: House, agent: str, turns: int = 2) -> list[Reply]:
+    """The same words for every agent, so that its replies can be compared."""
+    with house.client() as client:
+        first = client.reply(agent_id=agent, messages=[{"role": "user", "content": PASSAGE}], sampling=GREEDY)
+        return [first, *(ask(house, agent) for _ in range(turns - 1))]
+
+
+def ask(house: House, agent: str) -> Reply:
+    question = [{"role": "user", "content": "Which key is missing, and since when?"}]
+    with house.client() as client:
+        return client.reply(agent_id=agent, append_messages=question, sampling=GREEDY)
+
+
+def timed_cold_turn(house: House, agent: str, text: str) -> tuple[Reply, float]:
+    """A new agent's first turn, and the seconds until its end."""
+    with house.client() as client:
+        client.list_models()  # the connection is up before the clock runs
+        began = time.monotonic()
+        reply = client.reply(agent_id=agent, prompt=text, sampling=GREEDY)
+        return reply, time.monotonic() - began
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("failures"), model) as house:
+        yield house
+
+
+@pytest.fixture
+def house(shared: House) -> Iterator[House]:
+    """A house in order, before and after."""
+    yield shared
+    shared.repair()
+
+
+@pytest.mark.parametrize("failure", ["dead", "hung"])
+def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str, house: House) -> None:
+    # Each text begins with words of its own, so that no block of another agent serves it.
+    texts = {name: f"{failure} {name}: {PASSAGE}" for name in ("a", "b", "c")}
+    usual_s = min(timed_cold_turn(house, f"{failure} usual {name}", text)[1] for name, text in texts.items())
+    house.store.kill() if failure == "dead" else house.store.freeze()
+    lost = {name: timed_cold_turn(house, f"{failure} lost {name}", f"!{text}") for name, text in texts.items()}
+    if failure == "hung":
+        house.store.thaw()
+    house.repair()
+    first_s, *others_s = (seconds for _, seconds in lost.values())
+    print(f"{failure} store: usual {usual_s:.3f} s, first {first_s:.3f} s, then {min(others_s):.3f} s")
+    assert first_s < usual_s + LOST_AT_MOST_S + SLACK_S
+    # Once known to be away, it costs next to nothing.
+    assert min(others_s) < usual_s + SLACK_S
+    for name, (reply, _) in lost.items():
+        assert reply.started.miss in (pb.MISS_REASON_STORE_UNREACHABLE, pb.MISS_REASON_STORE_TIMEOUT)
+        assert reply.started.source == pb.CACHE_SOURCE_COLD
+        assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
+        assert "cannot be reached" in reply.finished.snapshot.reason
+        with_store, _ = timed_cold_turn(house, f"{failure} again {name}", f"!{texts[name]}")
+        assert with_store.token_ids == reply.token_ids
+
+
+def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_it_is_back(house: House) -> None:
+    expected = conversation(house, "reference", 3)
+    replies = conversation(house, "left alone")
+    house.store.kill()
+    replies.append(ask(house, "left alone"))
+    assert replies[-1].started.source == pb.CACHE_SOURCE_HOT
+    assert replies[-1].finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
+    assert [reply.token_ids for reply in replies] == [reply.token_ids for reply in expected]
+    house.store.start()
+    with house.store_client() as store:
+        give_up = time.monotonic() + 10
+        while store.get_agent("left alone").lines[0].version < 3:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+
+
+def test_appending_to_a_memory_that_cannot_be_read_is_refused_and_not_another_conversation(house: House) -> None:
+    conversation(house, "far away")
+    house.kill()
+    house.engine.start()
+    with pytest.raises(Unavailable) as refused:
+        ask(house, "far away")
+    assert refused.value.reason == "MEMORY_UNREADABLE"
+    assert refused.value.retry_after_s
+
+
+def damage(house: House, how: str, blob: str) -> None:
+    (path,) = house.data_dir.rglob(blob)
+    if how == "missing":
+        path.unlink()
+        return
+    path.chmod(0o600)
+    data = bytearray(path.read_bytes())
+    if how == "flipped":
+        data[len(data) // 2] ^= 0x10
+    path.write_bytes(bytes(data[: len(data) // 2] if how == "truncated" else data))
+
+
+def newest_blocks(house: House, agent: str) -> list[str]:
+    with house.store_client() as store:
+        _, data = store.get_snapshot(agent)
+    parsed = manifest.parse(data)
+    return [*(block.hash for block in parsed.blocks), parsed.tail.hash]
+
+
+def test_a_damaged_block_costs_a_prefill_from_the_stored_tokens_and_nothing_else(house: House) -> None:
+    cases = {f"{how} {which}": (how, which) for how in ("flipped", "truncated", "missing") for which in (0, 1, -1)}
+    expected, blocks = {}, {}
+    with house.client() as client:
+        for agent in cases:
+            # Words of its own, so that its blocks are nobody else's.
+            first = [{"role": "user", "content": f"{agent}: {PASSAGE}"}]
+            for name in (agent, f"{agent} twin"):
+                client.reply(agent_id=name, messages=first, sampling=GREEDY)
+            expected[agent] = [ask(house, f"{agent} twin").token_ids for _ in range(2)]
+            blocks[agent] = newest_blocks(house, agent)
+            assert len(blocks[agent]) > 2
+    house.engine.kill()
+    for agent, (how, which) in cases.items():
+        damage(house, how, blocks[agent][which])
+    house.engine.start()
+    for agent, (_, which) in cases.items():
+        reply = ask(house, agent)
+        assert reply.token_ids == expected[agent][0], agent
+        assert reply.started.miss in (pb.MISS_REASON_BLOB_DAMAGED, pb.MISS_REASON_BLOB_MISSING), agent
+        assert reply.started.cached_tokens == (which % len(blocks[agent])) * BLOCK_TOKENS, agent
+        assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED, agent
+    with house.client() as client:
+        assert sum(client.get_capabilities().misses.values()) == len(cases)
+    # What was stored after the damage is whole: the next engine finds all of it.
+    house.engine.kill()
+    house.engine.start()
+    for agent in cases:
+        reply = ask(house, agent)
+        assert reply.token_ids == expected[agent][1], agent
+        assert not reply.started.reason, agent
+        assert reply.started.source == pb.CACHE_SOURCE_WARM, agent
+
+
+def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model: Path, tmp_path: Path) -> None:
+    house = House(tmp_path, model)
+    house.store.options += ["--quota-bytes", "20000"]
+    try:
+        house.start()
+        replies = conversation(house, "too large", 2)
+        for reply in replies:
+            assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_FAILED
+            assert "ResourceExhausted" in reply.finished.snapshot.reason
+        assert replies[1].started.source == pb.CACHE_SOURCE_HOT
+    finally:
+        house.close()
+
+
+def test_a_slow_store_costs_at_most_its_budget_and_what_came_in_time_is_used(model: Path, tmp_path: Path) -> None:
+    house = House(tmp_path, model)
+    store_socket = Path(house.store.address.removeprefix("unix:"))
+    link = SlowLink(store_socket.with_name("slow"), store_socket)
+    house.engine.options += ["--store", link.address]
+    try:
+        house.start()
+        expected = conversation(house, "twin", 2)[1]
+        conversation(house, "slow", 1)
+        house.engine.kill()
+        house.engine.start()
+        with house.client() as client:
+            client.reply(prompt="warm up", sampling=GREEDY)
+            link.bytes_per_s = 600_000  # a few blocks, and not all of them, within 250 ms
+            began = time.monotonic()
+            reply = ask(house, "slow")
+            took_s = time.monotonic() - began
+        print(f"slow store: {reply.started.cached_tokens} tokens came in time; {took_s:.3f} s; {reply.started.reason}")
+        assert reply.started.miss == pb.MISS_REASON_STORE_TIMEOUT
+        assert reply.token_ids == expected.token_ids
+        assert reply.finished.timings.restore_s < LOST_AT_MOST_S + SLACK_S
+    finally:
+        link.close()
+        house.close()
