@@ -76,6 +76,15 @@ def test_an_exact_repetition_computes_the_last_token_only(driver: Driver) -> Non
     assert again.state.token_ids == stayed.state.token_ids
 
 
+def test_a_prompt_of_one_token_reuses_nothing(driver: Driver) -> None:
+    key, state = driver.remember(20)
+    prompt = state.token_ids[:1]
+    restored = driver.turn(prompt, driver.restored(key, 1), driver.key())
+    stayed = driver.turn(prompt, Hot(1), key)
+    assert restored.cached_tokens == stayed.cached_tokens == 0
+    assert restored.state == stayed.state == driver.turn(prompt).state
+
+
 def test_a_life_of_many_turns_is_the_same_with_a_restart_between_any_two(driver: Driver) -> None:
     """Extend, diverge, repeat, extend: one agent stays hot, the other is restored before every turn."""
     stays, returns = driver.key(), driver.key()
