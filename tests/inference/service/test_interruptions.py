@@ -1,0 +1,241 @@
+"""A turn that is cut leaves the agent as of its last whole turn, frees what it held, and says what was kept."""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kvasir import errors
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference_client import InferenceClient
+from kvasir.inference_client_turns import Reply
+
+from tests.system_fixtures import House, running_house
+
+GREEDY = {"max_tokens": 16}
+LONG = {"max_tokens": 1500, "stop_token_ids": []}
+FREED_WITHIN_S = 2.0  # one step, on two busy cores
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def until_memory_is(client: InferenceClient, used_bytes: int) -> float:
+    """Seconds until the engine holds no more KV than this."""
+    began = time.monotonic()
+    while client.get_capabilities().kv_memory_used_bytes > used_bytes:
+        assert time.monotonic() - began < 20, "the row was never freed"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def test_closing_the_stream_frees_the_row_and_the_agent_remembers_its_last_whole_turn(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent, twin = new_agent(), new_agent()
+    for name in (agent, twin):
+        client.reply(agent_id=name, messages=user("I keep bees on the roof."), sampling=GREEDY)
+    before = client.get_capabilities().kv_memory_used_bytes
+    events = client.generate(agent_id=agent, append_messages=user("Tell me a long story."), sampling=LONG)
+    while next(events).WhichOneof("event") != "delta":
+        pass
+    events.close()
+    assert until_memory_is(client, before) < FREED_WITHIN_S
+    after_cut, expected = (
+        client.reply(agent_id=name, append_messages=user("What do I keep?"), sampling=GREEDY) for name in (agent, twin)
+    )
+    assert after_cut.started.parent_version == 1
+    assert after_cut.token_ids == expected.token_ids
+    assert after_cut.started.source == pb.CACHE_SOURCE_HOT
+
+
+def test_a_deadline_frees_the_row_too_and_says_what_was_kept(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
+    before = client.get_capabilities().kv_memory_used_bytes
+    with pytest.raises(errors.DeadlineExceeded) as late:
+        client.reply(agent_id=agent, append_messages=user("A long story."), sampling=LONG, timeout_s=0.4)
+    assert late.value.metadata["remembered_version"] == "1"
+    assert "version 1 is kept" in late.value.message
+    assert until_memory_is(client, before) < FREED_WITHIN_S
+
+
+def test_a_cut_turn_is_remembered_as_far_as_it_came_when_that_was_asked(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
+    heard = Reply()
+    story = {"append_messages": user("A long story."), "request_id": "story", "agent_id": agent}
+    events = client.generate(**story, sampling=LONG, keep_partial=True)  # type: ignore[arg-type]
+    while len(heard.token_ids) < 4:
+        heard.add(next(events))
+    events.close()
+    with house.store_client() as store:
+        give_up = time.monotonic() + 10
+        while store.get_agent(agent).lines[0].version < 2:
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+    following = client.reply(agent_id=agent, append_messages=user("Go on."), sampling=GREEDY)
+    assert following.started.parent_version == 2
+    assert following.started.match == pb.PREFIX_MATCH_EXTEND or not following.started.miss
+    # More than the first turn and the question: part of the story is there.
+    assert following.started.cached_tokens > heard.started.prompt_tokens
+
+
+def test_a_retry_of_a_turn_that_was_cut_does_it_again_instead_of_behind_it(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent, twin = new_agent(), new_agent()
+    for name in (agent, twin):
+        client.reply(agent_id=name, messages=user("Hello."), sampling=GREEDY)
+    sampling = {"max_tokens": 300}
+    expected = client.reply(agent_id=twin, append_messages=user("A story."), sampling=sampling)
+    story = {"append_messages": user("A story."), "request_id": "story", "agent_id": agent, "sampling": sampling}
+    events = client.generate(**story, keep_partial=True)  # type: ignore[arg-type]
+    while next(events).WhichOneof("event") != "delta":
+        pass
+    events.close()
+    whole = client.reply(**story, keep_partial=True)  # type: ignore[arg-type]
+    assert whole.text == expected.text
+
+
+def test_one_agents_turns_run_in_the_order_of_their_arrival(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
+    first = client.generate(agent_id=agent, append_messages=user("one"), sampling={"max_tokens": 100})
+    next(first)  # it has begun
+    others: list[Reply] = []
+    waiting = threading.Thread(
+        target=lambda: others.append(client.reply(agent_id=agent, append_messages=user("two"), sampling=GREEDY))
+    )
+    waiting.start()
+    *_, last = first
+    waiting.join(60)
+    assert last.finished.snapshot.version == 2
+    assert (others[0].started.parent_version, others[0].finished.snapshot.version) == (2, 3)
+
+
+def test_a_reader_that_takes_nothing_gets_the_whole_reply_in_few_messages(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    events = client.generate(agent_id=agent, prompt="one two three", sampling={"max_tokens": 400})
+    time.sleep(3)
+    reply = Reply()
+    for event in events:
+        reply.add(event)
+    assert len(reply.token_ids) == reply.finished.usage.completion_tokens
+    assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+
+
+# --- killed at random moments ---
+
+KILLS_PER_CONVERSATION = 8
+QUESTIONS = [f"Question {number}: what comes after {number * 7}, and why is that so? " * 5 for number in range(12)]
+
+
+def converse(house: House, agent: str, around: Callable[[int, Callable[[], Reply]], Reply]) -> list[Reply]:
+    """A conversation, each turn of which is asked `around` whatever may happen meanwhile."""
+
+    def turn(number: int) -> Reply:
+        given = {"messages": user(QUESTIONS[0])} if number == 0 else {"append_messages": user(QUESTIONS[number])}
+        with house.client() as client:
+            return client.reply(
+                agent_id=agent,
+                parent_version=number,
+                request_id=f"{agent} {number}",
+                sampling={"max_tokens": 40},
+                **given,  # type: ignore[arg-type]
+            )
+
+    return [around(number, lambda number=number: turn(number)) for number in range(len(QUESTIONS))]
+
+
+def head_version(house: House, agent: str) -> int:
+    with house.store_client() as store:
+        try:
+            return store.get_agent(agent).lines[0].version
+        except errors.NotFound:
+            return 0
+
+
+class Killer:
+    """Asks turns while killing services at random moments, starting them anew, and asking again what broke."""
+
+    def __init__(self, house: House, agent: str, kills: int, seed: int) -> None:
+        self._house = house
+        self._agent = agent
+        self._rng = random.Random(seed)
+        self.kills_left = kills
+        self.broken_turns = 0
+
+    def ask(self, number: int, ask: Callable[[], Reply]) -> Reply:
+        for _ in range(10):
+            reply = self._ask_under_fire(number, ask)
+            if reply is not None and self._is_durable(number, reply):
+                return reply
+        raise AssertionError("a turn did not come through in ten attempts")
+
+    def _ask_under_fire(self, number: int, ask: Callable[[], Reply]) -> Reply | None:
+        killer = None
+        if self.kills_left:
+            victim = self._rng.choice((self._house.engine, self._house.store))
+            killer = threading.Timer(self._rng.uniform(0, 0.35), victim.kill)
+            killer.start()
+            self.kills_left -= 1
+        try:
+            return ask()
+        except (errors.Unavailable, errors.Internal, errors.Cancelled) as broken:
+            self.broken_turns += 1
+            told = broken.metadata["remembered_version"]
+            assert not told or int(told) == number
+            assert broken.metadata["request_id"] == f"{self._agent} {number}"
+            return None
+        finally:
+            if killer is not None:
+                killer.join()
+                self._house.repair()
+            # Everything acknowledged before is there, and at most this turn besides.
+            assert head_version(self._house, self._agent) in (number, number + 1)
+
+    def _is_durable(self, number: int, reply: Reply) -> bool:
+        """A reply told as committed is; one told as pending becomes so while its engine lives."""
+        give_up = time.monotonic() + 5
+        while head_version(self._house, self._agent) < number + 1:
+            assert reply.finished.snapshot.state != pb.SNAPSHOT_STATE_COMMITTED, "an acknowledged turn is lost"
+            if time.monotonic() > give_up:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+def check_survival(model: Path, directory: Path, kills: int) -> None:
+    with running_house(directory, model) as house:
+        expected = converse(house, "never killed", lambda _, ask: ask())
+        broken = 0
+        for start in range(0, kills, KILLS_PER_CONVERSATION):
+            agent = f"killed {start}"
+            killer = Killer(house, agent, min(kills - start, KILLS_PER_CONVERSATION), seed=start)
+            replies = converse(house, agent, killer.ask)
+            assert [reply.text for reply in replies] == [reply.text for reply in expected]
+            assert head_version(house, agent) == len(QUESTIONS)  # nothing done twice
+            broken += killer.broken_turns
+    print(f"{kills} kills, {broken} turns broken, every reply as in a conversation that was never killed")
+
+
+def test_killed_at_random_moments_the_agent_answers_as_of_its_last_whole_turn(model: Path, tmp_path: Path) -> None:
+    check_survival(model, tmp_path, 6)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_200_kills_change_no_reply(model: Path, tmp_path: Path) -> None:
+    check_survival(model, tmp_path, 200)
