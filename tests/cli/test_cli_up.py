@@ -8,15 +8,21 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from kvasir.cli.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.home import Home, Running
 from kvasir.cli.supervisor import process_exists
 
 from tests.cli.running import KVASIR, QUIET, Cli, answers, eventually
 
+ROOT = Path(__file__).parent.parent.parent
 TURN_KEYS = {
     "agent_id",
     "reply",
@@ -164,6 +170,35 @@ def test_up_over_tcp_asks_for_its_token_and_ends_whole(tmp_path: Path) -> None:
     shutil.rmtree(home)
 
 
+def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None:
+    studio, laptop = (Cli(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))) for _ in range(2))
+    port = _free_port()
+    certificate, key = studio.home / "cert.pem", studio.home / "key.pem"
+    make_certificate(certificate, key)
+    tls = ("--tls-cert", certificate, "--tls-key", key)
+    with studio.running("up", "--store-listen", f"0.0.0.0:{port}", *tls) as process:
+        wait_until_ready(studio.home, process)
+        studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n")
+        Home(laptop.home).make()
+        peers = laptop.home / "peers"
+        peers.mkdir(mode=0o700)
+        shutil.copy(studio.home / "tokens" / "peer.token", peers / "studio.token")
+        shutil.copy(certificate, peers / "studio.pem")
+        text = (ROOT / "compose/two-macs/peers.toml").read_text().replace("@HOME@/.kvasir", str(laptop.home))
+        (laptop.home / "peers.toml").write_text(text.replace("studio.local:7448", f"localhost:{port}"))
+        (laptop.home / "peers.toml").chmod(0o600)
+        with laptop.running("up") as other:
+            wait_until_ready(laptop.home, other)
+            pulled = laptop.done("agents", "pull", "studio", "ada", "--json").value
+            assert (pulled["origin"], pulled["origin_detail"]) == ("pull", "studio/ada@1")
+            there = laptop.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
+            here = studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Are you there?\n").value
+    assert (there["source"], here["source"]) == ("warm", "hot")
+    assert there["reply"] == here["reply"]
+    shutil.rmtree(studio.home)
+    shutil.rmtree(laptop.home)
+
+
 def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -205,6 +240,21 @@ def test_what_a_killed_up_left_behind_is_named(tmp_path: Path) -> None:
             os.kill(pid, signal.SIGTERM)
         eventually(lambda: not any(process_exists(pid) for pid in (running.engine_pid, running.store_pid)))
     shutil.rmtree(home)
+
+
+def make_certificate(certificate: Path, key: Path) -> None:
+    """What compose/README.md lets openssl make: a certificate that names the Mac and, for itself, localhost."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "studio.local")])
+    now = datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName("studio.local"), x509.DNSName("localhost")])
+    builder = x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
+    builder = (
+        builder.not_valid_before(now).not_valid_after(now + timedelta(days=1)).add_extension(names, critical=False)
+    )
+    certificate.write_bytes(builder.sign(private, hashes.SHA256()).public_bytes(Encoding.PEM))
+    key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    key.chmod(0o600)
 
 
 def _free_port() -> int:

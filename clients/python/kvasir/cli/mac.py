@@ -38,12 +38,14 @@ class Mac:
         address = f"127.0.0.1:{_free_port()}" if is_shared else self.home.socket_address("store")
         self._store = StoreProcess(
             data_dir=self.home.store_data,
+            listen=address,
             endpoint=Endpoint(address, tokens / "engine.token" if is_shared else None),
             log_file=self.home.logs / "store.log",
             credentials_file=self.home.credentials_file if is_shared else None,
             peers_file=self.home.peers_file,
         )
         self._engine = EngineProcess(
+            listen=self.home.socket_address("engine"),
             endpoint=Endpoint(self.home.socket_address("engine")),
             store=self._store.endpoint,
             log_file=self.home.logs / "engine.log",

@@ -23,7 +23,8 @@ class StoreProcess:
     """A cache store to start."""
 
     data_dir: Path
-    endpoint: Endpoint
+    listen: str
+    endpoint: Endpoint  # how it is reached from here
     log_file: Path
     credentials_file: Path | None = None
     peers_file: Path | None = None  # read if it exists
@@ -33,7 +34,7 @@ class StoreProcess:
     def argv(self) -> tuple[str, ...]:
         return (
             *(sys.executable, "-m", "cachestore_svc", "serve"),
-            *("--data-dir", str(self.data_dir), "--listen", self.endpoint.address),
+            *("--data-dir", str(self.data_dir), "--listen", self.listen),
             *_option("--credentials-file", self.credentials_file),
             *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
             *_option("--tls-cert-file", self.tls_cert_file),
@@ -48,7 +49,8 @@ class StoreProcess:
 class EngineProcess:
     """An inference service to start, with the store that it publishes to."""
 
-    endpoint: Endpoint
+    listen: str
+    endpoint: Endpoint  # how it is reached from here
     store: Endpoint
     log_file: Path
     state_dir: Path
@@ -60,7 +62,7 @@ class EngineProcess:
     def argv(self) -> tuple[str, ...]:
         return (
             *(sys.executable, "-m", "inference_svc", "serve"),
-            *("--listen", self.endpoint.address, "--store", self.store.address, "--state-dir", str(self.state_dir)),
+            *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
             *_option("--model", self.model),
             *_option("--credentials-file", self.credentials_file),
             *_option("--tls-cert-file", self.tls_cert_file),

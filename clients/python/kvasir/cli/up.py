@@ -7,6 +7,7 @@ home has one group: a lock that the services inherit is held until the last of t
 import asyncio
 import contextlib
 import fcntl
+import ipaddress
 import os
 import secrets
 import signal
@@ -86,12 +87,16 @@ def plan_of(
             check_free(address, option)
     credentials = home.credentials_file if listen or store_listen else None
     has_tls = tls_cert is not None and tls_key is not None
-    store_tcp = Endpoint(store_listen, home.tokens / "engine.token", tls_cert if has_tls else None)
-    store_endpoint = store_tcp if store_listen else Endpoint(home.socket_address("store"))
-    engine_tcp = Endpoint(listen, home.tokens / "client.token", tls_cert if has_tls else None)
-    engine_endpoint = engine_tcp if listen else Endpoint(home.socket_address("engine"))
+    ca_file = tls_cert if has_tls else None
+    store_endpoint = Endpoint(home.socket_address("store"))
+    engine_endpoint = Endpoint(home.socket_address("engine"))
+    if store_listen:
+        store_endpoint = Endpoint(from_here(store_listen), home.tokens / "engine.token", ca_file)
+    if listen:
+        engine_endpoint = Endpoint(from_here(listen), home.tokens / "client.token", ca_file)
     store = StoreProcess(
         data_dir=home.store_data,
+        listen=store_listen or store_endpoint.address,
         endpoint=store_endpoint,
         log_file=home.logs / "store.log",
         credentials_file=credentials,
@@ -100,6 +105,7 @@ def plan_of(
         tls_key_file=tls_key if store_listen else None,
     )
     engine = EngineProcess(
+        listen=listen or engine_endpoint.address,
         endpoint=engine_endpoint,
         store=store_endpoint,
         log_file=home.logs / "engine.log",
@@ -184,6 +190,19 @@ def make_credentials(home: Home) -> None:
         token_file = home.tokens / f"{name}.token"
         token_file.unlink(missing_ok=True)
         write_private_text(token_file, token + "\n")
+
+
+def from_here(address: str) -> str:
+    """How a program on this machine reaches a service that listens at `address`."""
+    parsed = parse_address(address)
+    return f"localhost:{parsed.port}" if _is_everywhere(parsed.host) else address
+
+
+def _is_everywhere(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
 
 
 def check_free(address: str, option: str) -> None:
