@@ -69,9 +69,15 @@ class BlobIntake:
     async def begin(self, digest: Digest, kind: BlobKind, offset: int = 0) -> None:
         """The next blob comes, from `offset` on. Raises what Store.open_writer does, and InvalidArgument (offset)."""
         await self._leave_current()
-        writer = await self._threads.run(self._store.open_writer, self._namespace, digest, kind)
         exits = contextlib.ExitStack()
-        exits.enter_context(writer)
+        try:
+            writer = await self._threads.run(
+                lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
+            )
+        except BaseException:
+            # A cancel may come while the writer is being opened: left open, nobody could write this blob again.
+            await self._threads.run(exits.close)
+            raise
         self._current = _Current(digest, writer, exits, offset, writer.received_bytes)
         self._has_begun = True
         self._is_skipping = writer.received_bytes == digest.size_bytes

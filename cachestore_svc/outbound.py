@@ -1,17 +1,31 @@
 """Blobs on their way out: each is verified before its first byte leaves, and the next is read while one is sent.
 
-All readers together hold at most a budget of bytes: who reads slowly slows itself down, and a thousand who do not
-read at all cost no more memory than a few.
+All readers together hold at most a budget of bytes, and only those who go on reading: one who stops is told to let go,
+so that a thousand who do not read cost a piece each, and nobody waits for them.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
 
 from kvasir.digest import Digest
 
+from cachestore_svc.records import MAX_FRAME_BYTES
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a blob; `is_first` says that it is the first of this blob that is sent."""
+
+    digest: Digest
+    offset: int
+    data: bytes
+    is_first: bool
 
 
 class ByteBudget:
@@ -49,46 +63,93 @@ class ByteBudget:
 
 
 class BlobReader:
-    """Reads blobs of the store in the order asked."""
+    """Reads blobs of the store for whoever asks, within one budget."""
 
     def __init__(self, store: Store, threads: StoreThreads, budget: ByteBudget) -> None:
         self._store = store
         self._threads = threads
         self._budget = budget
 
-    async def read(self, namespace: str, digests: Sequence[Digest]) -> AsyncGenerator[tuple[Digest, memoryview], None]:
-        """Each blob's bytes, verified. They count as held until the next is asked for. Raises NotFound, DataLoss."""
-        ahead: asyncio.Task[memoryview] | None = None
-        held_bytes = 0
-        try:
-            for index, digest in enumerate(digests):
-                if ahead is None:
-                    await self._budget.take(digest.size_bytes)
-                    held_bytes += digest.size_bytes
-                    data = await self._threads.run(self._store.read_blob, namespace, digest)
-                else:
-                    data, ahead = await ahead, None
-                following = digests[index + 1] if index + 1 < len(digests) else None
-                if following is not None and self._budget.take_if_free(following.size_bytes):
-                    held_bytes += following.size_bytes
-                    ahead = asyncio.create_task(self._threads.run(self._store.read_blob, namespace, following))
-                yield digest, data
-                del data
-                held_bytes -= digest.size_bytes
-                await self._budget.give_back(digest.size_bytes)
-        finally:
-            if ahead is not None:
-                ahead.cancel()
-                await asyncio.gather(ahead, return_exceptions=True)
-            await self._budget.give_back(held_bytes)
+    def open(self, namespace: str, digests: Sequence[Digest], first_offset: int = 0) -> "BlobSource":
+        """The blobs as pieces, in the order asked; the first from `first_offset` on. Use as an `async with`."""
+        return BlobSource(self._store, self._threads, self._budget, namespace, digests, first_offset)
 
-    async def frames(
-        self, namespace: str, digests: Sequence[Digest], first_offset: int, frame_bytes: int
-    ) -> AsyncGenerator[tuple[Digest, int, bytes], None]:
-        """The same as pieces: (digest, offset, bytes). The first blob begins at `first_offset`."""
-        async with aclosing(self.read(namespace, digests)) as blobs:
-            async for digest, data in blobs:
-                for offset in range(first_offset, max(len(data), first_offset + 1), frame_bytes):
-                    yield digest, offset, bytes(data[offset : offset + frame_bytes])
-                first_offset = 0
-                del data
+
+class BlobSource:
+    """One reader's blobs. It holds the one that is being sent and, when there is room, the next."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: StoreThreads,
+        budget: ByteBudget,
+        namespace: str,
+        digests: Sequence[Digest],
+        first_offset: int,
+    ) -> None:
+        self._store = store
+        self._threads = threads
+        self._budget = budget
+        self._namespace = namespace
+        self._waiting = deque(digests)
+        self._offset = first_offset
+        self._is_first = True
+        self._data: memoryview | None = None
+        self._ahead: asyncio.Task[memoryview] | None = None
+        self._held_bytes = 0
+
+    async def next_piece(self) -> Piece | None:
+        """The next at most 1 MiB; None after the last. Raises NotFound, DataLoss."""
+        if not self._waiting:
+            return None
+        digest = self._waiting[0]
+        if self._data is None:
+            self._data = await self._load(digest)
+        data = bytes(self._data[self._offset : self._offset + MAX_FRAME_BYTES])
+        piece = Piece(digest, self._offset, data, self._is_first)
+        self._offset += len(data)
+        self._is_first = self._offset >= digest.size_bytes
+        if self._is_first:
+            self._waiting.popleft()
+            self._offset = 0
+            self._data = None
+            await self._give_back(digest.size_bytes)
+        return piece
+
+    async def let_go(self) -> None:
+        """Hold nothing while the reader is slow. What is needed later is read, and verified, again."""
+        self._data = None
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
+        await self._give_back(self._held_bytes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.let_go()
+
+    async def _load(self, digest: Digest) -> memoryview:
+        """The blob's bytes; begins to read the one after it when the budget has room now."""
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            data = await ahead
+        else:
+            await self._budget.take(digest.size_bytes)
+            self._held_bytes += digest.size_bytes
+            data = await self._read(digest)
+        if len(self._waiting) > 1 and self._budget.take_if_free(self._waiting[1].size_bytes):
+            self._held_bytes += self._waiting[1].size_bytes
+            self._ahead = asyncio.create_task(self._read(self._waiting[1]))
+        return data
+
+    async def _read(self, digest: Digest) -> memoryview:
+        return await self._threads.run(self._store.read_blob, self._namespace, digest)
+
+    async def _give_back(self, count: int) -> None:
+        self._held_bytes -= count
+        await self._budget.give_back(count)

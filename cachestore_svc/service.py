@@ -19,7 +19,7 @@ from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc import messages
 from cachestore_svc.inbound import BlobIntake, Stored
-from cachestore_svc.outbound import BlobReader
+from cachestore_svc.outbound import BlobReader, BlobSource
 from cachestore_svc.peers import Peers
 from cachestore_svc.records import BLOCK_TOKENS, MANIFEST_FORMAT, MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES
 from cachestore_svc.store import Store
@@ -30,6 +30,8 @@ SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
 # A manifest that fits is answered with its version; a longer one is read like any blob.
 _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 _EVENTS_AT_ONCE = 500
+# A reader that takes no piece within this time lets go of the rest.
+_SLOW_S = 0.5
 
 _EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
 _READERS = {ENGINE, CLIENT, PEER, ADMIN}
@@ -141,16 +143,12 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                 f"first_offset: expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}",
                 field="first_offset",
             )
-        frames = self._reader.frames(_namespace(), digests, request.first_offset, MAX_FRAME_BYTES)
-        index = 0
-        async with aclosing(frames):
-            async for digest, offset, data in frames:
-                frame = pb.BlobFrame(offset=offset, data=data)
-                is_first = offset == (request.first_offset if index == 0 else 0)
-                if is_first:
-                    frame.digest.CopyFrom(digest.to_proto())
-                index += offset + len(data) == digest.size_bytes
-                await self._send(context, pb.ReadBlobsResponse(frame=frame))
+        async with self._reader.open(_namespace(), digests, request.first_offset) as source:
+            while (piece := await source.next_piece()) is not None:
+                frame = pb.BlobFrame(offset=piece.offset, data=piece.data)
+                if piece.is_first:
+                    frame.digest.CopyFrom(piece.digest.to_proto())
+                await self._send(context, pb.ReadBlobsResponse(frame=frame), source)
 
     # --- snapshots ---
 
@@ -315,18 +313,17 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                     yield pb.PullAgentResponse(done=messages.write_snapshot(step))
 
     async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
-        pieces = self._transfers.export(
+        async with self._transfers.export(
             _namespace(),
             check_agent_id(request.agent_id),
             messages.read_optional_kv_hash(request.kv_identity_hash),
             messages.read_version(request.version) or None,
-        )
-        is_first = True
-        async with aclosing(pieces):
-            async for size_bytes, data in pieces:
-                archive_size_bytes = size_bytes if is_first else 0
-                await self._send(context, pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes))
-                is_first = False
+        ) as archive:
+            archive_size_bytes = archive.size_bytes
+            async for data in archive.pieces:
+                response = pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes)
+                await self._send(context, response, archive.source)
+                archive_size_bytes = 0
 
     async def ImportAgent(
         self, request_iterator: AsyncIterator[pb.ImportAgentRequest], context: Any
@@ -411,15 +408,21 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     # --- below ---
 
-    async def _send(self, context: Any, response: Any) -> None:
-        """Write a response; a reader that takes nothing for too long is given up, and what it held is let go."""
+    async def _send(self, context: Any, response: Any, source: BlobSource) -> None:
+        """Write a response. A reader that is slow to take it holds nothing meanwhile; one that stops is given up."""
+        writing = asyncio.ensure_future(context.write(response))
         try:
-            async with asyncio.timeout(self._stall_timeout_s):
-                await context.write(response)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
-            ) from None
+            done, _ = await asyncio.wait((writing,), timeout=min(_SLOW_S, self._stall_timeout_s))
+            if not done:
+                await source.let_go()
+                done, _ = await asyncio.wait((writing,), timeout=self._stall_timeout_s)
+            if not done:
+                raise DeadlineExceeded(
+                    f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
+                )
+            await writing
+        finally:
+            writing.cancel()
 
     async def _unstalled(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """The same requests; a sender that is silent for too long is given up, and its part kept for resumption."""

@@ -6,7 +6,7 @@ Cut short anywhere, it leaves blobs that a repetition finds and garbage collecti
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from kvasir.digest import Digest
 from kvasir.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Unavailable
 
 from cachestore_svc.inbound import BlobIntake, Stored
-from cachestore_svc.outbound import BlobReader
+from cachestore_svc.outbound import BlobReader, BlobSource
 from cachestore_svc.peers import Peers, errors_of_peer
 from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES, BlobKind, Origin, SnapshotVersion
 from cachestore_svc.store import Store
@@ -50,6 +50,15 @@ class PullOrder:
     agent_id: str
     local_agent_id: str
     kv_identity_hash: str  # "": the line that was used last there
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An archive on its way out: its size, its bytes in pieces of at most 1 MiB, and what they are read from."""
+
+    size_bytes: int
+    pieces: AsyncIterator[bytes]
+    source: BlobSource
 
 
 class Transfers:
@@ -198,26 +207,18 @@ class Transfers:
 
     # --- archives ---
 
+    @asynccontextmanager
     async def export(
         self, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
-    ) -> AsyncGenerator[tuple[int, bytes], None]:
-        """An archive's size and, piece by piece (at most 1 MiB), its bytes. Raises NotFound, DataLoss."""
+    ) -> AsyncIterator[Archive]:
+        """The archive of one version. Raises NotFound, DataLoss."""
         snapshot = await self._threads.run(self._store.get_snapshot, namespace, agent_id, kv_hash, version)
         manifest_bytes = await self.manifest_bytes(namespace, snapshot)
         manifest = manifests.parse(manifest_bytes)
         wanted = manifests.digests(manifest)
         preamble = archive.preamble(manifest_bytes, manifest, agent_id)
-        size_bytes = archive.size_bytes(len(preamble), wanted)
-        for offset in range(0, len(preamble), MAX_FRAME_BYTES):
-            yield size_bytes, preamble[offset : offset + MAX_FRAME_BYTES]
-        async with aclosing(self._reader.frames(namespace, wanted, 0, MAX_FRAME_BYTES)) as frames:
-            async for digest, offset, data in frames:
-                if offset == 0:
-                    yield size_bytes, archive.blob_header(digest)
-                yield size_bytes, data
-                if offset + len(data) == digest.size_bytes:
-                    yield size_bytes, archive.padding(digest.size_bytes)
-        yield size_bytes, archive.END
+        async with self._reader.open(namespace, wanted) as source, aclosing(_archive(preamble, source)) as pieces:
+            yield Archive(archive.size_bytes(len(preamble), wanted), pieces, source)
 
     async def manifest_bytes(self, namespace: str, snapshot: SnapshotVersion) -> bytes:
         """The manifest of a version, as it was stored. Raises DataLoss."""
@@ -270,6 +271,18 @@ class Transfers:
                 writer.finish()
 
         await self._threads.run(write)
+
+
+async def _archive(preamble: bytes, source: BlobSource) -> AsyncGenerator[bytes, None]:
+    for offset in range(0, len(preamble), MAX_FRAME_BYTES):
+        yield preamble[offset : offset + MAX_FRAME_BYTES]
+    while (piece := await source.next_piece()) is not None:
+        if piece.is_first:
+            yield archive.blob_header(piece.digest)
+        yield piece.data
+        if piece.offset + len(piece.data) == piece.digest.size_bytes:
+            yield archive.padding(piece.digest.size_bytes)
+    yield archive.END
 
 
 async def _take(intake: BlobIntake, piece: BlobPiece) -> None:
