@@ -10,6 +10,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.model_identity import default_policy, kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model_runner import ModelRunner
+from inference_svc.models import kvasir_tiny
 from inference_svc.models.loading import LoadedModel, device, find_model, load
 from inference_svc.plan import ModelInfo
 from inference_svc.token_text import TokenText
@@ -46,7 +47,7 @@ def open_model(
     runner.check_policy(policy)
     identity = kv_identity(weights_digest(directory, cache_dir), runner.layers, policy)
     info = ModelInfo(
-        name=directory.name if isinstance(name, Path) or Path(name).is_dir() else str(name),
+        name=_shown_name(name, directory),
         kv_identity=identity,
         kv_identity_hash=kv_identity_hash(identity),
         tokenizer_digest=tokenizer_digest(directory),
@@ -63,6 +64,12 @@ def open_model(
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
     )
     return OpenedModel(info, loaded.tokenizer, _token_text(directory, loaded), runner.vocabulary_size, device()), runner
+
+
+def _shown_name(name: str | Path, directory: Path) -> str:
+    if directory == kvasir_tiny.path():
+        return kvasir_tiny.NAME
+    return directory.name if Path(name).is_dir() else str(name)
 
 
 def _context_tokens(config: dict[str, Any], asked: int | None) -> int:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+NAME = "kvasir-tiny"
+
 
 def path() -> Path:
     """The model's directory, in the form that `mlx_lm.load` takes."""
