@@ -195,9 +195,7 @@ class Killer:
             return ask()
         except (errors.Unavailable, errors.Internal, errors.Cancelled) as broken:
             self.broken_turns += 1
-            told = broken.metadata["remembered_version"]
-            assert not told or int(told) == number
-            assert broken.metadata["request_id"] == f"{self._agent} {number}"
+            self._check_told(number, broken)
             return None
         finally:
             if killer is not None:
@@ -205,6 +203,11 @@ class Killer:
                 self._house.repair()
             # Everything acknowledged before is there, and at most this turn besides.
             assert head_version(self._house, self._agent) in (number, number + 1)
+
+    def _check_told(self, number: int, broken: errors.KvasirError) -> None:
+        """The error says what was kept, as far as the client could know, and how to ask again."""
+        assert broken.metadata["remembered_version"] in ("", str(number))
+        assert broken.metadata["request_id"] == f"{self._agent} {number}"
 
     def _is_durable(self, number: int, reply: Reply) -> bool:
         """A reply told as committed is; one told as pending becomes so while its engine lives."""

@@ -1,0 +1,147 @@
+"""Who may call, whose memory they reach, and how the service comes and goes."""
+
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir import errors
+from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, write_credentials
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference_client_turns import Reply
+
+from tests.system_fixtures import House
+
+GREEDY = {"max_tokens": 8}
+SECRET = "The word of the day is heliotrope, and nobody else may know it. " * 12
+
+
+@pytest.fixture(scope="module")
+def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, dict[str, str]]]:
+    """A house whose store and engine ask for tokens: callers of two namespaces, and the engine's own in each."""
+    root = tmp_path_factory.mktemp("guarded")
+    house = House(root, model)
+    people = [
+        *(Principal(f"{space}-client", space, frozenset({CLIENT})) for space in ("north", "south", "storeless")),
+        *(Principal(f"{space}-engine", space, frozenset({ENGINE})) for space in ("north", "south")),
+        Principal("north-peer", "north", frozenset({PEER})),
+    ]
+    tokens = write_credentials(root / "credentials.toml", people, lambda: secrets.token_urlsafe(32))
+    for service in (house.store, house.engine):
+        service.options += ["--credentials-file", str(root / "credentials.toml")]
+    for space in ("north", "south"):
+        path = root / f"{space}.token"
+        path.write_text(tokens[f"{space}-engine"])
+        path.chmod(0o600)
+        house.engine.options += ["--store-token-file", f"{space}={path}"]
+    try:
+        house.start()
+        yield house, tokens
+    finally:
+        house.close()
+
+
+def test_an_agent_of_another_namespace_does_not_exist(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    message = [{"role": "user", "content": SECRET}]
+    with house.client(tokens["north-client"]) as north, house.client(tokens["south-client"]) as south:
+        told = north.reply(agent_id="same name", messages=message, sampling=GREEDY)
+        assert told.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+        with pytest.raises(errors.FailedPrecondition) as nothing:
+            south.reply(agent_id="same name", append_messages=message, sampling=GREEDY)
+        assert nothing.value.reason == "NO_MESSAGES"
+        # Not even by its blocks: the same words are computed anew.
+        cold = south.reply(agent_id="same name", messages=message, sampling=GREEDY)
+        assert (cold.started.source, cold.started.cached_tokens) == (pb.CACHE_SOURCE_COLD, 0)
+        assert cold.finished.snapshot.version == 1
+        # Where they may be shared, they are.
+        sharing = north.reply(agent_id="other name", messages=message, sampling=GREEDY)
+        assert (sharing.started.source, sharing.started.cached_tokens) == (pb.CACHE_SOURCE_SHARED, 256)
+        assert sharing.token_ids == cold.token_ids == told.token_ids
+
+
+def test_a_namespace_without_a_store_has_hot_memory_alone(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    with house.client(tokens["storeless-client"]) as client:
+        message = [{"role": "user", "content": "Hello."}]
+        client.reply(agent_id="a", messages=message, sampling=GREEDY)
+        again = client.reply(agent_id="a", append_messages=message, sampling=GREEDY)
+    assert again.started.source == pb.CACHE_SOURCE_HOT
+    assert again.finished.snapshot.state == pb.SNAPSHOT_STATE_NONE
+    assert "no store" in again.finished.snapshot.reason
+
+
+def test_wrong_tokens_and_roles_are_refused(guarded: tuple[House, dict[str, str]]) -> None:
+    house, tokens = guarded
+    with house.client("x" * 43) as stranger, pytest.raises(errors.Unauthenticated):
+        stranger.reply(prompt="hello")
+    with house.client(tokens["north-peer"]) as peer, pytest.raises(errors.PermissionDenied):
+        peer.reply(prompt="hello")
+
+
+def test_sigterm_lets_a_running_turn_end_and_its_memory_be_stored(own_house: House) -> None:
+    replies: list[Reply] = []
+    with own_house.client() as client:
+        events = client.generate(agent_id="a", prompt="once upon a time", sampling={"max_tokens": 300})
+        next(events)
+
+        def listen() -> None:
+            reply = Reply()
+            for event in events:
+                reply.add(event)
+            replies.append(reply)
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        time.sleep(0.1)
+        assert own_house.engine.stop() == 0
+        listener.join(10)
+    assert replies[0].finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+    own_house.engine.start()
+    with own_house.client() as client:
+        again = client.reply(agent_id="a", prompt="once upon a time" + replies[0].text, sampling=GREEDY)
+    assert again.started.source == pb.CACHE_SOURCE_WARM
+
+
+def test_an_engine_that_loses_the_head_to_another_says_so_and_forgets_what_lost(own_house: House) -> None:
+    """Two engines, one store, one agent: the compare-and-swap decides."""
+    other = House(own_house.root / "other", own_house.model)
+    other.engine.options += ["--store", own_house.store.address]
+    try:
+        other.engine.start()
+        with own_house.client() as here, other.client() as there:
+            here.reply(agent_id="shared", messages=[{"role": "user", "content": "Hello."}], sampling=GREEDY)
+            turn = {"agent_id": "shared", "append_messages": [{"role": "user", "content": "And then?"}]}
+            slow = here.generate(**turn, sampling={"max_tokens": 400})  # type: ignore[arg-type]
+            next(slow)
+            fast = there.reply(**turn, sampling=GREEDY)  # type: ignore[arg-type]
+            assert fast.finished.snapshot.version == 2
+            *_, last = slow
+            assert last.finished.snapshot.state == pb.SNAPSHOT_STATE_FAILED
+            assert "version 2" in last.finished.snapshot.reason
+            following = here.reply(**turn, sampling=GREEDY)  # type: ignore[arg-type]
+            assert following.started.source == pb.CACHE_SOURCE_WARM
+            assert following.started.parent_version == 2
+            assert following.finished.snapshot.version == 3
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--listen", "127.0.0.1:0"], "credential"),
+        (["--listen", "unix:/tmp/kv-none/s", "--memory-gib", "-1"], "--memory-gib"),
+        ([], "--listen"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_said_in_one_line(options: list[str], expected: str) -> None:
+    command = [sys.executable, "-m", "inference_svc", "serve", "--store", "unix:/tmp/kv-none/store", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 78
+    assert expected in ended.stderr
+    assert "Traceback" not in ended.stderr
