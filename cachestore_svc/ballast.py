@@ -38,6 +38,10 @@ class Ballast:
             finally:
                 self._disk.close(descriptor)
 
+    def missing_bytes(self) -> int:
+        """What was given up, or never found room: no blob may take it."""
+        return max(0, self._size_bytes - (self._disk.size_bytes(self._path) or 0))
+
     def give_up(self) -> bool:
         """Free the bytes. False when there were none."""
         with self._lock:

@@ -115,9 +115,10 @@ class Writers:
                 return self._open[key].received_bytes
             return self._parts[key].size_bytes if key in self._parts else 0
 
-    def is_open(self, namespace: str, hash_: str) -> bool:
+    def namespaces(self) -> set[str]:
+        """Those that have parts: one whose first blob never came whole has no row."""
         with self._lock:
-            return (namespace, hash_) in self._open
+            return {namespace for namespace, _ in self._parts}
 
     def drop_parts(self, namespace: str, left_before_unix_ms: int) -> int:
         """Remove parts that nobody went on with; how many bytes that gave back."""

@@ -13,7 +13,8 @@ from cachestore_svc.records import GcReport
 
 def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
     """See cachestore_svc.store.Store.collect_garbage."""
-    names = core.index.read(namespaces) if namespace is None else [namespace]
+    known = {*core.index.read(namespaces), *core.writers.namespaces()}
+    names = sorted(known) if namespace is None else [namespace]
     reports = [_dry_run(core, name) if dry_run else _collect_one(core, name) for name in names]
     if not dry_run:
         core.index.write(garbage.remove_unused_schemas, frees_space=True)

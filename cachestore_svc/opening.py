@@ -58,7 +58,7 @@ def _open(config: StoreConfig, clock: Callable[[], float], token_hex: Callable[[
     try:
         incarnation = _incarnation(index, path, token_hex)
         files = BlobFiles(config.data_dir / "namespaces", disk)
-        space = Space(config, disk, index.read(_stored_bytes))
+        space = Space(config, disk, ballast, index.read(_stored_bytes))
         writers = Writers(files, disk, space, now_unix_ms)
         history = History(incarnation, config.event_history)
         core = Core(config, disk, ballast, index, files, space, writers, history, now_unix_ms)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from kvasir.errors import ResourceExhausted
 
+from cachestore_svc.ballast import Ballast
 from cachestore_svc.disk import Disk
 from cachestore_svc.records import StoreConfig
 
@@ -17,9 +18,10 @@ from cachestore_svc.records import StoreConfig
 class Space:
     """Bytes stored and reserved, per namespace. Used from any thread."""
 
-    def __init__(self, config: StoreConfig, disk: Disk, stored_bytes: Mapping[str, int]) -> None:
+    def __init__(self, config: StoreConfig, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
         self._config = config
         self._disk = disk
+        self._ballast = ballast
         self._lock = threading.Lock()
         self._stored: Counter[str] = Counter(stored_bytes)
         self._reserved: Counter[str] = Counter()
@@ -31,11 +33,11 @@ class Space:
                 raise self._quota_full(namespace, size_bytes, shortage)
             free = self._disk.free_bytes(self._config.data_dir)
             # Reserved bytes may be on the disk already: counting them twice errs on the side that holds.
-            wanted = self._reserved.total() + size_bytes + self._config.free_disk_reserve_bytes
-            if free < wanted:
+            kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
+            if free < self._reserved.total() + size_bytes + kept:
                 raise ResourceExhausted(
                     f"disk: {size_bytes} bytes asked and {self._reserved.total()} reserved would leave less than "
-                    f"{self._config.free_disk_reserve_bytes} of the {free} free",
+                    f"{kept} of the {free} free",
                     reason="DISK_FULL",
                     retry_after_s=60,
                     metadata={"free_bytes": str(free), "asked_bytes": str(size_bytes)},

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from blake3 import blake3
 from kvasir.digest import Digest
 
 from cachestore_svc.disk import Disk
@@ -53,6 +54,9 @@ class Lab:
             **{"data_dir": self.root, "free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings}  # type: ignore[arg-type]
         )
         return Store.open(config, self.clock, self.chance, disk)
+
+    def directory_of(self, namespace: str) -> Path:
+        return self.root / "namespaces" / blake3(namespace.encode()).hexdigest()[:32]
 
     @property
     def blob_files(self) -> dict[str, Path]:

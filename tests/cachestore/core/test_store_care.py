@@ -1,0 +1,307 @@
+"""The store looks after itself: opening, locking, migrating, events that outlive restarts, check and repair."""
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+
+import pytest
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+
+from cachestore_svc import migrations
+from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
+from tests.cachestore.core.start_up import fill
+from tests.synthetic import SMALL, SyntheticAgent
+
+YESTERDAY = Path(__file__).parent / "yesterday"
+
+
+def test_what_was_committed_is_there_after_a_restart(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        done = publish(store, "a", content, 0)
+    with lab.open() as store:
+        assert_restores(store, store.get_snapshot(NS, "a"), content)
+        assert store.get_snapshot(NS, "a") == done
+        assert store.stats(NS).blob_bytes == done.total_bytes
+
+
+def test_a_directory_has_one_store_and_the_refusal_names_its_process(lab: Lab) -> None:
+    with lab.open():
+        with pytest.raises(Unavailable, match=str(os.getpid())) as refused:
+            lab.open()
+        assert refused.value.reason == "LOCKED"
+        assert refused.value.metadata == {"pid": str(os.getpid())}
+    lab.open().close()
+
+
+def test_a_dead_process_holds_no_lock(lab: Lab) -> None:
+    code = f"""
+import pathlib, sys, time
+from tests.cachestore.core.lab import Lab
+store = Lab(pathlib.Path({str(lab.root)!r})).open()
+print("open", flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        with pytest.raises(Unavailable, match=str(holder.pid)):
+            lab.open()
+        holder.send_signal(signal.SIGKILL)
+    lab.open().close()
+
+
+def test_a_closed_store_refuses_and_closes_twice(lab: Lab) -> None:
+    store = lab.open()
+    store.close()
+    store.close()
+    with pytest.raises(Unavailable) as refused:
+        store.stats(NS)
+    assert refused.value.reason == "CLOSED"
+
+
+def test_a_newer_database_is_refused_and_left_alone(lab: Lab) -> None:
+    lab.open().close()
+    with sqlite3.connect(lab.root / "kvasir.sqlite3") as connection:
+        connection.execute("INSERT INTO migrations VALUES (999, 0)")
+    connection.close()
+    with pytest.raises(FailedPrecondition, match="newer") as refused:
+        lab.open()
+    assert refused.value.reason == "DATA_TOO_NEW"
+
+
+def test_a_step_that_fails_leaves_the_database_as_it_was(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+
+    def broken(database: object) -> None:
+        database.conn.execute("DROP TABLE leases")  # type: ignore[attr-defined]
+        raise RuntimeError("broken step")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, broken))
+        with pytest.raises(RuntimeError, match="broken step"):
+            lab.open()
+    with lab.open() as store:
+        assert store.check().is_clean
+
+
+def test_yesterdays_data_directory_opens_today(lab: Lab) -> None:
+    """Made by the first form of the database; it is never made anew, so that every later step must take it along."""
+    lab.root.mkdir()
+    with sqlite3.connect(lab.root / "kvasir.sqlite3") as connection:
+        connection.executescript((YESTERDAY / "form-1.sql").read_text())
+    connection.close()
+    agent = SyntheticAgent(SMALL, 1)
+    first, second = agent.turn(300, is_prompt=True), agent.turn(30)
+    for content in (first, second):
+        for digest, data in {**content.new_blobs, content.manifest_digest: content.manifest_bytes}.items():
+            path = lab.directory_of(NS) / "blobs" / digest.hash[:2] / digest.hash
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    with lab.open() as store:
+        assert store.check().is_clean
+        assert_restores(store, store.get_snapshot(NS, "a", version=1), first)
+        assert_restores(store, store.get_snapshot(NS, "a", version=2), second)
+        assert dict(store.get_agent(NS, "a").labels) == {"made": "yesterday"}
+        publish(store, "a", agent.turn(30), 2)
+
+
+def test_a_start_sweeps_what_a_crash_left_and_nothing_else(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+    shelf = lab.blob_files[content.digests[0].hash].parent
+    part = shelf / f"{shelf.name}{'0' * 62}.part"
+    orphan = shelf / f"{shelf.name}{'1' * 62}"
+    of_nobody = lab.root / "namespaces" / ("ab" * 16) / "blobs" / "cd" / ("cd" * 32)
+    of_nobody.parent.mkdir(parents=True)
+    for path in (part, orphan, of_nobody):
+        path.write_bytes(b"left")
+    with lab.open() as store:
+        assert not any(path.exists() for path in (part, orphan, of_nobody))
+        assert store.check().is_clean
+        assert_restores(store, store.get_snapshot(NS, "a"), content)
+
+
+def test_a_start_finds_a_row_without_its_file_and_says_so(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+    lab.blob_files[content.digests[0].hash].unlink()
+    with lab.open() as store:
+        assert store.damaged(NS) == [content.digests[0]]
+        upload(store, content)
+        assert store.damaged(NS) == []
+
+
+def test_a_start_with_5000_blobs_takes_a_twentieth_of_what_100000_may(lab: Lab) -> None:
+    """100,000 may take two seconds, and are measured by `python -m tests.cachestore.core.start_up`. A start costs
+    something with no blob, too: hence 0.2 s here."""
+    fill(lab.root, 5_000)
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        with lab.open() as store:
+            times.append(time.perf_counter() - began)
+            assert (store.stats(NS).blob_count, store.damaged(NS)) == (5_000, [])
+    assert min(times) < 0.2
+
+
+# --- events ---
+
+
+def test_events_come_in_order_once_and_over_a_restart(lab: Lab) -> None:
+    with lab.open() as store:
+        start = store.events_after(NS, None).cursor
+        agent = SyntheticAgent(SMALL, 1)
+        first = publish(store, "a", agent.turn(3), 0)
+        store.update_agent(NS, "a", labels={"x": "y"})
+        [forked] = store.fork_agent(NS, "a", "b").lines
+        half = store.events_after(NS, start, limit=2)
+        assert [event.body for event in half.events] == [Committed(first), AgentUpdated("a")]
+    with lab.open() as store:
+        back = store.rollback_agent(NS, "a", 1)
+        store.delete_agent(NS, "a")
+        rest = store.events_after(NS, half.cursor)
+        assert [event.body for event in rest.events] == [Committed(forked), Committed(back), AgentDeleted("a")]
+        assert not rest.is_lost
+        assert store.events_after(NS, rest.cursor).events == ()
+
+
+def test_a_cursor_that_is_too_old_of_the_future_or_of_another_history_has_lost_events(lab: Lab) -> None:
+    with lab.open(event_history=3) as store:
+        start = store.events_after(NS, None).cursor
+        agent = SyntheticAgent(SMALL, 1)
+        for turn in range(3):
+            publish(store, "a", agent.turn(3), turn)
+        assert len(store.events_after(NS, start).events) == 3
+        publish(store, "a", agent.turn(3), 3)
+        for cursor in (start, EventCursor(start.incarnation, 99), EventCursor("other", 3)):
+            batch = store.events_after(NS, cursor)
+            assert (batch.is_lost, batch.events, batch.cursor.sequence) == (True, (), 4)
+
+
+def test_a_database_copied_back_is_another_incarnation(lab: Lab) -> None:
+    with lab.open() as store:
+        before = store.events_after(NS, None).cursor
+    with lab.open() as store:
+        assert store.events_after(NS, None).cursor.incarnation == before.incarnation
+    database = lab.root / "kvasir.sqlite3"
+    copy = lab.root / "backup"
+    copy.write_bytes(database.read_bytes())
+    copy.replace(database)
+    with lab.open() as store:
+        assert store.events_after(NS, None).cursor.incarnation != before.incarnation
+        assert store.events_after(NS, before).is_lost
+
+
+def test_an_absurd_limit_is_refused(store: Store) -> None:
+    for limit in (0, -1, 1001):
+        with pytest.raises(InvalidArgument):
+            store.events_after(NS, None, limit)
+
+
+# --- check and repair ---
+
+
+def corrupt_reference(lab: Lab) -> None:
+    with sqlite3.connect(lab.root / "kvasir.sqlite3") as connection:
+        connection.execute("DELETE FROM manifest_blobs WHERE position = 1")
+    connection.close()
+
+
+def dangle(lab: Lab) -> None:
+    with sqlite3.connect(lab.root / "kvasir.sqlite3") as connection:
+        connection.execute("INSERT INTO prefixes VALUES (1, 'x', 999)")
+    connection.close()
+
+
+@pytest.mark.parametrize(("harm", "problem"), [(corrupt_reference, "WRONG_REFERENCES"), (dangle, "DANGLING_ROW")])
+def test_check_finds_what_is_wrong_in_the_index(lab: Lab, harm: Callable[[Lab], None], problem: str) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(600)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+    harm(lab)
+    with lab.open() as store:
+        assert {finding.problem for finding in store.check().findings} == {problem}
+        assert [each.is_repaired for each in store.check(repair=True).findings] == [problem == "WRONG_REFERENCES"]
+        assert_restores(store, store.get_snapshot(NS, "a"), content)
+
+
+def test_check_walks_files_both_ways_and_repairs_them(lab: Lab, store: Store) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(600)
+    publish(store, "a", content, 0)
+    missing, short, gone_bad = (lab.blob_files[digest.hash] for digest in content.digests)
+    orphan = missing.parent / (missing.name[:2] + "0" * 62)
+    strange = missing.parent / "notes.txt"
+    orphan.write_bytes(b"x")
+    strange.write_bytes(b"x")
+    missing.unlink()
+    whole = gone_bad.read_bytes()
+    short.write_bytes(short.read_bytes()[:-1])
+    found = sorted((finding.problem, finding.detail[:64]) for finding in store.check().findings)
+    assert found == sorted(
+        [
+            ("MISSING_FILE", missing.name),
+            ("ORPHAN_FILE", orphan.name),
+            ("STRANGE_FILE", "notes.txt"),
+            ("WRONG_SIZE", short.name),
+        ]
+    )
+    assert all(
+        finding.is_repaired or finding.problem == "STRANGE_FILE" for finding in store.check(repair=True).findings
+    )
+    assert not orphan.exists()
+    assert strange.exists()
+    assert {digest.hash for digest in store.damaged(NS)} == {missing.name, short.name}
+    # Only a re-hash sees bytes of the right length.
+    gone_bad.write_bytes(bytes(len(whole)))
+    [progress] = store.scrub()
+    assert [digest.hash for digest in progress.damaged] == [gone_bad.name]
+    # What can be read again is taken out of quarantine.
+    gone_bad.write_bytes(whole)
+    assert {f.detail: f.is_repaired for f in store.check(repair=True).findings}[gone_bad.name]
+    write(store, content.digests[0], content.new_blobs[content.digests[0]], BlobKind.TENSORS)
+    write(store, content.digests[1], content.new_blobs[content.digests[1]], BlobKind.TENSORS)
+    strange.unlink()
+    assert store.check().is_clean
+
+
+def test_verify_of_an_agent_reads_its_blobs_and_no_others(lab: Lab, store: Store) -> None:
+    content, other = SyntheticAgent(SMALL, 1).turn(600), SyntheticAgent(SMALL, 2).turn(600)
+    publish(store, "a", content, 0)
+    publish(store, "b", other, 0)
+    for digest in (content.digests[0], other.digests[0]):
+        lab.blob_files[digest.hash].write_bytes(b"")
+    *_, last = store.verify(NS, "a")
+    assert (last.blobs_checked, last.blobs_total, last.damaged) == (4, 4, (content.digests[0],))
+    assert store.damaged(NS) == [content.digests[0]]
+    with pytest.raises(NotFound):
+        store.verify(NS, "c")
+
+
+def test_a_check_beside_writers_finds_nothing_wrong(lab: Lab, store: Store) -> None:
+    is_over = Event()
+    findings: list[object] = []
+
+    def look() -> None:
+        while not is_over.is_set():
+            findings.extend(store.check(repair=True).findings)
+
+    watcher = Thread(target=look)
+    watcher.start()
+    for number in range(30):
+        publish(store, f"agent-{number % 7}-{number}", SyntheticAgent(SMALL, number).turn(30), 0, f"ns-{number % 5}")
+        store.collect_garbage()
+    is_over.set()
+    watcher.join()
+    assert findings == []

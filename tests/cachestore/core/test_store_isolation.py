@@ -1,0 +1,153 @@
+"""One namespace never learns what another has: not by name, digest, block hash, cursor, count or quota."""
+
+import inspect
+from collections.abc import Callable
+
+import pytest
+from kvasir.block_hash import kv_identity_hash
+from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
+
+from cachestore_svc.records import BlobKind
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
+from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+
+KV = kv_identity_hash(SMALL)
+THEIRS = "theirs"
+
+
+@pytest.fixture
+def content(store: Store) -> SyntheticSnapshot:
+    """What the other namespace has: an agent of two versions with bound blocks, a lease and an event."""
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "secret", agent.turn(300, is_prompt=True), 0, THEIRS, bind_shared=True)
+    content = agent.turn(30)
+    publish(store, "secret", content, 1, THEIRS)
+    store.acquire_lease(THEIRS, "secret", KV, "engine", 60)
+    return content
+
+
+HASHES = SyntheticAgent(SMALL, 1)
+HASHES.turn(300, is_prompt=True)
+
+
+def not_found(call: Callable[[], object]) -> None:
+    with pytest.raises(NotFound):
+        call()
+
+
+# Each method of the store, asked in our namespace for what is theirs.
+PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
+    "find_missing": lambda s, c: s.find_missing(NS, c.digests) == c.digests or pytest.fail("their blobs were seen"),
+    "open_writer": lambda s, c: s.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen"),
+    "write_status": lambda s, c: s.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen"),
+    "read_blob": lambda s, c: not_found(lambda: s.read_blob(NS, c.digests[0])),
+    "damaged": lambda s, c: s.damaged(NS) == [] or pytest.fail("seen"),
+    "commit": lambda s, c: refused(lambda: s.commit(NS, "mine", c.manifest_digest, 0)),
+    "get_snapshot": lambda s, c: not_found(lambda: s.get_snapshot(NS, "secret")),
+    "list_snapshots": lambda s, c: not_found(lambda: s.list_snapshots(NS, "secret")),
+    "snapshot_digests": lambda s, c: not_found(lambda: s.snapshot_digests(NS, "secret")),
+    "find_prefix": lambda s, c: s.find_prefix(NS, KV, HASHES.block_hashes(THEIRS)) == [] or pytest.fail("seen"),
+    "list_agents": lambda s, c: s.list_agents(NS).agents == () or pytest.fail("seen"),
+    "get_agent": lambda s, c: not_found(lambda: s.get_agent(NS, "secret")),
+    "update_agent": lambda s, c: not_found(lambda: s.update_agent(NS, "secret", is_pinned=True)),
+    "fork_agent": lambda s, c: not_found(lambda: s.fork_agent(NS, "secret", "mine")),
+    "rollback_agent": lambda s, c: not_found(lambda: s.rollback_agent(NS, "secret", 1)),
+    "delete_agent": lambda s, c: not_found(lambda: s.delete_agent(NS, "secret", force=True)),
+    "acquire_lease": lambda s, c: (
+        s.acquire_lease(NS, "secret", KV, "mine", 10).token.generation == 1 or pytest.fail("x")
+    ),
+    "renew_lease": lambda s, c: not_found(lambda: s.renew_lease(NS, "secret", KV, their_token(s), 10)),
+    "release_lease": lambda s, c: not_found(lambda: s.release_lease(NS, "secret", KV, their_token(s))),
+    "events_after": lambda s, c: s.events_after(NS, None).cursor.sequence == 0 or pytest.fail("counted"),
+    "verify": lambda s, c: not_found(lambda: list(s.verify(NS, "secret"))),
+    "collect_garbage": lambda s, c: s.collect_garbage(NS).blobs_marked == 0 or pytest.fail("marked"),
+    "stats": lambda s, c: (s.stats(NS).blob_count, s.stats(NS).counters) == (0, {}) or pytest.fail("counted"),
+}
+# These are of the whole store: no namespace asks them.
+WHOLE_STORE = {"open", "close", "subscribe", "scrub", "check"}
+
+
+def their_token(store: Store) -> object:
+    return store.acquire_lease(THEIRS, "secret", KV, "engine", 60).token
+
+
+def refused(call: Callable[[], object]) -> None:
+    with pytest.raises(FailedPrecondition, match="not here"):
+        call()
+
+
+def test_every_method_of_the_store_is_probed() -> None:
+    methods = {name for name, _ in inspect.getmembers(Store, callable) if not name.startswith("_")}
+    assert methods == set(PROBES) | WHOLE_STORE
+
+
+@pytest.mark.parametrize("method", PROBES)
+def test_what_is_theirs_does_not_exist_for_us(store: Store, content: SyntheticSnapshot, method: str) -> None:
+    before = (store.get_agent(THEIRS, "secret"), store.list_snapshots(THEIRS, "secret"), store.stats(THEIRS).blob_count)
+    PROBES[method](store, content)
+    assert before == (
+        store.get_agent(THEIRS, "secret"),
+        store.list_snapshots(THEIRS, "secret"),
+        store.stats(THEIRS).blob_count,
+    )
+    assert_restores(store, store.get_snapshot(THEIRS, "secret"), content, THEIRS)
+
+
+def test_a_manifest_of_ours_cannot_name_their_blobs(store: Store, content: SyntheticSnapshot) -> None:
+    write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
+    refused(lambda: store.commit(NS, "mine", content.manifest_digest, 0))
+
+
+def test_the_same_bytes_are_two_files_and_one_may_be_swept_or_damaged_alone(
+    lab: Lab, store: Store, content: SyntheticSnapshot
+) -> None:
+    ours = SyntheticAgent(SMALL, 1).turn(300, is_prompt=True)
+    publish(store, "secret", ours, 0)
+    assert len(list(lab.root.rglob(ours.digests[0].hash))) == 2
+    store.delete_agent(NS, "secret")
+    store.collect_garbage()
+    lab.clock.pass_s(100_000)
+    assert store.collect_garbage(NS).blobs_swept == 3
+    assert len(list(lab.root.rglob(ours.digests[0].hash))) == 1
+    assert_restores(store, store.get_snapshot(THEIRS, "secret"), content, THEIRS)
+    # Damage in one is none in the other.
+    upload(store, ours)
+    [our_file] = [path for path in lab.root.rglob(ours.digests[0].hash) if lab.directory_of(NS) in path.parents]
+    our_file.write_bytes(b"")
+    list(store.verify(NS))
+    assert store.damaged(THEIRS) == []
+
+
+def test_deleting_our_agent_leaves_theirs_of_the_same_name(store: Store, content: SyntheticSnapshot) -> None:
+    publish(store, "secret", SyntheticAgent(SMALL, 7).turn(20), 0)
+    store.update_agent(NS, "secret", labels={"a": "b"}, is_pinned=True)
+    store.delete_agent(NS, "secret", force=True)
+    agent = store.get_agent(THEIRS, "secret")
+    assert (dict(agent.labels), agent.is_pinned, agent.lines[0].version) == ({}, False, 2)
+
+
+def test_a_binding_of_ours_is_not_found_by_them_even_with_our_hashes(store: Store, content: SyntheticSnapshot) -> None:
+    agent = SyntheticAgent(SMALL, 9)
+    publish(store, "mine", agent.turn(256, is_prompt=True), 0, bind_shared=True)
+    assert store.find_prefix(NS, KV, agent.block_hashes(NS))
+    assert store.find_prefix(THEIRS, KV, agent.block_hashes(NS)) == []
+    assert agent.block_hashes(NS) != agent.block_hashes(THEIRS)
+
+
+def test_a_full_quota_of_theirs_refuses_them_and_not_us(lab: Lab) -> None:
+    with lab.open(namespace_quota_bytes={THEIRS: 10_000}) as store:
+        snapshot = SyntheticAgent(SMALL, 1).turn(300)
+        with pytest.raises(ResourceExhausted):
+            publish(store, "a", snapshot, 0, THEIRS)
+        publish(store, "a", snapshot, 0)
+
+
+def test_watchers_hear_which_namespace_and_only_of_what_is_durable(store: Store) -> None:
+    heard: list[str] = []
+    end = store.subscribe(heard.append)
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0, THEIRS)
+    assert heard == [THEIRS]
+    end()
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+    assert heard == [THEIRS]
