@@ -1,0 +1,57 @@
+"""What the demo says: each turn asks about what was told by then; one agent alone is told a secret; claims count."""
+
+import io
+from pathlib import Path
+
+import pytest
+from kvasir.cli.demo import FULL, QUICK, Size
+from kvasir.cli.demo_claims import Claims
+from kvasir.cli.demo_plot import Timing, plot
+from kvasir.cli.demo_script import Story, told_story
+from rich.console import Console
+
+
+@pytest.fixture(scope="module", params=[FULL, QUICK], ids=["full", "quick"])
+def stories(request: pytest.FixtureRequest) -> list[Story]:
+    size: Size = request.param
+    return [told_story(*each) for each in zip(size.seeds, size.tokens, size.turns, strict=True)]
+
+
+def test_each_turn_ends_with_a_question_about_what_was_told_by_then(stories: list[Story]) -> None:
+    for story in stories:
+        heard = ""
+        for turn in story.turns:
+            heard += "\n".join(message.content for message in turn.messages[:-1])
+            assert turn.messages[-1].content == turn.question.text
+            assert turn.question.value in heard
+            assert turn.question.answer not in turn.messages[-1].content
+
+
+def test_no_question_is_asked_twice(stories: list[Story]) -> None:
+    for story in stories:
+        asked = [turn.question.text for turn in story.turns] + [question.text for question in story.later[:4]]
+        assert len(set(asked)) == len(asked)
+
+
+def test_the_first_agent_has_a_secret_that_the_second_is_not_told(stories: list[Story]) -> None:
+    one, two = stories
+    assert one.secret is not None
+    assert one.secret.value in one.text
+    assert one.secret.value not in two.text
+    assert one.agent != two.agent
+
+
+def test_a_claim_that_is_not_true_is_shown_and_counted() -> None:
+    shown = io.StringIO()
+    claims = Claims(Console(file=shown, width=200))
+    claims.check("water is wet", holds=True, found="measured")
+    claims.check("water is dry", holds=False, found="not measured")
+    assert [claim.text for claim in claims.broken] == ["water is dry"]
+    assert "✗ NOT TRUE: water is dry (not measured)" in shown.getvalue()
+    assert "✓ water is wet (measured)" in shown.getvalue()
+
+
+def test_the_picture_is_a_png(tmp_path: Path) -> None:
+    path = tmp_path / "demo.png"
+    plot([Timing(1000, 0.5, 0.05, 0.04, 0, 1, 1), Timing(2000, 1.0, 0.06, 0.05, 0, 1, 1)], path, "a test")
+    assert path.read_bytes().startswith(b"\x89PNG")
