@@ -43,10 +43,14 @@ class Proxy:
                 threading.Thread(target=self._forward, args=(pair, True), daemon=True).start()
                 threading.Thread(target=self._forward, args=(pair, False), daemon=True).start()
 
-    def close(self) -> None:
-        self._listener.close()
+    def drop_connections(self) -> None:
         for pair in self._pairs:
             _close(pair)
+        self._pairs.clear()
+
+    def close(self) -> None:
+        self._listener.close()
+        self.drop_connections()
 
     def _forward(self, pair: tuple[socket.socket, socket.socket], is_sending: bool) -> None:
         source, target = pair if is_sending else pair[::-1]
