@@ -1,0 +1,121 @@
+"""Conversations through the shipped model's own template and tokenizer: what is remembered is what is rendered next."""
+
+import json
+from typing import Any
+
+import pytest
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import InvalidArgument
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from inference_svc.conversation import Tool, check_messages, input_digest, parse_tool_calls, render, reply_message
+from inference_svc.models import kvasir_tiny
+from inference_svc.prompting import Prompting
+from inference_svc.token_text import TokenText
+
+WEATHER = Tool("weather", "Tells the weather", '{"type": "object", "properties": {"place": {"type": "string"}}}')
+CALL = '<tool_call>{"name": "weather", "arguments": {"place": "Oslo"}}</tool_call>'
+
+
+def message(role: str, content: str, **more: Any) -> manifest_pb2.Message:
+    return manifest_pb2.Message(role=role, content=content, **more)
+
+
+def call(arguments: str) -> manifest_pb2.ToolCall:
+    return manifest_pb2.ToolCall(id="1", name="weather", arguments_json=arguments)
+
+
+@pytest.fixture(scope="module")
+def prompting() -> Prompting:
+    tokenizer = load_tokenizer(kvasir_tiny.path())
+    tokenizer_json = (kvasir_tiny.path() / "tokenizer.json").read_text(encoding="utf-8")
+    return Prompting(tokenizer, TokenText.of_tokenizer(tokenizer_json, tokenizer.decode))
+
+
+@pytest.mark.parametrize("reply", ["Hello, Zoé.", "", "two\nlines ", "It is “odd” 漢", f"Let me see. {CALL}", CALL * 2])
+def test_the_next_turn_extends_what_was_said(reply: str, prompting: Prompting) -> None:
+    messages = [message("system", "Be kind."), message("user", "Hi, who are you?", name="Marla")]
+    prompt = render(prompting.template, messages, [WEATHER])
+    told = f"{prompt}{reply}<|im_end|>"
+    calls = parse_tool_calls(reply, None, id_prefix="r-")
+    remembered = reply_message(prompting.template, messages, [WEATHER], reply=reply, told_text=told, tool_calls=calls)
+    following = render(prompting.template, [*messages, remembered, message("user", "And then?")], [WEATHER])
+    assert following.startswith(told)
+
+
+def test_a_tool_call_written_in_another_form_is_remembered_as_it_was_said(prompting: Prompting) -> None:
+    spaced = '<tool_call>{"arguments":  {"place":"Oslo"}, "name": "weather"}</tool_call>'
+    messages = [message("user", "Weather?")]
+    told = render(prompting.template, messages, [WEATHER]) + spaced
+    calls = parse_tool_calls(spaced, None, id_prefix="r-")
+    remembered = reply_message(prompting.template, messages, [WEATHER], reply=spaced, told_text=told, tool_calls=calls)
+    assert [json.loads(each.arguments_json) for each in calls] == [{"place": "Oslo"}]
+    assert (remembered.content, len(remembered.tool_calls)) == (spaced, 0)
+
+
+def test_tool_calls_are_read_in_order_and_what_is_none_is_text() -> None:
+    reply = f'{CALL} then <tool_call>not json</tool_call> <tool_call>[1]</tool_call> {CALL}<tool_call>{{"name": '
+    calls = parse_tool_calls(reply, None, id_prefix="r-")
+    assert [(each.id, each.name, each.arguments_json) for each in calls] == [
+        ("r-0", "weather", '{"place": "Oslo"}'),
+        ("r-1", "weather", '{"place": "Oslo"}'),
+    ]
+
+
+def test_a_template_that_refuses_names_the_field_and_quotes_nothing(prompting: Prompting) -> None:
+    def template(messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
+        raise RuntimeError(messages[0]["content"])
+
+    with pytest.raises(InvalidArgument) as refused:
+        render(template, [message("user", "a secret")], [])
+    assert refused.value.field == "messages"
+    assert "secret" not in refused.value.message
+
+
+def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_messages(
+            [message("user", "x"), message("assistant", "", tool_calls=[call("{}"), call("[1]")])], "messages"
+        )
+    assert refused.value.field == "messages[1].tool_calls[1].arguments_json"
+
+
+def test_every_part_of_an_input_changes_its_digest() -> None:
+    digests = {
+        input_digest("prompt", "ab", (), (), ()),
+        input_digest("messages", "ab", (), (), ()),
+        input_digest("prompt", "a", (), (), ()),
+        input_digest("prompt", "ab", (), (), (("seed", "1"),)),
+        input_digest("prompt", "ab", (), (), (("seed", "12"),)),
+        input_digest("prompt", "ab", (), (WEATHER,), ()),
+        input_digest("prompt", "ab", (message("user", "x"),), (), ()),
+        input_digest("prompt", "ab", (message("user", "", name="x"),), (), ()),
+        input_digest("prompt", "ab", (message("userx", ""),), (), ()),
+        input_digest("prompt", "ab", (message("user", "", tool_calls=[call("{}")]),), (), ()),
+        input_digest("prompt", "ab", (message("user", ""), message("user", "")), (), ()),
+    }
+    assert len(digests) == 11
+    assert input_digest("prompt", "ab", (), (), ()) in digests
+
+
+@pytest.mark.parametrize(
+    "text", ["", "plain words", "“Zoé” 漢字 🜚 e\u0301", "<|im_start|>user\nhi<|im_end|>", "\ufffd\n\t"]
+)
+def test_tokens_complete_exactly_the_characters_of_their_text(text: str, prompting: Prompting) -> None:
+    tokens = prompting.tokenize(text)
+    assert len(tokens.ids) == len(tokens.chars)
+    assert sum(tokens.chars) == len(text)
+
+
+def test_a_token_that_ends_inside_a_character_does_not_end_whole(prompting: Prompting) -> None:
+    tokens = prompting.tokenize("x漢")
+    assert [prompting.ends_whole(tokens.ids[:count]) for count in range(1, len(tokens.ids) + 1)] == [
+        True,
+        *(False for _ in tokens.ids[2:]),
+        True,
+    ]
+
+
+def test_no_text_has_fewer_tokens_than_is_said(prompting: Prompting) -> None:
+    for text in ("assistant " * 50, "<|im_start|>" * 50, "漢" * 50):
+        assert prompting.fewest_tokens(len(text.encode())) <= len(prompting.tokenize(text).ids)
