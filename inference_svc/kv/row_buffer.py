@@ -49,7 +49,7 @@ class RowBuffer:
     def fork(self) -> "RowBuffer":
         """The same rows, without copying them. Either side may write on; the other does not see it."""
         other = RowBuffer(self.codec)
-        other.parts = tuple(copy.copy(part) for part in self.parts)
+        other.parts = self.parts
         return other
 
     def to_bytes(self, start: int, stop: int) -> list[bytes]:

@@ -45,7 +45,7 @@ def load(directory: Path, compute_type: str | None) -> LoadedModel:
         model, config = mlx_lm.utils.load_model(directory, lazy=True)
         load_tokenizer: Any = mlx_lm.utils.load_tokenizer
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
-    except (ValueError, FileNotFoundError, KeyError, TypeError) as error:
+    except Exception as error:  # of whichever kind a configuration provokes in mlx-lm or transformers
         raise FailedPrecondition(f"model: mlx-lm cannot load it: {error}", reason="MODEL_NOT_LOADABLE") from error
     if compute_type is None and device() == "cpu":
         compute_type = "float32"

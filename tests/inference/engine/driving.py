@@ -2,7 +2,8 @@
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -25,11 +26,14 @@ GENERATED = 64
 
 
 class Listener:
-    """Collects a turn's events and waits for its end."""
+    """Collects a turn's events and waits for its end. What it is told to do at an event it does at once, on the MLX
+    thread, before the next step: so tests need not race with it."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
         self.steps: list[list[Event]] = []
+        self.handle: Future[TurnHandle] = Future()
+        self._at: list[tuple[type[Event], int, Callable[[], object]]] = []
         self._changed = threading.Condition()
 
     def __call__(self, events: list[Event]) -> None:
@@ -37,10 +41,25 @@ class Listener:
             self.steps.append(events)
             self.events += events
             self._changed.notify_all()
+        due = [action for kind, count, action in self._at if self.count(kind) >= count]
+        self._at = [entry for entry in self._at if entry[2] not in due]
+        for action in due:
+            action()
+
+    def count(self, kind: type[Event]) -> int:
+        return sum(isinstance(event, kind) for event in self.events)
+
+    def at(self, kind: type[Event], count: int, action: Callable[[], object]) -> "Listener":
+        """Do `action` in the step that tells the `count`-th event of a kind."""
+        self._at.append((kind, count, action))
+        return self
+
+    def cancel_at(self, kind: type[Event], count: int) -> "Listener":
+        return self.at(kind, count, lambda: self.handle.result(60).cancel())
 
     def wait_for(self, kind: type[Event], count: int = 1) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: sum(isinstance(e, kind) for e in self.events) >= count, 120)
+            assert self._changed.wait_for(lambda: self.count(kind) >= count, 120)
 
     def end(self) -> Ended:
         with self._changed:
@@ -71,20 +90,21 @@ class Driver:
         tokens: Sequence[int],
         reuse: Reuse | None = None,
         key: SequenceKey | None = None,
+        listener: Listener | None = None,
         keep_partial: bool = False,
         **sampling: Any,
-    ) -> tuple[Listener, TurnHandle]:
+    ) -> Listener:
+        listener = listener or Listener()
         params = replace(SamplingParams(max_tokens=GENERATED), **sampling)
         plan = TurnPlan(tuple(tokens), (1,) * len(tokens), params, reuse or Cold(), key, keep_partial)
-        listener = Listener()
-        return listener, self.engine.submit(plan, listener)
+        listener.handle.set_result(self.engine.submit(plan, listener))
+        return listener
 
     def turn(
         self, tokens: Sequence[int], reuse: Reuse | None = None, key: SequenceKey | None = None, **kw: Any
     ) -> Ended:
         """Run a turn to its end; raises what it failed with."""
-        listener, _ = self.submit(tokens, reuse, key, **kw)
-        return listener.end()
+        return self.submit(tokens, reuse, key, **kw).end()
 
     def reply(self, ended: Ended) -> tuple[int, ...]:
         return ended.state.token_ids[ended.prompt_tokens :]

@@ -15,7 +15,7 @@ from tests.inference.engine.driving import Driver, tokens_of
 engine = Engine.open(Path(sys.argv[1]), cache_dir=Path(sys.argv[2]), memory_budget_bytes=1 << 26)
 driver = Driver(engine)
 driver.turn(tokens_of(300), key=driver.key(), max_tokens=4)
-listener, _ = driver.submit(tokens_of(3000), max_tokens=100)
+listener = driver.submit(tokens_of(3000), max_tokens=100)
 how = sys.argv[3]
 if how in ("closed", "failed"):
     listener.end()

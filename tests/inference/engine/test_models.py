@@ -43,6 +43,7 @@ def test_families_whose_layers_keep_all_tokens_are_restored(config: dict[str, An
 
 def test_the_model_that_ships_is_restored(tmp_path: Path) -> None:
     with opened(kvasir_tiny.path(), tmp_path) as driver:
+        assert driver.engine.model.name == "kvasir-tiny"
         for length, keep in ((700, 700), (513, 300)):
             prompt = tokens_of(length)
             key = driver.key()

@@ -2,7 +2,7 @@
 off.
 """
 
-from collections.abc import Callable
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,21 @@ from inference_svc.engine import Engine
 from inference_svc.plan import (
     BlocksFull,
     Ended,
-    Event,
     Failed,
     FinishReason,
     Hot,
     Prefilled,
     Restored,
-    SamplingParams,
     SequenceKey,
     Started,
     Tokens,
-    TurnPlan,
 )
 from inference_svc.tensor_files import chain_hashes, file_identities
-from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
 def test_a_turn_tells_its_life_in_order(driver: Driver) -> None:
-    listener, _ = driver.submit(tokens_of(600), key=driver.key(), max_tokens=5)
+    listener = driver.submit(tokens_of(600), key=driver.key(), max_tokens=5)
     ended = listener.end()
     kinds = [type(event).__name__ for event in listener.events]
     assert kinds[:6] == ["Started", "BlocksFull", "Prefilled", "BlocksFull", "Prefilled", "Prefilled"]
@@ -44,7 +41,7 @@ def test_a_turn_tells_its_life_in_order(driver: Driver) -> None:
 
 
 def test_a_step_tells_all_its_events_at_once(driver: Driver) -> None:
-    listener, _ = driver.submit(tokens_of(300), max_tokens=3)
+    listener = driver.submit(tokens_of(300), max_tokens=3)
     listener.end()
     assert [[type(e).__name__ for e in step] for step in listener.steps] == [
         ["Started", "BlocksFull", "Prefilled"],
@@ -57,41 +54,46 @@ def test_a_step_tells_all_its_events_at_once(driver: Driver) -> None:
 def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None:
     prompts = [tokens_of(700, seed=1), tokens_of(300, seed=2), tokens_of(530, seed=3)]
     alone = [driver.reply(driver.turn(prompt, key=driver.key())) for prompt in prompts]
-    together = [driver.submit(prompt, key=driver.key())[0] for prompt in prompts]
+    together = [driver.submit(prompt, key=driver.key()) for prompt in prompts]
     assert [driver.reply(listener.end()) for listener in together] == alone
 
 
 def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> None:
-    speaking, _ = driver.submit(tokens_of(20), max_tokens=200)
-    speaking.wait_for(Tokens, 3)
-    prefilling, _ = driver.submit(tokens_of(3000), max_tokens=1)
-    prefilling.wait_for(Prefilled, 1)
-    before = len(speaking.events)
-    prefilling.end()
-    assert len(speaking.events) - before >= 10, "a token between any two cells"
-    speaking.end()
+    """A token of the one between any two cells of the other."""
+    speaking, reading = Listener(), Listener()
+    log: list[str] = []
+    for place in range(1, 13):
+        reading.at(Prefilled, place, lambda: log.append("cell"))
+    for place in range(1, 101):
+        speaking.at(Tokens, place, lambda: log.append("token"))
+    speaking.at(Tokens, 3, lambda: driver.submit(tokens_of(3000), listener=reading, max_tokens=1))
+    driver.submit(tokens_of(20), listener=speaking, max_tokens=100).end()
+    reading.end()
+    assert log.count("cell") == 12
+    while_reading = log[log.index("cell") :][:20]
+    assert while_reading == ["cell", "token"] * 10
 
 
 def test_prompts_are_computed_in_turns_not_one_after_another(driver: Driver) -> None:
     order: list[str] = []
+    readers = {name: Listener() for name in "ab"}
 
-    def listen(name: str) -> Callable[[list[Event]], None]:
-        return lambda events: order.extend(name for event in events if isinstance(event, Prefilled))
+    def submit_both() -> None:
+        for name, reader in readers.items():
+            for cell in range(1, 5):
+                reader.at(Prefilled, cell, functools.partial(order.append, name))
+            driver.submit(tokens_of(1024, seed=ord(name)), listener=reader, max_tokens=1)
 
-    blocker, _ = driver.submit(tokens_of(600), max_tokens=1)  # so that both wait when the first of them begins
-    for name in ("a", "b"):
-        plan = TurnPlan(tokens_of(1024, seed=ord(name)), (1,) * 1024, SamplingParams(1))
-        driver.engine.submit(plan, listen(name))
-    blocker.end()
-    driver.turn(tokens_of(1500), max_tokens=1)
-    assert order[:4] in (["a", "b"] * 2, ["b", "a"] * 2)
-    assert (order.count("a"), order.count("b")) == (4, 4)
+    driver.submit(tokens_of(10), listener=Listener().at(Tokens, 1, submit_both), max_tokens=2).end()
+    for reader in readers.values():
+        reader.end()
+    assert order == ["a", "b"] * 4
 
 
 def test_turns_of_one_agent_run_in_order(driver: Driver) -> None:
     key = driver.key()
-    first, _ = driver.submit(tokens_of(300), key=key, max_tokens=5)
-    second, _ = driver.submit(tokens_of(200, seed=5), key=key, max_tokens=5)
+    first = driver.submit(tokens_of(300), key=key, max_tokens=5)
+    second = driver.submit(tokens_of(200, seed=5), key=key, max_tokens=5)
     assert first.end().prompt_tokens == 300
     assert second.end().prompt_tokens == 200
     hot = driver.engine.hot_memory(key)
@@ -106,52 +108,45 @@ def test_a_cancelled_turn_leaves_the_memory_of_the_turn_before(driver: Driver, k
     driver.engine.tag_hot(key, "version 1")
     files = driver.files(key)
     prompt = (*state.token_ids[:keep], *tokens_of(1500, seed=3))
-    listener, handle = driver.submit(prompt, Hot(keep), key, max_tokens=500)
-    listener.wait_for(Prefilled if moment == "in mid-prefill" else Tokens, 2)
-    handle.cancel()
+    listener = Listener().cancel_at(Prefilled if moment == "in mid-prefill" else Tokens, 2)
     with pytest.raises(Cancelled):
-        listener.end()
-    assert len([e for e in listener.events if isinstance(e, Tokens)]) < 500
+        driver.turn(prompt, Hot(keep), key, listener=listener, max_tokens=500)
+    assert listener.count(Tokens) == (0 if moment == "in mid-prefill" else 2)
     hot = driver.engine.hot_memory(key)
     assert hot is not None
     assert (hot.state, hot.tag) == (state, "version 1")
     assert driver.files(key) == files
 
 
-def test_a_cancel_frees_the_turn_within_a_step(driver: Driver) -> None:
-    listener, handle = driver.submit(tokens_of(3900), max_tokens=100)
-    listener.wait_for(Prefilled, 1)
-    handle.cancel()
+def test_a_cancel_frees_the_turn_on_the_next_step(driver: Driver) -> None:
+    listener = Listener().cancel_at(Prefilled, 1)
     with pytest.raises(Cancelled):
-        listener.end()
-    assert len([e for e in listener.events if isinstance(e, Prefilled)]) <= 4
+        driver.turn(tokens_of(3900), listener=listener, max_tokens=100)
+    assert listener.count(Prefilled) == 1
 
 
 def test_a_cancel_in_the_queue_is_a_cancel(driver: Driver) -> None:
-    key = driver.key()
-    first, handle = driver.submit(tokens_of(2000), key=key, max_tokens=100)
-    waiting, waiting_handle = driver.submit(tokens_of(10), key=key)
-    waiting_handle.cancel()
+    key, waiting = driver.key(), Listener()
+
+    def submit_and_cancel() -> None:
+        driver.submit(tokens_of(10), key=key, listener=waiting).handle.result().cancel()
+
+    driver.turn(tokens_of(20), key=key, listener=Listener().at(Tokens, 1, submit_and_cancel), max_tokens=5)
     with pytest.raises(Cancelled):
         waiting.end()
-    assert not any(isinstance(event, Started) for event in waiting.events)
-    handle.cancel()
-    with pytest.raises(Cancelled):
-        first.end()
-    handle.cancel()  # again, after the end: nothing happens
+    assert waiting.count(Started) == 0
+    waiting.handle.result().cancel()  # again, after the end: nothing happens
 
 
 def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver) -> None:
     key, state = driver.remember(300)
     prompt = (*state.token_ids, *tokens_of(100, seed=4))
     whole = driver.turn(prompt, Hot(300), driver.fork(key), max_tokens=200)
-    listener, handle = driver.submit(prompt, Hot(300), key, keep_partial=True, max_tokens=200)
-    listener.wait_for(Tokens, 20)
-    handle.cancel()
-    ended = listener.end()
-    assert ended.finish_reason is FinishReason.CANCELLED
+    listener = Listener().cancel_at(Tokens, 20)
+    ended = driver.turn(prompt, Hot(300), key, listener=listener, keep_partial=True, max_tokens=200)
+    assert (ended.finish_reason, ended.completion_tokens) == (FinishReason.CANCELLED, 20)
     length = len(ended.state.token_ids)
-    assert 400 < length < 600
+    assert 400 < length <= 420, "half a character is not kept"
     assert ended.state.token_ids == whole.state.token_ids[:length]
     follow_up = (*ended.state.token_ids, *tokens_of(9))
     restored = driver.turn(follow_up, driver.restored(key), driver.key())
@@ -160,11 +155,9 @@ def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: 
 
 def test_keep_partial_before_the_first_token_keeps_the_memory_before(driver: Driver) -> None:
     key, state = driver.remember(300)
-    listener, handle = driver.submit((*state.token_ids, *tokens_of(3000)), Hot(300), key, keep_partial=True)
-    listener.wait_for(Prefilled, 1)
-    handle.cancel()
+    prompt = (*state.token_ids, *tokens_of(3000))
     with pytest.raises(Cancelled):
-        listener.end()
+        driver.turn(prompt, Hot(300), key, listener=Listener().cancel_at(Prefilled, 1), keep_partial=True)
     hot = driver.engine.hot_memory(key)
     assert hot is not None
     assert hot.state == state
@@ -175,7 +168,7 @@ def test_generation_ends_before_a_stop_string_wherever_tokens_cut_it(driver: Dri
     whole = driver.turn(prompt).text
     for start, length in ((5, 1), (10, 3), (20, 7), (33, 12)):
         stop = whole[start : start + length]
-        listener, _ = driver.submit(prompt, stop=(stop, "never said"))
+        listener = driver.submit(prompt, stop=(stop, "never said"))
         ended = listener.end()
         assert (ended.finish_reason, ended.matched_stop) == (FinishReason.STOP_SEQUENCE, stop)
         assert ended.text == whole[: whole.index(stop)]
@@ -207,7 +200,7 @@ def test_a_seed_gives_the_same_reply_whoever_else_is_served(driver: Driver) -> N
     prompt = tokens_of(50, seed=13)
     sampling: dict[str, Any] = {"temperature": 1.0, "top_p": 0.95, "top_k": 50, "min_p": 0.01}
     alone = driver.reply(driver.turn(prompt, seed=7, **sampling))
-    others = [driver.submit(tokens_of(60, seed=n), seed=n, **sampling)[0] for n in range(3)]
+    others = [driver.submit(tokens_of(60, seed=n), seed=n, **sampling) for n in range(3)]
     beside = driver.reply(driver.turn(prompt, seed=7, **sampling))
     for listener in others:
         listener.end()
@@ -238,7 +231,7 @@ def test_a_turn_whose_hot_memory_is_gone_fails_without_effect(driver: Driver) ->
 
 def test_blocks_may_be_published_while_the_turn_still_runs(driver: Driver) -> None:
     key = driver.key()
-    listener, _ = driver.submit(tokens_of(700), key=key, max_tokens=120)
+    listener = driver.submit(tokens_of(700), key=key, max_tokens=120)
     listener.wait_for(BlocksFull, 2)
     early = driver.engine.snapshot(key, 0, blocks_only=True).result(60)
     late = driver.engine.snapshot(key, 1)  # of the whole turn: waits for its end
@@ -332,7 +325,7 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tm
             driver.submit(tokens_of(2000), max_tokens=49)
         assert refused.value.reason == "MEMORY_EXCEEDED"
         assert int(refused.value.metadata["needed_bytes"]) > budget_tokens * token_bytes
-        together = [driver.submit(tokens_of(900, seed=n), key=driver.key(), max_tokens=100)[0] for n in range(4)]
+        together = [driver.submit(tokens_of(900, seed=n), key=driver.key(), max_tokens=100) for n in range(4)]
         for listener in together:
             listener.end()
         assert engine.memory_used_bytes <= engine.memory_budget_bytes
@@ -343,7 +336,7 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tm
 def test_an_open_queue_is_bounded_and_close_fails_what_is_open(model_dir: Path, tmp_path: Path) -> None:
     engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20, max_open_turns=3)
     driver = Driver(engine)
-    listeners = [driver.submit(tokens_of(3000), key=SequenceKey("n", "one"), max_tokens=500)[0] for _ in range(3)]
+    listeners = [driver.submit(tokens_of(3000), key=SequenceKey("n", "one"), max_tokens=500) for _ in range(3)]
     with pytest.raises(ResourceExhausted) as refused:
         driver.submit(tokens_of(5))
     assert refused.value.reason == "QUEUE_FULL"
@@ -371,8 +364,8 @@ def test_live_and_stored_kv_is_under_three_tenths_of_fp16(driver: Driver) -> Non
 
 
 def test_a_turn_ends_once(driver: Driver) -> None:
-    listener, handle = driver.submit(tokens_of(10), max_tokens=2)
+    listener = driver.submit(tokens_of(10), max_tokens=2)
     listener.end()
-    handle.cancel()
+    listener.handle.result().cancel()
     driver.turn(tokens_of(3), max_tokens=1)
     assert len([event for event in listener.events if isinstance(event, Ended | Failed)]) == 1
