@@ -33,6 +33,18 @@ def test_what_was_committed_is_there_after_a_restart(lab: Lab) -> None:
         assert store.stats(NS).blob_bytes == done.total_bytes
 
 
+def test_every_commit_of_the_index_is_synced_and_references_are_kept_by_the_database(store: Store) -> None:
+    """The model of a power loss trusts SQLite's commits: this is what it trusts."""
+
+    def pragma(name: str) -> object:
+        return store._core.index.read(lambda rows: rows.one(f"PRAGMA {name}"))
+
+    expected = {"journal_mode": ("wal",), "synchronous": (2,), "foreign_keys": (1,), "locking_mode": ("exclusive",)}
+    assert {name: pragma(name) for name in expected} == expected
+    if sys.platform == "darwin":
+        assert (pragma("fullfsync"), pragma("checkpoint_fullfsync")) == ((1,), (1,))
+
+
 def test_a_directory_has_one_store_and_the_refusal_names_its_process(lab: Lab) -> None:
     with lab.open():
         with pytest.raises(Unavailable, match=str(os.getpid())) as refused:
