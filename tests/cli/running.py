@@ -39,9 +39,9 @@ class Cli:
 
     home: Path
 
-    def __call__(self, *arguments: str | Path, stdin: str = "") -> Ended:
+    def __call__(self, *arguments: str | Path, stdin: str = "", timeout_s: float = 120) -> Ended:
         command = [KVASIR, "--home", self.home, *arguments]
-        ended = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120, env=QUIET)
+        ended = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=QUIET)
         assert "Traceback" not in ended.stderr, ended.stderr
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 
