@@ -125,6 +125,8 @@ def _check_identity(identity: identity_pb2.KvIdentity) -> None:
     _expect(policy.value_bits in (4, 8, 16), "kv_identity.policy.value_bits", "4, 8 or 16", policy.value_bits)
     scales = (identity_pb2.SCALE_TYPE_FLOAT16, identity_pb2.SCALE_TYPE_BFLOAT16)
     _expect(policy.scale_type in scales, "kv_identity.policy.scale_type", "a known one", policy.scale_type)
+    rotations = (identity_pb2.KEY_ROTATION_NONE, identity_pb2.KEY_ROTATION_HADAMARD)
+    _expect(policy.key_rotation in rotations, "kv_identity.policy.key_rotation", "a known one", policy.key_rotation)
     is_quantized = min(policy.key_bits, policy.value_bits) < 16
     _expect(not is_quantized or policy.group_size > 0, "kv_identity.policy.group_size", "at least 1", policy.group_size)
 

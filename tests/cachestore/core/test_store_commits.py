@@ -251,6 +251,7 @@ def test_a_blob_that_is_a_manifest_is_no_block_and_a_block_is_no_manifest(store:
         ("kv_identity.layers[0].kind", lambda m: setattr(m.kv_identity.layers[0], "kind", 99)),
         ("kv_identity.policy.group_size", lambda m: setattr(m.kv_identity.policy, "group_size", 0)),
         ("kv_identity.policy.scale_type", lambda m: setattr(m.kv_identity.policy, "scale_type", 0)),
+        ("kv_identity.policy.key_rotation", lambda m: setattr(m.kv_identity.policy, "key_rotation", -1)),
         ("kv_identity.policy.key_bits", lambda m: setattr(m.kv_identity.policy, "key_bits", 5)),
         ("states", lambda m: m.states.add(tokens=5)),
         ("blocks[0]", lambda m: setattr(m.blocks[0], "hash", "../../x")),

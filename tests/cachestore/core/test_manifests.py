@@ -1,0 +1,67 @@
+"""Manifests from strangers: whatever the bytes, they are read or refused, and nothing else happens."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.errors import InvalidArgument
+
+from cachestore_svc.manifests import read_manifest
+from tests.synthetic import MIXED, SMALL, SyntheticAgent
+
+MANIFEST = SyntheticAgent(MIXED, 1).turn(300).manifest_bytes
+NUMBERS = st.integers(0, (1 << 32) - 1)
+LAYER = st.builds(
+    identity_pb2.LayerLayout,
+    kind=st.integers(-2, 6),
+    window=NUMBERS,
+    kv_heads=NUMBERS,
+    key_dim=NUMBERS,
+    value_dim=NUMBERS,
+)
+POLICY = st.builds(
+    identity_pb2.KvPolicy,
+    key_bits=st.sampled_from([0, 4, 5, 8, 16]),
+    value_bits=st.sampled_from([4, 8, 16]),
+    group_size=st.sampled_from([0, 1, 64, (1 << 32) - 1]),
+    scale_type=st.integers(-1, 3),
+    key_rotation=st.integers(-1, 3),
+    exact_layers=st.lists(NUMBERS, max_size=2),
+)
+
+
+def reads_or_refuses(data: bytes) -> None:
+    try:
+        read_manifest(data)
+    except InvalidArgument as refused:
+        assert refused.reason == "MANIFEST_REFUSED"  # noqa: PT017  both ends are right
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, len(MANIFEST) - 1), st.binary(max_size=4), st.integers(0, 4))
+def test_changed_bytes_are_read_or_refused(position: int, new: bytes, removed: int) -> None:
+    reads_or_refuses(MANIFEST[:position] + new + MANIFEST[position + removed :])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(LAYER, max_size=3), POLICY)
+def test_any_layout_and_policy_is_read_or_refused(
+    layers: list[identity_pb2.LayerLayout], policy: identity_pb2.KvPolicy
+) -> None:
+    message = manifest_pb2.Manifest.FromString(MANIFEST)
+    message.kv_identity.CopyFrom(identity_pb2.KvIdentity(weights_digest="ab" * 32, layers=layers, policy=policy))
+    reads_or_refuses(message.SerializeToString())
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_whatever_do_anything_else(data: bytes) -> None:
+    reads_or_refuses(data)
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 257, 512, 513])
+def test_what_an_engine_writes_is_read_with_a_blob_per_block_and_rest(tokens: int) -> None:
+    for identity in (SMALL, MIXED):
+        content = SyntheticAgent(identity, 1).turn(tokens)
+        facts = read_manifest(content.manifest_bytes)
+        assert [blob.digest for blob in facts.named] == content.digests
+        assert [blob.tokens for blob in facts.named if blob.kind == "tail"] == ([tokens % 256] if tokens % 256 else [])
