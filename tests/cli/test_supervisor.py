@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.cli.supervisor import RestartPolicy, Service, Supervisor, last_lines, process_exists, rotate_log
+from kvasir.cli.logs import LogWatch, last_lines, rotate_log
+from kvasir.cli.supervisor import RestartPolicy, Service, Supervisor, process_exists
 from kvasir.errors import Unavailable
 
 QUICK = RestartPolicy(max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05)
@@ -176,3 +177,39 @@ def test_a_log_that_has_grown_long_is_put_aside(tmp_path: Path) -> None:
     rotate_log(log)
     assert not log.exists()
     assert (tmp_path / "store.1.log").stat().st_size == 17 << 20
+
+
+WARNER = """
+import sys, time
+print("2026-01-01T00:00:00Z [info     ] nothing.happened", flush=True)
+print("2026-01-01T00:00:00Z [\x1b[33mwarning  \x1b[0m] disk.nearly_full free_bytes=7", flush=True)
+time.sleep(60)
+"""
+
+
+def test_warnings_of_a_service_are_said(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "store").write_text("ready")
+        group = Group(tmp_path, {"store": WARNER})
+        run = group.begin()
+        await eventually(lambda: any("disk.nearly_full free_bytes=7" in line for line in group.said))
+        group.supervisor.stop()
+        await run
+        assert not any("nothing.happened" in line for line in group.said)
+
+    asyncio.run(scenario())
+
+
+def test_a_watched_log_gives_each_line_once_and_survives_being_put_aside(tmp_path: Path) -> None:
+    log = tmp_path / "store.log"
+    log.write_text("[error    ] before it was watched\n")
+    watch = LogWatch(log)
+    with log.open("a") as file:
+        file.write("[error    ] one\n[error    ] tw")
+    assert watch.important_lines() == ["[error    ] one"]
+    with log.open("a") as file:
+        file.write("o\n[info     ] three\n")
+    assert watch.important_lines() == ["[error    ] two"]
+    log.write_text("[error    ] four\n")
+    assert watch.important_lines() == ["[error    ] four"]
+    assert watch.important_lines() == []

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.cli.home import Endpoint, Home
+from kvasir.cli.logs import last_lines
 from kvasir.cli.processes import EngineProcess, StoreProcess
-from kvasir.cli.supervisor import Service, ending, last_lines
+from kvasir.cli.supervisor import Service, ending
 from kvasir.cli.talk import Heard, hear
 from kvasir.cli.up import make_credentials
 from kvasir.credentials import write_private_text

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvasir.cli.logs import LogWatch, last_lines, rotate_log
 from kvasir.errors import Unavailable
 
 _POLL_S = 0.1
-_MAX_LOG_BYTES = 16 << 20
-_LAST_LINES = 12
+_LOG_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +92,7 @@ class Supervisor:
         stopped by then.
         """
         self._changed = changed
+        watching = asyncio.create_task(self._watch_logs())
         try:
             for child in self._children:
                 await self._until_stopped(self._start(child))
@@ -103,7 +104,17 @@ class Supervisor:
         except* Unavailable as group:
             raise group.exceptions[0] from None
         finally:
+            watching.cancel()
             await self._stop_all()
+
+    async def _watch_logs(self) -> None:
+        """Say what services write of warnings and errors."""
+        watches = [(child.service.name, LogWatch(child.service.log_file)) for child in self._children]
+        while True:
+            await asyncio.sleep(_LOG_POLL_S)
+            for name, watch in watches:
+                for line in watch.important_lines():
+                    self._say(f"{name}: {line}")
 
     async def _until_stopped(self, work: Awaitable[None]) -> None:
         """Do the work, unless a stop comes first."""
@@ -198,23 +209,6 @@ def ending(code: int) -> str:
         return signal.Signals(-code).name
     except ValueError:
         return f"signal {-code}"
-
-
-def rotate_log(path: Path) -> None:
-    """Put a log that has grown long aside, over the one put aside before."""
-    if path.exists() and path.stat().st_size > _MAX_LOG_BYTES:
-        path.replace(path.with_suffix(".1.log"))
-
-
-def last_lines(path: Path, count: int = _LAST_LINES) -> list[str]:
-    """The last lines of a log; none when there is no log."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 8192))
-            text = file.read().decode("utf-8", "replace")
-    except OSError:
-        return []
-    return [line.strip() for line in text.splitlines() if line.strip()][-count:]
 
 
 def process_exists(pid: int) -> bool:

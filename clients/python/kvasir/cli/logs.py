@@ -1,0 +1,56 @@
+"""Logs of supervised services: put aside when long, quoted when one dies, watched for what a person should see."""
+
+import re
+from pathlib import Path
+
+_MAX_BYTES = 16 << 20
+_LAST_LINES = 12
+_MAX_READ_BYTES = 64 << 10
+# Levels as structlog's console and JSON renderers write them; and what Python itself says of a bug.
+_IMPORTANT = re.compile(r"\[(?:warning|error|critical)\s*\]|\"level\": \"(?:warning|error|critical)\"|^Traceback ")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def rotate_log(path: Path) -> None:
+    """Put a log that has grown long aside, over the one put aside before."""
+    if path.exists() and path.stat().st_size > _MAX_BYTES:
+        path.replace(path.with_suffix(".1.log"))
+
+
+def last_lines(path: Path, count: int = _LAST_LINES) -> list[str]:
+    """The last lines of a log; none when there is no log."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 8192))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return []
+    return [line.strip() for line in text.splitlines() if line.strip()][-count:]
+
+
+class LogWatch:
+    """Gives the lines of a growing log that a person should see, each once."""
+
+    def __init__(self, path: Path) -> None:
+        """Begins at the log's present end."""
+        self._path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+        self._rest = b""
+
+    def important_lines(self) -> list[str]:
+        """Warnings and errors since the last call. After a burst, only the newest are read."""
+        try:
+            size = self._path.stat().st_size
+            if size < self._offset:  # put aside
+                self._offset, self._rest = 0, b""
+            with self._path.open("rb") as file:
+                if size - self._offset > _MAX_READ_BYTES:
+                    self._offset, self._rest = size - _MAX_READ_BYTES, b""
+                file.seek(self._offset)
+                data = file.read(_MAX_READ_BYTES)
+        except OSError:
+            return []
+        self._offset += len(data)
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        lines = (_COLOURS.sub("", line.decode("utf-8", "replace")).strip() for line in whole)
+        return [line for line in lines if _IMPORTANT.search(line)]
