@@ -135,6 +135,15 @@ def test_a_binding_of_ours_is_not_found_by_them_even_with_our_hashes(store: Stor
     assert agent.block_hashes(NS) != agent.block_hashes(THEIRS)
 
 
+def test_a_binding_of_theirs_is_not_ours_even_where_we_hold_the_same_bytes(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 9)
+    content = agent.turn(256, is_prompt=True)
+    publish(store, "theirs", content, 0, THEIRS, bind_shared=True)
+    publish(store, "ours", content, 0)
+    assert store.find_prefix(THEIRS, KV, agent.block_hashes(THEIRS))
+    assert store.find_prefix(NS, KV, agent.block_hashes(THEIRS)) == []
+
+
 def test_a_full_quota_of_theirs_refuses_them_and_not_us(lab: Lab) -> None:
     with lab.open(namespace_quota_bytes={THEIRS: 10_000}) as store:
         snapshot = SyntheticAgent(SMALL, 1).turn(300)
