@@ -42,7 +42,7 @@ class BlockStream:
         self, engine: Engine, key: SequenceKey, store: RemoteCache, stored: Sequence[Digest], timeout_s: float
     ):
         self._engine = engine
-        self._key = key
+        self.key = key
         self._store = store
         self._timeout_s = timeout_s
         self._full = len(stored)
@@ -66,7 +66,7 @@ class BlockStream:
         try:
             while len(self.stored) < self._full:
                 snapshot = await asyncio.wrap_future(
-                    self._engine.snapshot(self._key, len(self.stored), blocks_only=True)
+                    self._engine.snapshot(self.key, len(self.stored), blocks_only=True)
                 )
                 if snapshot is None or not snapshot.blocks:
                     return

@@ -203,7 +203,14 @@ class TurnService:
         )
         if turn.running.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
-        turn.running.handle = self._engine.submit(plan, lambda events: self._handoff.send(inbox.put_nowait, events))
+
+        def on_events(events: list[Event]) -> None:
+            # On the MLX thread. The snapshot is asked for here, because the next step may drop this memory for another.
+            if stream is not None and isinstance(events[-1], Ended):
+                turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored))
+            self._handoff.send(inbox.put_nowait, events)
+
+        turn.running.handle = self._engine.submit(plan, on_events)
         try:
             while True:
                 for event in await inbox.get():

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from kvasir import errors
@@ -10,7 +11,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from inference_svc import conversation
 from inference_svc.engine import TurnHandle
 from inference_svc.outbox import Outbox
-from inference_svc.plan import SequenceKey
+from inference_svc.plan import SequenceKey, Snapshot
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import Recollection
 from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent, TurnRequest
@@ -55,6 +56,7 @@ class TurnState:
     damage: Miss | None = None
     first_token_at: float | None = None
     stream: BlockStream | None = None
+    snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end
     key: SequenceKey | None = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,0 +1,80 @@
+"""What does not fit is refused with numbers and, where waiting helps, a time to come back; the rest goes on."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from kvasir import errors
+from kvasir.inference_client_turns import Reply
+
+from tests.system_fixtures import House, running_house
+
+OPTIONS = ("--memory-gib", "0.0005", "--max-turns", "2", "--context-tokens", "1500")
+
+
+@pytest.fixture
+def small(model: Path, tmp_path: Path) -> House:
+    with running_house(tmp_path, model, engine_options=OPTIONS) as house:
+        yield house  # type: ignore[misc]
+
+
+def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
+    with small.client() as client:
+        with pytest.raises(errors.ResourceExhausted) as memory:
+            client.reply(prompt="door " * 700, sampling={"max_tokens": 700})
+        assert "bytes" in memory.value.message
+        assert any(character.isdigit() for character in memory.value.message)
+
+        with pytest.raises(errors.ResourceExhausted) as context:
+            client.reply(prompt="door " * 2500)
+        assert context.value.reason == "CONTEXT_EXCEEDED"
+        assert context.value.metadata["context_tokens"] == "1500"
+        assert int(context.value.metadata["prompt_tokens"]) > 1500
+
+        running = [client.generate(prompt=f"{name} door", sampling={"max_tokens": 400}) for name in "ab"]
+        for events in running:
+            next(events)
+        with pytest.raises(errors.ResourceExhausted) as queue:
+            client.reply(prompt="c door")
+        assert (queue.value.reason, bool(queue.value.retry_after_s)) == ("QUEUE_FULL", True)
+        for events in running:
+            events.close()
+        give_up = time.monotonic() + 10
+        while True:
+            try:
+                assert client.reply(prompt="c door", sampling={"max_tokens": 2}).text is not None
+                break
+            except errors.ResourceExhausted:
+                assert time.monotonic() < give_up
+                time.sleep(0.02)
+
+
+def test_agents_that_do_not_fit_together_take_turns_in_memory_and_none_forgets(small: House) -> None:
+    agents = [f"agent {number}" for number in range(6)]
+    replies: dict[str, list[Reply]] = {agent: [] for agent in agents}
+
+    def live(agent: str) -> None:
+        with small.client() as client:
+            for number in range(3):
+                message = [
+                    {"role": "user", "content": f"{agent} says {number}: " + "the archive lists every door. " * 20}
+                ]
+                given = {"append_messages": message} if number else {"messages": message}
+                for _ in range(100):
+                    try:
+                        replies[agent].append(
+                            client.reply(agent_id=agent, sampling={"max_tokens": 6}, **given)  # type: ignore[arg-type]
+                        )
+                        break
+                    except errors.ResourceExhausted as full:
+                        time.sleep(min(full.retry_after_s or 0.1, 0.1))
+
+    threads = [threading.Thread(target=live, args=(agent,)) for agent in agents]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    for agent in agents:
+        assert [reply.finished.snapshot.version for reply in replies[agent]] == [1, 2, 3]
+        assert all(reply.started.cached_tokens > 100 for reply in replies[agent][1:])
