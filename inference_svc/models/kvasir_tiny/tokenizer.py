@@ -85,6 +85,9 @@ class Encoder:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
+    def decode(self, ids: list[int]) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
     def count(self, text: str) -> int:
         return len(self._remembered(text))
 

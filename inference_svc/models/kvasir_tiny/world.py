@@ -78,7 +78,7 @@ class Style:
 def draw_style(dice: Dice, target_tokens: int) -> Style:
     return Style(
         room=dice.chance(0.35),
-        with_tools=dice.chance(0.35),
+        with_tools=dice.chance(0.5),
         ask=0.2 + 0.5 * dice.random(),
         chatter=0.35 * dice.random() ** 2,
         at_once=dice.pick([1, 1, 2, 3, 5, 8]),
@@ -96,9 +96,9 @@ def conversation(
     return writer.conversation()
 
 
-def training_conversation(seed: int, target_tokens: int, count: Count) -> Conversation:
+def training_conversation(seed: int, target_tokens: int, count: Count, *, held_out: bool = False) -> Conversation:
     """A conversation of the training part: at least `target_tokens`, its last part full of questions."""
-    writer = _Writer(seed, target_tokens, count, held_out=False, style=None)
+    writer = _Writer(seed, target_tokens, count, held_out, style=None)
     writer.write(examination=0.15)
     return writer.conversation()
 
@@ -132,6 +132,8 @@ class _Writer:
 
     def write(self, examination: float = 0.0) -> None:
         self._system()
+        if not self.style.room and self.dice.chance(0.4):
+            self._introduction()
         while self.tokens < self.target * (1 - examination):
             self._turn()
         while self.tokens < self.target:
@@ -220,6 +222,22 @@ class _Writer:
             self.open.append((fact, len(self.messages)))
         self._say("user", text)
         self._acknowledge(reply)
+
+    def _introduction(self) -> None:
+        """The person who speaks says who they are."""
+        dice = self.dice
+        told = [fact_forms.own_name(self.names.person())]
+        if dice.chance(0.6):
+            verb = fact_forms.ACTIONS[dice.below(3)]
+            told.append(fact_forms.action("", verb, fact_forms.a_value(verb[5], dice, self.names), ""))
+        text = " and ".join(fact.told[:-1] for fact in told) + "."
+        if dice.chance(0.4):
+            text = f"{dice.pick(['Hello, ', 'Hi, ', 'Good morning, '])}{lower(text)}"
+        for fact in told:
+            self.known.add(fact.key)
+            self.open.append((fact, len(self.messages)))
+        self._say("user", text)
+        self._acknowledge(REMEMBER)
 
     def _new_fact(self, mouth: str) -> Fact:
         """A fact with a key of its own: about the speaker, about a person of the pool, or about a thing."""
@@ -350,20 +368,20 @@ class _Writer:
 
     def _ask_turn(self) -> None:
         draw = self.dice.random()
-        if draw < 0.62 and (self.open or self.closed):
+        if draw < 0.56 and (self.open or self.closed):
             fact = self._old_fact()
             self._exchange(self._wording(fact), fact.answer)
-        elif draw < 0.74:
+        elif draw < 0.68:
             fact = self._unknown_fact()
             self._exchange(self._wording(fact), fact.not_told)
-        elif draw < 0.81 and self.private:
+        elif draw < 0.77 and self.private:
             fact = self.dice.pick(self.private)
             self._exchange(self._wording(fact), fact.not_told)
-        elif draw < 0.83 and self.agent:
+        elif draw < 0.79 and self.agent:
             self._exchange("What is your name?", f"My name is {self.agent}.")
-        elif draw < 0.90:
+        elif draw < 0.86:
             self._passage_turn()
-        elif draw < 0.97 if self.tool_names else draw < 0.92:
+        elif draw < (0.97 if self.tool_names else 0.88):
             self._tool_turn()
         elif not self.open:
             self._tell_turn() if not self.style.room else self._room_turn()
@@ -404,8 +422,13 @@ class _Writer:
         return fact_forms.about_person(self.names.person(), dice, self.names)
 
     def _wording(self, fact: Fact) -> str:
-        if self.dice.chance(0.6):
+        draw = self.dice.random()
+        if draw < 0.6:
             return fact.question
+        if draw < 0.64:  # as people type
+            return fact.question[0].lower() + fact.question[1:-1]
+        if draw < 0.68:
+            return fact.question.replace("What is", "What's", 1)
         lead = self.dice.pick(
             ["Tell me {}.", "Do you remember {}?", "Do you know {}?", "Can you tell me {}?", "Please tell me {}."]
         )
