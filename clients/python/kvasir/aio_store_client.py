@@ -28,19 +28,23 @@ from kvasir.store_client_transfers import READS, Buffer, OnProgress, Upload, bat
 
 _Response = TypeVar("_Response")
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
-# A cut transfer is taken up again this often without a blob having been finished in between.
-_MAX_CUTS = 5
 _CUT_PAUSE_S = 0.2
 
 
 class AioStoreClient:
-    """A cache store, over one channel. Use as an `async with`, or close()."""
+    """A cache store, over one channel. Use as an `async with`, or close().
 
-    def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+    A transfer that is cut is taken up again, until it was cut `max_cuts` times without a blob finished in between.
+    """
+
+    def __init__(
+        self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
+    ) -> None:
         self._channel = channel
         self._stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
         self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self._timeout_s = timeout_s
+        self._max_cuts = max_cuts
 
     @classmethod
     def connect(
@@ -51,9 +55,11 @@ class AioStoreClient:
         tls: Tls | None = None,
         timeout_s: float = 10.0,
         retry_reads: bool = True,
+        max_cuts: int = 5,
     ) -> Self:
         """A client of the store at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
-        return cls(aio_channel(address, tls, READS if retry_reads else ()), token=token, timeout_s=timeout_s)
+        channel = aio_channel(address, tls, READS if retry_reads else ())
+        return cls(channel, token=token, timeout_s=timeout_s, max_cuts=max_cuts)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -99,7 +105,7 @@ class AioStoreClient:
                 if error.reason != "WRITE_IN_PROGRESS" and not isinstance(error, Unavailable):
                     raise
                 cuts = cuts + 1 if len(upload.pending) == before else 0
-                if cuts == _MAX_CUTS:
+                if cuts >= self._max_cuts:
                     raise
                 await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
         return upload.progress
@@ -131,7 +137,7 @@ class AioStoreClient:
                         yield digest, data
             except Unavailable:
                 cuts = cuts + 1 if (len(assembler.remaining), assembler.received_bytes) == before else 0
-                if cuts == _MAX_CUTS:
+                if cuts >= self._max_cuts:
                     raise
                 await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
 

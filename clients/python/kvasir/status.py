@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 
 from kvasir import errors
@@ -91,7 +92,7 @@ def from_rpc_error(error: Any) -> errors.KvasirError:
     found = {id(target) for detail in status.details for target in (info, bad_request, retry) if detail.Unpack(target)}
     violations = bad_request.field_violations
     return error_type(
-        status.message,
+        status.message or message,
         reason=info.reason or None,
         field=violations[0].field if violations else None,
         retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if id(retry) in found else None,
@@ -109,8 +110,8 @@ def _details(error: Any) -> status_pb2.Status | None:
         if key == DETAILS_KEY:
             try:
                 return status_pb2.Status.FromString(value)
-            except ValueError:  # DecodeError is one: a proxy's own details are not ours to read
-                return None
+            except DecodeError:
+                return None  # a proxy's own details are not ours to read
     return None
 
 

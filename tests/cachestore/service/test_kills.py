@@ -1,0 +1,143 @@
+"""`kill -9` of the real service under load: what it acknowledged is there and whole, and nothing else is visible."""
+
+import os
+import random
+import secrets
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
+from kvasir.store_client import StoreClient
+
+from cachestore_svc.records import StoreConfig
+from cachestore_svc.store import Store
+from tests.cachestore.service.running import RunningStore, StoreHome, publish
+from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+
+WRITERS = 4
+Acknowledged = dict[str, list[SyntheticSnapshot]]
+
+
+class Writer:
+    """One agent's engine: publishes turns until the store dies, and remembers what was acknowledged."""
+
+    def __init__(self, number: int) -> None:
+        self.agent_id = f"agent-{number}"
+        self.memory = SyntheticAgent(MIXED if number % 2 else SMALL, number)
+        self.acknowledged: list[SyntheticSnapshot] = []
+        self.uncertain: SyntheticSnapshot | None = None
+        self.unexpected: BaseException | None = None
+
+    def run(self, address: str, source: random.Random) -> None:
+        try:
+            with StoreClient.connect(address, timeout_s=10, retry_reads=False, max_cuts=1) as client:
+                while True:
+                    turn = self.uncertain or self.memory.turn(source.choice((3, 50, 260, 600)))
+                    self.uncertain = turn
+                    publish_all(client, self.agent_id, turn, len(self.acknowledged))
+                    self.acknowledged.append(turn)
+                    self.uncertain = None
+        except (Unavailable, Cancelled):
+            pass
+        except BaseException as error:  # noqa: BLE001  told by the test
+            self.unexpected = error
+
+
+def publish_all(client: StoreClient, agent_id: str, turn: SyntheticSnapshot, parent: int) -> None:
+    """As an engine after a restart: what an earlier turn had stored may have been swept, so everything is offered."""
+    client.put_blobs(turn.new_blobs)
+    publish(client, agent_id, turn, parent)
+
+
+def one_life(running: RunningStore, writers: list[Writer], source: random.Random) -> None:
+    """Write until a kill at a random moment."""
+    threads = [
+        threading.Thread(target=writer.run, args=(running.address, random.Random(source.random())))
+        for writer in writers
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(source.uniform(0.02, 0.6))
+    running.kill()
+    for thread in threads:
+        thread.join(30)
+    assert [writer.unexpected for writer in writers] == [None] * len(writers)
+
+
+def assert_clean(home: StoreHome) -> None:
+    with Store.open(StoreConfig(home.data_dir), time.time, secrets.token_hex) as store:
+        assert store.check().findings == ()
+
+
+def assert_nothing_lost(running: RunningStore, writers: list[Writer]) -> int:
+    """Each acknowledged version is there with its own bytes; at most one more that was on its way. Returns how many."""
+    with running.client() as client:
+        for writer in writers:
+            try:
+                versions = list(reversed(client.list_snapshots(writer.agent_id, page_size=1000).snapshots))
+            except NotFound:
+                assert not writer.acknowledged
+                continue
+            expected = [turn.manifest_digest.hash for turn in writer.acknowledged]
+            found = [version.manifest.hash for version in versions]
+            extra = found[len(expected) :]
+            assert found[: len(expected)] == expected
+            assert extra in ([], [writer.uncertain.manifest_digest.hash] if writer.uncertain else [])
+            if extra and writer.uncertain:
+                # It took effect, and the answer was lost: an engine that repeats the commit learns its version.
+                version = client.commit(writer.agent_id, writer.uncertain.manifest_digest, len(expected)).version
+                assert version == len(found)
+                writer.acknowledged.append(writer.uncertain)
+                writer.uncertain = None
+            for turn in writer.acknowledged[-3:]:
+                assert [digest for digest, _ in client.get_blobs(turn.digests)] == turn.digests
+                assert bytes(client.get_blob(turn.manifest_digest)) == turn.manifest_bytes
+    return sum(len(writer.acknowledged) for writer in writers)
+
+
+def campaign(home: StoreHome, kills: int, seed: int) -> int:
+    writers = [Writer(number) for number in range(WRITERS)]
+    source = random.Random(seed)
+    for life in range(kills + 1):
+        running = home.start("--retained-versions", "1000")
+        count = assert_nothing_lost(running, writers)
+        if life < kills:
+            one_life(running, writers, source)
+            assert_clean(home)
+    return count
+
+
+def test_fifteen_kills_under_load_lose_nothing_acknowledged(home: StoreHome) -> None:
+    assert campaign(home, int(os.environ.get("KVASIR_KILLS", "15")), seed=int(os.environ.get("KVASIR_SEED", "1"))) > 20
+
+
+def test_a_commit_that_lost_a_race_is_a_conflict_also_after_a_kill(home: StoreHome) -> None:
+    first, second = SyntheticAgent(SMALL, 90).turn(300), SyntheticAgent(SMALL, 91).turn(300)
+    running = home.start()
+    with running.client() as client:
+        publish(client, "ada", first, 0)
+        client.put_blobs(second.new_blobs)
+        client.put_manifest(second.manifest_bytes)
+    running.kill()
+    with home.start().client() as client:
+        assert client.commit("ada", first.manifest_digest, 0).version == 1
+        with pytest.raises(Conflict):
+            client.commit("ada", second.manifest_digest, 0)
+
+
+def test_a_killed_store_leaves_no_part_behind_for_ever(home: StoreHome, tmp_path: Path) -> None:
+    running = home.start()
+    turn = SyntheticAgent(SMALL, 92).turn(256 * 60)
+
+    def kill_at_five(progress: object) -> None:
+        if getattr(progress, "blobs_done", 0) == 5:
+            running.kill()
+
+    with running.client() as client, pytest.raises(KvasirError):
+        client.put_blobs(turn.new_blobs, on_progress=kill_at_five)
+    running = home.start()
+    assert not list(home.data_dir.rglob("*.part"))
+    with running.client() as client:
+        assert client.get_stats().reserved_bytes == 0

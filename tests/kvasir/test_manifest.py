@@ -1,0 +1,148 @@
+"""Manifests: what is built is read back, and each way to be wrong is refused by the field's name."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvasir import manifest
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.digest import Digest
+from kvasir.errors import InvalidArgument
+
+from tests.synthetic import MIXED, SMALL, SyntheticAgent
+
+GOOD = SyntheticAgent(MIXED, 1).turn(600).manifest
+PLAIN = SyntheticAgent(SMALL, 1).turn(512).manifest
+Change = Callable[[manifest_pb2.Manifest], object]
+
+
+def set_(path: str, value: object) -> Change:
+    def change(message: manifest_pb2.Manifest) -> None:
+        target: object = message
+        *parents, last = path.split(".")
+        for name in parents:
+            target = target[int(name)] if name.isdigit() else getattr(target, name)  # type: ignore[index]
+        setattr(target, last, value)
+
+    return change
+
+
+def test_what_is_built_is_read_back() -> None:
+    data = manifest.build(
+        kv_identity=SMALL,
+        token_ids=[1, 2, 3],
+        text="é🐍!",
+        token_chars=[1, 1, 1],
+        tail=Digest.of(b"tail"),
+        shareable_tokens=2,
+        created_unix_ms=5,
+    )
+    parsed = manifest.parse(data)
+    assert (parsed.text, list(parsed.token_ids), parsed.shareable_tokens) == ("é🐍!", [1, 2, 3], 2)
+    assert manifest.digests(parsed) == [Digest.of(b"tail")]
+    assert data == parsed.SerializeToString(deterministic=True)
+
+
+def test_blobs_are_listed_in_order_and_once() -> None:
+    message = manifest_pb2.Manifest()
+    message.CopyFrom(GOOD)
+    listed = [Digest.from_proto(each) for each in (*GOOD.blocks, GOOD.tail, *(point.digest for point in GOOD.states))]
+    assert manifest.digests(message) == listed
+    message.blocks[1].CopyFrom(message.blocks[0])
+    assert manifest.digests(message) == [listed[0], *listed[2:]]
+
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "format": (set_("format", 2), "format"),
+    "no identity": (lambda m: m.ClearField("kv_identity"), "kv_identity.weights_digest"),
+    "weights": (set_("kv_identity.weights_digest", "x"), "kv_identity.weights_digest"),
+    "no layers": (lambda m: m.kv_identity.ClearField("layers"), "kv_identity.layers"),
+    "layer kind": (set_("kv_identity.layers.0.kind", 0), "kv_identity.layers[0].kind"),
+    "window": (set_("kv_identity.layers.0.window", 5), "kv_identity.layers[0].window"),
+    "no window": (set_("kv_identity.layers.1.window", 0), "kv_identity.layers[1].window"),
+    "no heads": (set_("kv_identity.layers.0.kv_heads", 0), "kv_identity.layers[0].kv_heads"),
+    "a dimension of a billion": (set_("kv_identity.layers.0.key_dim", 1 << 30), "kv_identity.layers[0].key_dim"),
+    "bits": (set_("kv_identity.policy.key_bits", 3), "kv_identity.policy.key_bits"),
+    "group": (set_("kv_identity.policy.group_size", 0), "kv_identity.policy.group_size"),
+    "scales": (set_("kv_identity.policy.scale_type", 0), "kv_identity.policy.scale_type"),
+    "exact layers": (lambda m: m.kv_identity.policy.exact_layers.extend([1, 0]), "kv_identity.policy.exact_layers"),
+    "exact beyond": (lambda m: m.kv_identity.policy.exact_layers.append(9), "kv_identity.policy.exact_layers"),
+    "no tokens": (lambda m: m.ClearField("token_ids"), "token_ids"),
+    "a char count too few": (lambda m: m.token_chars.pop(), "token_chars"),
+    "a sum too large": (set_("text", "x"), "token_chars"),
+    "UTF-16 units": (set_("text", GOOD.text[:-2] + "🐍"), "token_chars"),
+    "a block too few": (lambda m: m.blocks.pop(), "blocks"),
+    "a block too many": (lambda m: m.blocks.append(m.blocks[0]), "blocks"),
+    "a block's digest": (set_("blocks.1.hash", "../x"), "blocks[1]"),
+    "a negative size": (set_("blocks.1.size_bytes", -1), "blocks[1]"),
+    "no tail": (lambda m: m.ClearField("tail"), "tail"),
+    "a tail's digest": (set_("tail.hash", "A" * 64), "tail"),
+    "a state beyond": (set_("states.0.tokens", 601), "states[0].tokens"),
+    "a state of nothing": (set_("states.0.tokens", 0), "states[0].tokens"),
+    "states out of order": (lambda m: m.states.append(m.states[0]), "states[1].tokens"),
+    "a state's digest": (set_("states.0.digest.hash", ""), "states[0].digest"),
+    "shareable beyond": (set_("shareable_tokens", 601), "shareable_tokens"),
+    "tokenizer": (set_("tokenizer_digest", "x"), "tokenizer_digest"),
+    "template": (set_("template_digest", "x"), "template_digest"),
+    "parent": (set_("parent_manifest", "x"), "parent_manifest"),
+    "role": (lambda m: m.messages.add(role="root"), "messages[0].role"),
+    "request id": (set_("turn.request_id", "a\nb"), "turn.request_id"),
+    "prompt tokens": (set_("turn.prompt_tokens", 601), "turn.prompt_tokens"),
+    "prompt chars": (set_("turn.prompt_chars", 1 << 40), "turn.prompt_chars"),
+    "finish": (set_("turn.finish_reason", "died"), "turn.finish_reason"),
+    "input digest": (set_("turn.input_digest", "x"), "turn.input_digest"),
+    "time": (set_("created_unix_ms", -1), "created_unix_ms"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_field_is_refused_by_its_name(name: str) -> None:
+    change, field = WRONG[name]
+    message = manifest_pb2.Manifest()
+    message.CopyFrom(GOOD)
+    manifest.check(message)
+    change(message)
+    with pytest.raises(InvalidArgument) as caught:
+        manifest.parse(message.SerializeToString())
+    assert caught.value.field == f"manifest.{field}"
+
+
+def test_a_whole_number_of_blocks_has_no_tail_and_plain_layers_have_no_states() -> None:
+    for change, field in (
+        (lambda m: m.tail.CopyFrom(m.blocks[0]), "tail"),
+        (lambda m: m.states.add(tokens=5, digest=m.blocks[0]), "states"),
+    ):
+        message = manifest_pb2.Manifest()
+        message.CopyFrom(PLAIN)
+        change(message)
+        with pytest.raises(InvalidArgument) as caught:
+            manifest.check(message)
+        assert caught.value.field == f"manifest.{field}"
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"", b"\x08\x01", b"x" * 1000, bytes(70 << 20)])
+def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
+    with pytest.raises(InvalidArgument):
+        manifest.parse(data)
+
+
+def test_every_kind_of_layer_may_be_described() -> None:
+    assert manifest.keeps_all_tokens(MIXED)
+    assert manifest.keeps_states(MIXED)
+    assert not manifest.keeps_states(SMALL)
+    only_state = identity_pb2.KvIdentity()
+    only_state.CopyFrom(MIXED)
+    del only_state.layers[0:2]
+    assert not manifest.keeps_all_tokens(only_state)
+
+
+@given(st.lists(st.integers(0, 4), max_size=30), st.integers(0, 100))
+def test_a_cut_is_wholly_inside_and_never_inside_a_character(token_chars: list[int], chars: int) -> None:
+    tokens = manifest.tokens_within_chars(token_chars, chars)
+    assert manifest.chars_of_tokens(token_chars, tokens) <= chars
+    assert tokens == 0 or token_chars[tokens - 1] > 0
+    better = [
+        n for n in range(tokens + 1, len(token_chars) + 1) if token_chars[n - 1] > 0 and sum(token_chars[:n]) <= chars
+    ]
+    assert better == []
