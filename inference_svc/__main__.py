@@ -74,6 +74,8 @@ async def serve(settings: EngineSettings) -> None:
             ),
             server.grpc,
         )
+        # Connected before the first turn, whose budget for the store is better spent on reading.
+        await asyncio.gather(*(store.answers() for store in stores.values()))
         async with _listening(server):
             model = engine.model
             _LOG.info("engine.ready", address=server.address, model=model.name, device=engine.device, blas=engine.blas)

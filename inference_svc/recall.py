@@ -96,7 +96,7 @@ class Recall:
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             ours = heads.ours if heads is not None else NO_HEAD
-            if hot is not None and _is_current(hot.kept, ours):
+            if hot is not None and is_current(hot.kept, ours):
                 return Recollection(hot, Source.HOT, ours)
             if hot is not None:
                 self._engine.drop_hot(key)
@@ -275,7 +275,7 @@ async def _wait(kept: Kept, budget: Budget) -> None:
             await asyncio.wait({kept.publication}, timeout=budget.remaining_s)
 
 
-def _is_current(kept: Kept, ours: Head) -> bool:
+def is_current(kept: Kept, ours: Head) -> bool:
     """Whether a hot memory is, or extends, what the store calls newest. Learns what a lost answer had hidden."""
     if kept.head is None and not kept.is_being_published:
         # Made while the store was away, from what the caller sent whole: it follows whatever is there.

@@ -15,8 +15,8 @@ from inference_svc.memory import AgentMemory, Kept
 from inference_svc.outbox import Outbox
 from inference_svc.plan import Event, Prefilled, SamplingParams
 from inference_svc.prefix_matching import Memory
-from inference_svc.recall import Recollection
-from inference_svc.remote_cache import Breaker, Budget, Head
+from inference_svc.recall import Recollection, is_current
+from inference_svc.remote_cache import NO_HEAD, Breaker, Budget, Head
 from inference_svc.replay import is_retry, is_whole
 from inference_svc.service_data import (
     MessagesInput,
@@ -110,6 +110,31 @@ def test_appending_to_an_agent_said_to_be_new_begins_it() -> None:
     begun = request(input=MessagesInput((HELLO,), is_append=True), parent_version=0)
     nobody = Recollection(None, Source.COLD, Head(0, None, 0), Miss(MissReason.NEW_AGENT, ""))
     assert whole_conversation(begun, nobody, is_retry=False) == (HELLO,)
+
+
+# --- whether a hot memory is the newest ---
+
+OTHER = Head(6, Digest.of(b"another"), 5, "kv")
+
+
+@pytest.mark.parametrize(
+    ("kept", "newest", "expected"),
+    [
+        (Kept(HEAD, is_head=True), HEAD, True),
+        (Kept(HEAD, is_head=False), HEAD, True),  # extends it, not stored yet
+        (Kept(HEAD, is_head=True), OTHER, False),
+        (Kept(HEAD, is_head=True), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
+        (Kept(HEAD, is_head=True), NO_HEAD, False),
+        (Kept(HEAD, is_head=False, attempted=OTHER.manifest), OTHER, True),  # a commit whose answer was lost
+        (Kept(None, is_head=False), OTHER, True),  # made while the store was away
+    ],
+)
+def test_a_hot_memory_is_used_only_if_it_is_or_extends_the_newest_version(
+    kept: Kept, newest: Head, expected: bool
+) -> None:
+    assert is_current(kept, newest) is expected
+    if expected:
+        assert kept.head == newest
 
 
 # --- outbox and hand-off ---

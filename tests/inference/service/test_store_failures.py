@@ -16,6 +16,7 @@ from tests.system_fixtures import House, running_house
 # What a turn may lose is 250 ms; two busy cores, a cold code path and the scheduler may take as much again.
 LOST_AT_MOST_S = 0.25
 SLACK_S = 0.35
+AS_SHIPPED = ("--store-budget-ms", "250", "--commit-wait-s", "2")
 GREEDY = {"max_tokens": 8}
 PASSAGE = "The archive lists every door by its key; the seventh key is missing since the flood of spring. " * 24
 BLOCK_TOKENS = 256
@@ -56,8 +57,15 @@ def house(shared: House) -> Iterator[House]:
     shared.repair()
 
 
+@pytest.fixture(scope="module")
+def strict(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("strict"), model, engine_options=AS_SHIPPED) as house:
+        yield house
+
+
 @pytest.mark.parametrize("failure", ["dead", "hung"])
-def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str, house: House) -> None:
+def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str, strict: House) -> None:
+    house = strict
     # Each text begins with words of its own, so that no block of another agent serves it.
     texts = {name: f"{failure} {name}: {PASSAGE}" for name in ("a", "b", "c")}
     usual_s = min(timed_cold_turn(house, f"{failure} usual {name}", text)[1] for name, text in texts.items())
@@ -159,6 +167,23 @@ def test_a_damaged_block_costs_a_prefill_from_the_stored_tokens_and_nothing_else
         assert reply.started.source == pb.CACHE_SOURCE_WARM, agent
 
 
+def test_a_hot_agent_whose_stored_block_was_lost_stores_it_again(house: House) -> None:
+    agent = "hot and damaged"
+    first = [{"role": "user", "content": f"{agent}: {PASSAGE}"}]
+    with house.client() as client:
+        client.reply(agent_id=agent, messages=first, sampling=GREEDY)
+    damage(house, "flipped", newest_blocks(house, agent)[0])
+    with house.store_client() as store:
+        assert [digest for report in store.verify_blobs(agent) for digest in report.damaged]
+    hot = ask(house, agent)
+    assert (hot.started.source, hot.started.reason) == (pb.CACHE_SOURCE_HOT, "")
+    assert hot.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+    house.engine.kill()
+    house.engine.start()
+    warm = ask(house, agent)
+    assert (warm.started.source, warm.started.reason) == (pb.CACHE_SOURCE_WARM, "")
+
+
 def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model: Path, tmp_path: Path) -> None:
     house = House(tmp_path, model)
     house.store.options += ["--quota-bytes", "20000"]
@@ -174,7 +199,7 @@ def test_a_full_store_fails_the_snapshot_with_the_reason_and_not_the_turn(model:
 
 
 def test_a_slow_store_costs_at_most_its_budget_and_what_came_in_time_is_used(model: Path, tmp_path: Path) -> None:
-    house = House(tmp_path, model)
+    house = House(tmp_path, model, engine_options=AS_SHIPPED)
     store_socket = Path(house.store.address.removeprefix("unix:"))
     link = SlowLink(store_socket.with_name("slow"), store_socket)
     house.engine.options += ["--store", link.address]
