@@ -16,6 +16,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.sampling import Sampler
 
 _PROBE_TOKENS = mx.uint32, ((0, 1, 2),)
+_RELEASE_ROWS = 256
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _FILE_TYPES = {mx.uint32: "U32", mx.float16: "F16", mx.bfloat16: "BF16"}
 
@@ -49,15 +50,18 @@ class ModelRunner:
         """Compute the KV of the next tokens, and no more than that. Evaluates."""
         self._forward(kv, token_ids)
         mx.eval(kv.state)
+        self.release_unused()
 
     def prefill_and_sample(self, kv: SequenceKV, token_ids: Sequence[int], sampler: Sampler) -> int:
         """Compute the KV of the next tokens and draw the token that follows them. Evaluates."""
         token = sampler.next_token(self._forward(kv, token_ids))
         mx.eval(kv.state)
+        if kv.length % _RELEASE_ROWS == 0:
+            self.release_unused()  # every step reads one row more, in buffers of another size
         return token
 
     def release_unused(self) -> None:
-        """Give memory back that nothing uses: buffers of ended turns, which MLX would keep for the next."""
+        """Give memory back that nothing uses, and that MLX would keep for arrays of the same size."""
         mx.clear_cache()
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
