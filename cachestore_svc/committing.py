@@ -4,6 +4,7 @@ Order of questions: did this commit already take effect? may this writer extend 
 are its blobs here, whole, and of exactly these tokens?
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,21 +72,19 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
 
 def find_prefix(rows: Rows, namespace_id: int, kv_hash: str, block_hashes: Sequence[str]) -> list[BlobRow]:
     """Blobs of the longest bound prefix; it ends at the first that is not bound, or is damaged."""
-    found: list[BlobRow] = []
-    for block_hash in block_hashes:
-        bound = rows.one(
-            """SELECT blobs.hash, blobs.size_bytes FROM prefixes JOIN blobs ON blobs.id = prefixes.blob_id
-                WHERE prefixes.namespace_id = ? AND prefixes.block_hash = ?
-                AND blobs.kv_identity_hash = ? AND NOT blobs.is_damaged""",
-            namespace_id,
-            block_hash,
-            kv_hash,
-        )
-        blob = blob_rows.find_blob(rows, namespace_id, Digest(*bound)) if bound else None
-        if blob is None:
-            break
-        found.append(blob)
-    return found
+    bound = rows.all(
+        """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
+            JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
+            WHERE prefixes.namespace_id = ? AND blobs.kv_identity_hash = ? AND NOT blobs.is_damaged
+            ORDER BY wanted.key""",
+        json.dumps(list(block_hashes)),
+        namespace_id,
+        kv_hash,
+    )
+    # Up to the first gap: block hashes after it stand for tokens whose KV is not here.
+    digests = [Digest(*digest) for place, (key, *digest) in enumerate(bound) if key == place]
+    found = blob_rows.find_blobs(rows, namespace_id, digests)
+    return [found[digest] for digest in digests if digest in found]
 
 
 def head_moved(head: int, expected: int) -> Conflict:

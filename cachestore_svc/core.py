@@ -1,12 +1,13 @@
 """What the parts of an open store share, and what they all do to a blob: read, quarantine, remove its file."""
 
+import contextlib
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from kvasir.digest import Digest
-from kvasir.errors import DataLoss, NotFound
+from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 
 from cachestore_svc import blob_rows, garbage
 from cachestore_svc.ballast import Ballast
@@ -57,7 +58,9 @@ class Watchers:
         with self._lock:
             callbacks = list(self._callbacks)
         for callback in callbacks:
-            callback(namespace)
+            # An event loop that closed has nobody left to wake.
+            with contextlib.suppress(RuntimeError):
+                callback(namespace)
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,9 @@ class Core:
         return freed
 
     def _found_damaged(self, namespace: str, digest: Digest, why: str) -> DataLoss:
-        self.quarantine(namespace, [digest])
+        # Where not even that can be written, the bytes are not served all the same, and the next reader tells it again.
+        with contextlib.suppress(ResourceExhausted, Unavailable):
+            self.quarantine(namespace, [digest])
         return damaged_error(digest, why)
 
     def _listed(self, namespace: str, digest: Digest) -> blob_rows.BlobRow:

@@ -47,9 +47,15 @@ class Disk:
     def fsync(self, descriptor: int) -> None:
         """The file's bytes survive a loss of power on return."""
         if _FULL_FSYNC is not None:
-            fcntl.fcntl(descriptor, _FULL_FSYNC)
-        else:
-            os.fsync(descriptor)
+            try:
+                fcntl.fcntl(descriptor, _FULL_FSYNC)
+            except OSError as error:
+                # A file system without it (a network share) has fsync only; SQLite does the same.
+                if error.errno not in (errno.ENOTSUP, errno.EINVAL):
+                    raise
+            else:
+                return
+        os.fsync(descriptor)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)

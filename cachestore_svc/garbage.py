@@ -114,7 +114,10 @@ def evict(
 
     Only bytes that no caller was promised count and go; others are marked and rest.
     """
-    candidates = _candidates(rows, find_namespace(rows, namespace))
+    namespace_id = find_namespace(rows, namespace)
+    if not evict_heads and _held_by_old_versions(rows, namespace_id, deadlines) < wanted_bytes:
+        raise NotEnough
+    candidates = _candidates(rows, namespace_id)
     freed: list[Digest] = []
     victims: list[eviction.Candidate] = []
     events: dict[str, EventBody] = {}
@@ -129,6 +132,24 @@ def evict(
     if sum(digest.size_bytes for digest in freed) < wanted_bytes:
         raise NotEnough
     return Evicted(freed, list(events.values()), len(victims))
+
+
+def _held_by_old_versions(rows: Rows, namespace_id: int, deadlines: Deadlines) -> int:
+    """Bytes of unpromised blobs that no head holds: the most that giving up old versions can free. Asked first, because
+    whoever is refused will try again, and trying is dear."""
+    found = rows.one(
+        """WITH heads (manifest_id) AS (
+                SELECT versions.manifest_id FROM versions JOIN lines ON lines.id = versions.line_id
+                JOIN agents ON agents.id = lines.agent_id WHERE agents.namespace_id = ?1 AND versions.version =
+                (SELECT MAX(version) FROM versions AS other WHERE other.line_id = versions.line_id))
+            SELECT COALESCE(SUM(size_bytes), 0) FROM blobs WHERE namespace_id = ?1 AND promised_unix_ms <= ?2
+            AND id NOT IN (SELECT manifest_id FROM heads)
+            AND id NOT IN (SELECT blob_id FROM manifest_blobs WHERE manifest_id IN (SELECT manifest_id FROM heads))""",
+        namespace_id,
+        deadlines.promised_until_unix_ms,
+    )
+    assert found is not None
+    return int(found[0])
 
 
 def _candidates(rows: Rows, namespace_id: int) -> list[eviction.Candidate]:

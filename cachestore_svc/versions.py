@@ -4,6 +4,7 @@ A version holds its manifest, and the manifest's rows hold its blobs. A blob tha
 counts references, so no count can be wrong.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -185,12 +186,12 @@ def let_go(rows: Rows, manifest_id: int) -> list[int]:
         return []
     named = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = ?", manifest_id)
     rows.run("DELETE FROM manifests WHERE blob_id = ?", manifest_id)
-    candidates = [manifest_id, *(int(blob_id) for (blob_id,) in named)]
-    return [
-        blob_id
-        for blob_id in candidates
-        if rows.one(f"SELECT 1 FROM blobs WHERE id = ? AND NOT {IS_REFERENCED}", blob_id)  # noqa: S608
-    ]
+    candidates = [manifest_id, *(blob_id for (blob_id,) in named)]
+    unheld = rows.all(
+        f"SELECT id FROM blobs WHERE id IN (SELECT value FROM json_each(?)) AND NOT {IS_REFERENCED}",  # noqa: S608
+        json.dumps(candidates),
+    )
+    return [int(blob_id) for (blob_id,) in unheld]
 
 
 def retain(rows: Rows, line_id: int, kept: int) -> None:
