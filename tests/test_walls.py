@@ -113,6 +113,7 @@ CALLS = Wall(
         "inference_svc/models/*",
         f"{SDK}/*client*.py",
         f"{SDK}/cli/*",
+        f"{SDK}/bench/*",
     ),
     "clock and randomness are passed in, so that a test can hold them",
 )

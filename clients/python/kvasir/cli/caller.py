@@ -4,7 +4,8 @@ Results go to stdout, progress and remarks to stderr, so that a pipe holds the r
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -58,6 +59,16 @@ class Caller:
         """A remark for people; scripts do not get it."""
         if not self.as_json:
             self.err.print(text, markup=False)
+
+    @contextmanager
+    def busy(self, text: str) -> Iterator[None]:
+        """A spinner at a terminal, a line elsewhere: nobody waits without knowing for what."""
+        if self.shows_progress:
+            with self.err.status(text):
+                yield
+        else:
+            self.say(f"{text} …")
+            yield
 
     @property
     def shows_progress(self) -> bool:

@@ -7,8 +7,7 @@ code 0 only if every claim that it printed was found to be true.
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -40,7 +39,7 @@ class Size:
 
 
 FULL = Size(seeds=(8, 12), tokens=(4400, 2200), turns=(8, 4), fork_after=(2, 4, 6, 8))
-QUICK = Size(seeds=(8, 12), tokens=(1100, 500), turns=(2, 1), fork_after=(1, 2))
+QUICK = Size(seeds=(15, 12), tokens=(1100, 500), turns=(2, 1), fork_after=(1, 2))
 
 
 def demo(
@@ -95,16 +94,6 @@ class Show:
         self.out.print(f"    {heard.reply.strip()}", markup=False, end="  ")
         self.out.print(note if told.is_right else f"{note}; expected: {told.turn.question.answer}", style="dim")
 
-    @contextmanager
-    def busy(self, text: str) -> Iterator[None]:
-        """A spinner at a terminal, a line elsewhere: nobody waits without knowing for what."""
-        if self.caller.shows_progress:
-            with self.caller.err.status(text):
-                yield
-        else:
-            self.caller.say(f"{text} …")
-            yield
-
 
 def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None:
     stories = [
@@ -113,19 +102,19 @@ def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None
     ]
     one, two = stories
     mac = make("first", is_shared=True)
-    with show.busy("starting a store and an engine"):
+    with show.caller.busy("starting a store and an engine"):
         mac.start()
         steps.warm_up(mac)
     lives = [_live(show, mac, story, length.fork_after if story is one else ()) for story in stories]
     _check_lives(show, lives, length)
     later = _die_and_go_on(show, mac, lives)
-    with show.busy("timing warm and hot turns"):
+    with show.caller.busy("timing warm and hot turns"):
         warm_and_hot = steps.time_forks(mac, lives[0])
     control = make("control")
-    with show.busy("starting a store and an engine that will not be killed"):
+    with show.caller.busy("starting a store and an engine that will not be killed"):
         control.start()
         steps.warm_up(control)
-    with show.busy("timing cold turns"):
+    with show.caller.busy("timing cold turns"):
         cold = steps.time_cold(control, lives[0])
     _compare(show, control, lives, later)
     control.stop()
@@ -142,7 +131,7 @@ def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None
 
 def _live(show: Show, mac: Mac, story: Story, fork_after: tuple[int, ...]) -> Life:
     show.title(f"{story.agent} lives through {len(story.turns)} turns; each brings news and ends with a question")
-    with show.busy(f"{story.agent} listens"):
+    with show.caller.busy(f"{story.agent} listens"):
         return steps.live(mac, story, fork_after=fork_after, on_told=show.told)
 
 
@@ -169,7 +158,7 @@ def _check_lives(show: Show, lives: list[Life], length: Size) -> None:
 def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[Told]:
     two = lives[1].story
     show.title(f"kill -9 for both services, in the middle of a turn of {two.agent}")
-    with show.busy("killing"):
+    with show.caller.busy("killing"):
         error = steps.die_in_a_turn(mac, two)
     kept = str(lives[1].told[-1].heard.version)
     if error is None:
@@ -178,7 +167,7 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[Told]:
     show.claims.check(
         "the broken turn's error says which version is kept", error.metadata.get("remembered_version") == kept
     )
-    with show.busy("starting both again"):
+    with show.caller.busy("starting both again"):
         seconds = mac.start()
         steps.warm_up(mac)
     show.title(f"Both run again after {seconds:.1f} s; the agents are asked about what they were told before")
@@ -193,7 +182,7 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[Told]:
 
 def _compare(show: Show, control: Mac, lives: list[Life], later: list[Told]) -> None:
     show.title("The same lives in an engine that was never killed")
-    with show.busy("both agents live again, without a kill"):
+    with show.caller.busy("both agents live again, without a kill"):
         unbroken = [steps.live(control, life.story) for life in lives]
         after = [
             Told(told.turn, control.say(life.story.agent, told.turn.messages))
@@ -256,11 +245,11 @@ def _sizes(show: Show, mac: Mac, lives: list[Life]) -> None:
 def _move(show: Show, mac: Mac, another: Mac, life: Life) -> None:
     agent = life.story.agent
     show.title(f"{agent} is pulled into another store with its own engine: another Mac")
-    with show.busy("starting the other store and engine"):
+    with show.caller.busy("starting the other store and engine"):
         another.knows_peer("first", mac)
         another.start()
         steps.warm_up(another)
-    with show.busy(f"pulling {agent}"):
+    with show.caller.busy(f"pulling {agent}"):
         began = time.monotonic()
         snapshot = steps.pull(another, agent)
         seconds = time.monotonic() - began

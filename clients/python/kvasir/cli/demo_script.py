@@ -67,7 +67,12 @@ def told_story(seed: int, tokens: int, turns: int) -> Story:
 
 
 def story_of(talk: dict[str, Any], turns: int) -> Story:
-    """Cut a talk into turns of about equal length, each with a question about what was told by then."""
+    """Cut a talk into turns of about equal length, each with a question about what was told by then.
+
+    Raises ValueError for a talk whose agent has no name.
+    """
+    if not talk["agent"]:
+        raise ValueError("the agent of this talk has no name; take another seed")
     messages = talk["messages"]
     told = [_question(question) for question in talk["questions"] if question["sort"] == "told"]
     secret = next((each for each in told if _is_secret(messages[each.told_in]["content"])), None)

@@ -48,7 +48,7 @@ def doctor(
     caller = caller_of(context, as_json)
     report = examined(caller, model)
     if does_self_test:
-        with _status(caller, "telling, killing, asking"):
+        with caller.busy("telling, killing, asking"):
             report["self_test"] = self_test(model)
         report["problems"] += report["self_test"]["problems"]
     caller.result(report, lambda out: _show(out, report))
@@ -59,7 +59,7 @@ def doctor(
 def examined(caller: Caller, model: str) -> dict[str, Any]:
     """Everything but the self-test. `problems` are sentences that say what to do."""
     problems: list[str] = []
-    with _status(caller, "loading the model"):
+    with caller.busy("loading the model"):
         facts = model_facts(model, problems)
     home = caller.home.root
     disk = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists()))
@@ -110,18 +110,6 @@ def _store_stats(caller: Caller) -> dict[str, Any]:
             return {"stats": stats_row(client.get_stats())}
     except (KvasirError, ValueError):
         return {"stats": None}
-
-
-def _status(caller: Caller, text: str) -> Any:
-    return caller.err.status(text) if caller.shows_progress else _Silence()
-
-
-class _Silence:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 def _show(out: Console, report: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, chat, demo, doctor, failures, store, up
+from kvasir.cli import agents, bench, chat, demo, doctor, failures, store, up
 from kvasir.cli.caller import Caller, caller_of
 from kvasir.cli.home import DEFAULT_HOME, Home
 from kvasir.credentials import CredentialFileError
@@ -26,6 +26,7 @@ app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.add_typer(agents.app, name="agents")
 app.add_typer(store.app, name="store")
+app.add_typer(bench.app, name="bench")
 
 
 def _print_version(value: bool) -> None:

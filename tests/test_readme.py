@@ -1,0 +1,86 @@
+"""What the pages tell people to type exists: each `kvasir …` and `make …` of README, DESIGN, CONTRIBUTING, compose."""
+
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.cli.main import app
+from typer.main import get_command
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "compose/README.md")
+_CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+_INLINE = re.compile(r"`((?:kvasir|make) [^`]+)`")
+
+
+def typed(text: str) -> Iterator[str]:
+    """Commands of a page: lines of its shell blocks, and what stands between backticks."""
+    for language, block in _CODE.findall(text):
+        if language in ("sh", "bash", "console"):
+            for line in block.replace("\\\n", " ").splitlines():
+                for part in re.split(r"&&|;|\|\s", line):
+                    command = re.sub(r"^(\s*\$\s+|\s*[A-Z_]+=\S+\s+|\s*\.venv/bin/)", "", part.strip())
+                    if command.startswith(("kvasir ", "make ")):
+                        yield command.split("  #")[0]
+    yield from (command.replace("\\|", "|") for command in _INLINE.findall(_CODE.sub("", text)))
+
+
+def problem(command: str) -> str:
+    """Why a command does not exist; empty when it does."""
+    words = shlex.split(command, comments=True)
+    if words[0] == "make":
+        targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+        return next((f"no target {word}" for word in words[1:] if word not in targets), "")
+    return _problem(get_command(app), words[1:])
+
+
+def _problem(command: Any, words: list[str]) -> str:
+    """Walk down the tree; `ls|show` stands for several commands, and an option must be one."""
+    for index, word in enumerate(words):
+        if word.startswith("-"):
+            known = {name for parameter in command.params for name in parameter.opts} | {"--help", "--show-completion"}
+            if word.split("=")[0] not in known:
+                return f"{command.name} has no option {word}"
+        elif hasattr(command, "commands"):
+            if index and _takes_value(command, words[index - 1]):
+                continue
+            problems = (
+                _problem(command.commands[name], words[index + 1 :])
+                if name in command.commands
+                else f"no command {name}"
+                for name in word.split("|")
+                if name != "…"
+            )
+            return next(filter(None, problems), "")
+    return ""
+
+
+def _takes_value(command: Any, option: str) -> bool:
+    return any(option in parameter.opts and not parameter.is_flag for parameter in command.params)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_command_of_a_page_exists(page: str) -> None:
+    commands = list(typed((ROOT / page).read_text()))
+    assert commands or page == "CONTRIBUTING.md"
+    assert [f"{command}: {why}" for command in commands if (why := problem(command))] == []
+
+
+def test_a_command_that_does_not_exist_is_noticed() -> None:
+    assert problem("kvasir agents nonsense ada")
+    assert problem("kvasir agents ls|nonsense")
+    assert problem("kvasir up --nonsense")
+    assert problem("make nonsense")
+    assert not problem("kvasir --home /tmp/x agents export ada ada.tar --format seed")
+
+
+def test_python_examples_use_names_that_exist() -> None:
+    for language, block in _CODE.findall((ROOT / "README.md").read_text()):
+        if language == "python":
+            imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
+            assert imports
+            exec(compile(ast.Module(imports, []), "README.md", "exec"), {})
