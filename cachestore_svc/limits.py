@@ -14,3 +14,11 @@ def check_hash(text: str, field: str) -> None:
     """Raises InvalidArgument unless the text is 64 lower-case hex digits."""
     if not is_hash(text):
         raise InvalidArgument(f"{field}: expected 64 lower-case hex digits", field=field)
+
+
+def check_text(text: str, field: str) -> None:
+    """Raises InvalidArgument for text that has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidArgument(f"{field}: expected text that UTF-8 can write", field=field) from None

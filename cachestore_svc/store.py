@@ -31,7 +31,7 @@ from cachestore_svc.blob_store import BlobStore
 from cachestore_svc.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.disk import Disk
 from cachestore_svc.index import Rows
-from cachestore_svc.limits import check_hash, check_range
+from cachestore_svc.limits import check_hash, check_range, check_text
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.opening import open_directory
 from cachestore_svc.records import (
@@ -143,6 +143,7 @@ class Store(BlobStore):
     ) -> SnapshotVersion:
         """One version; by default the newest of the line used last. Counts as a use. Raises NotFound."""
         check_namespace(namespace)
+        self._check_line(agent_id, kv_identity_hash)
         line, snapshot = self._read(lambda rows: self._snapshot(rows, namespace, agent_id, kv_identity_hash, version))
         now = self._core.now_unix_ms()
         if now - line.used_unix_ms > _USE_RESOLUTION_MS:
@@ -159,6 +160,7 @@ class Store(BlobStore):
     ) -> SnapshotPage:
         """Versions of an agent's lines, newest first within each line. Raises NotFound, InvalidArgument (token)."""
         check_namespace(namespace)
+        self._check_line(agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
         return self._read(lambda rows: listing.snapshots(rows, namespace, agent_id, kv_identity_hash, size, page_token))
 
@@ -167,6 +169,7 @@ class Store(BlobStore):
     ) -> list[Digest]:
         """The blobs that a version's manifest names, in its order: blocks, tail, states; each once. Raises NotFound."""
         check_namespace(namespace)
+        self._check_line(agent_id, kv_identity_hash)
 
         def work(rows: Rows) -> list[Digest]:
             line, snapshot = self._snapshot(rows, namespace, agent_id, kv_identity_hash, version)
@@ -201,6 +204,8 @@ class Store(BlobStore):
     ) -> AgentPage:
         """Agents by name, those that have all the labels. Raises InvalidArgument (token, page size)."""
         check_namespace(namespace)
+        check_text(name_prefix, "name_prefix")
+        agents.check_labels(labels or {})
         size, after = listing.page_size(page_size), listing.page_place(page_token)
         kept = self._core.config.retained_versions
         return self._read(
@@ -212,6 +217,7 @@ class Store(BlobStore):
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
         check_namespace(namespace)
+        check_agent_id(agent_id)
         return self._read(lambda rows: self._record(rows, namespace, agent_id))
 
     def update_agent(
@@ -224,6 +230,7 @@ class Store(BlobStore):
     ) -> AgentRecord:
         """Change what is given; an empty label value removes the label. Raises NotFound, InvalidArgument."""
         check_namespace(namespace)
+        check_agent_id(agent_id)
         agents.check_labels(labels or {})
         if retained_versions is not None:
             check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
@@ -246,6 +253,7 @@ class Store(BlobStore):
     ) -> AgentRecord:
         """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists."""
         check_namespace(namespace)
+        self._check_line(source_agent_id, kv_identity_hash)
         check_agent_id(agent_id)
 
         def work(rows: Rows) -> AgentRecord:
@@ -267,6 +275,7 @@ class Store(BlobStore):
     ) -> SnapshotVersion:
         """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved)."""
         check_namespace(namespace)
+        self._check_line(agent_id, kv_identity_hash)
 
         def work(rows: Rows) -> SnapshotVersion:
             snapshot = lineage.roll_back(
@@ -287,6 +296,7 @@ class Store(BlobStore):
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED)."""
         check_namespace(namespace)
+        check_agent_id(agent_id)
         now = self._core.now_unix_ms()
 
         def work(rows: Rows) -> int:
@@ -339,6 +349,7 @@ class Store(BlobStore):
     def release_lease(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
         check_namespace(namespace)
+        self._check_line(agent_id, kv_identity_hash)
         self._core.index.write(
             lambda rows: leases.set_expiry(rows, namespace, agent_id, kv_identity_hash, token, 0), frees_space=True
         )
@@ -361,6 +372,8 @@ class Store(BlobStore):
     def verify(self, namespace: str, agent_id: str | None = None) -> Iterator[VerifyProgress]:
         """Re-hash the blobs of an agent or of the namespace; the damaged are quarantined. Raises NotFound."""
         check_namespace(namespace)
+        if agent_id is not None:
+            check_agent_id(agent_id)
 
         def work(rows: Rows) -> list[Digest]:
             space = find_namespace(rows, namespace)
@@ -420,10 +433,14 @@ class Store(BlobStore):
         line = versions.find_line(rows, find_namespace(rows, namespace), agent_id, kv_hash)
         return versions.head_of(rows, line.id) if line else 0
 
+    def _check_line(self, agent_id: str, kv_hash: str | None) -> None:
+        check_agent_id(agent_id)
+        if kv_hash is not None:
+            check_hash(kv_hash, "kv_identity_hash")
+
     def _lease_ms(self, namespace: str, agent_id: str, kv_hash: str, ttl_s: float) -> int:
         """Check what names a lease; its duration."""
         check_namespace(namespace)
-        check_agent_id(agent_id)
-        check_hash(kv_hash, "kv_identity_hash")
+        self._check_line(agent_id, kv_hash)
         check_range("ttl", ttl_s, MIN_LEASE_TTL_S, MAX_LEASE_TTL_S)
         return int(ttl_s * 1000)
