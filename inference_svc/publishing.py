@@ -56,9 +56,18 @@ class BlockStream:
         if self._task is None and len(self.stored) < self._full and self._store.is_reachable:
             self._task = asyncio.create_task(self._send())
 
-    async def stop(self) -> None:
-        """Nothing more is begun; what is under way is awaited."""
+    def stop(self) -> None:
+        """Nothing more is begun; what is under way may end."""
         self._full = 0
+
+    def abandon(self) -> None:
+        """The turn failed: nothing will name its blocks."""
+        self.stop()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def settle(self) -> None:
+        """Wait for what is under way."""
         if self._task is not None:
             await asyncio.wait({self._task})
 
@@ -101,13 +110,13 @@ class Publisher:
         snapshot: Snapshot | None,
         store: RemoteCache,
         previous: Kept | None,
-        sent_bytes: int,
+        stream: BlockStream | None,
     ) -> "asyncio.Task[SnapshotOutcome]":
         """Begin to publish a memory that is the agent's newest. `snapshot` has its files from the first block that the
-        store lacks. `previous`: what the turn extended, whose own publication may still run. `sent_bytes`: already
-        sent while the turn ran.
+        store lacks. `previous`: what the turn extended, whose own publication may still run. `stream`: what was sent
+        while the turn ran.
         """
-        task = asyncio.create_task(self._publish(key, memory, snapshot, store, previous, sent_bytes))
+        task = asyncio.create_task(self._publish(key, memory, snapshot, store, previous, stream))
         memory.kept.publication = task
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -148,7 +157,7 @@ class Publisher:
         snapshot: Snapshot | None,
         store: RemoteCache,
         previous: Kept | None,
-        sent_bytes: int,
+        stream: BlockStream | None,
     ) -> SnapshotOutcome:
         kept = memory.kept
         held_bytes = _size(snapshot)
@@ -160,6 +169,9 @@ class Publisher:
                 )
             async with asyncio.timeout(self._limits.timeout_s):
                 await self._follow(previous, kept)
+                if stream is not None:
+                    await stream.settle()
+                sent_bytes = stream.sent_bytes if stream is not None else 0
                 return await self._until_committed(key, memory, snapshot, store, sent_bytes)
         except TimeoutError:
             return self._failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")

@@ -154,11 +154,10 @@ class TurnEnding:
         if store is None:
             return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
         previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
-        sent_bytes = turn.stream.sent_bytes if turn.stream is not None else 0
         # Awaited before the next turn of the agent may begin: the copies are this turn's.
         taken = turn.snapshot or self._engine.snapshot(key, len(memory.kept.blocks))
         snapshot = await asyncio.wrap_future(taken)
-        self._publisher.publish(key, memory, snapshot, store, previous, sent_bytes)
+        self._publisher.publish(key, memory, snapshot, store, previous, turn.stream)
         return await self._publisher.outcome(memory, store)
 
     async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:

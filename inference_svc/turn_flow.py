@@ -216,15 +216,19 @@ class TurnService:
                 for event in await inbox.get():
                     if isinstance(event, Ended):
                         turn.running.is_ending = True
+                        if stream is not None:
+                            stream.stop()
+                            turn.stream = stream
                         return event
                     if isinstance(event, Failed):
                         raise event.error
                     self._tell(turn, prepared, event, stream)
+        except BaseException:
+            if stream is not None:
+                stream.abandon()
+            raise
         finally:
             turn.running.handle = None
-            if stream is not None:
-                await stream.stop()
-                turn.stream = stream
 
     def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)

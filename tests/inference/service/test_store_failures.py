@@ -88,6 +88,34 @@ def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str
         assert with_store.token_ids == reply.token_ids
 
 
+def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_commit_wait_and_no_token(
+    strict: House,
+) -> None:
+    with strict.client() as client:
+        reply = Reply()
+        events = client.generate(agent_id="hangs", prompt=f"hangs: {PASSAGE}", sampling={"max_tokens": 600})
+        while not reply.token_ids:
+            reply.add(next(events))
+        strict.store.freeze()
+        frozen_at = time.monotonic()
+        for event in events:
+            if event.HasField("delta"):
+                last_delta_at = time.monotonic()
+            reply.add(event)
+        waited_s = time.monotonic() - last_delta_at
+        strict.store.thaw()
+    print(f"hung store: 600 tokens in {last_delta_at - frozen_at:.1f} s, then the last message after {waited_s:.2f} s")
+    assert len(reply.token_ids) == reply.finished.usage.completion_tokens
+    assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
+    assert waited_s < 2 + SLACK_S
+    with strict.store_client() as store:
+        give_up = time.monotonic() + 20
+        while [agent.agent_id for agent in store.list_agents(name_prefix="hangs").agents] != ["hangs"]:
+            assert time.monotonic() < give_up
+            time.sleep(0.05)
+    strict.repair()
+
+
 def test_an_agent_goes_on_from_hot_memory_without_its_store_and_is_stored_when_it_is_back(house: House) -> None:
     expected = conversation(house, "reference", 3)
     replies = conversation(house, "left alone")
