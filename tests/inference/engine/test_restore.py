@@ -126,11 +126,12 @@ def test_a_fork_goes_its_own_way_and_leaves_its_source_alone(driver: Driver) -> 
     assert driver.reply(alone) == driver.reply(forked)
 
 
-def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: Driver) -> None:
+@pytest.mark.parametrize("length", [600, 512])
+def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: Driver, length: int) -> None:
     """What makes a block shareable: another agent with the same beginning would have computed these very bytes."""
     short, long = driver.key(), driver.key()
     prompt = tokens_of(1100, seed=4)
-    one = driver.turn(prompt[:600], key=short, max_tokens=1)
+    one = driver.turn(prompt[:length], key=short, max_tokens=1)
     two = driver.turn(prompt, key=long, max_tokens=1)
     assert (one.state.shareable_tokens, two.state.shareable_tokens) == (512, 1024)
     assert driver.files(short)[:2] == driver.files(long)[:2]
