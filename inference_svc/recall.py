@@ -252,9 +252,8 @@ class Recall:
         named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
         wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
-        # Behind the full blocks, the tail holds all the rest.
-        known = len(choice.known_ids)
-        covered = known if choice.tail and len(blobs) == len(named) else min(len(blobs) * BLOCK_TOKENS, known)
+        # The last file is full, or a tail that holds all the rest.
+        covered = min(len(blobs) * BLOCK_TOKENS, len(choice.known_ids))
         if not covered:
             return Cold(), miss
         return (

@@ -152,3 +152,25 @@ def test_a_retry_of_a_turn_that_met_a_stop_string_tells_the_same_text(
     assert again.started.source == pb.CACHE_SOURCE_REPLAY
     assert again.text == first.text
     assert again.finished.matched_stop == first.finished.matched_stop
+
+
+@pytest.mark.parametrize("count", [511, 512, 513, 769])
+def test_blocks_shared_by_agents_leave_at_least_one_token_to_compute(
+    count: int, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    prompt = "<|im_start|>" * count  # one token each
+    first, other = (client.reply(agent_id=new_agent(), prompt=prompt, sampling=GREEDY) for _ in range(2))
+    assert first.started.prompt_tokens == count
+    assert other.started.source == pb.CACHE_SOURCE_SHARED
+    assert other.started.cached_tokens == (count - 1) // 256 * 256
+    assert other.token_ids == first.token_ids
+
+
+def test_what_a_turn_adds_is_all_that_is_written(client: InferenceClient, new_agent: Callable[[], str]) -> None:
+    agent = new_agent()
+    replies = talk(client, agent, TALK)
+    block_bytes = 256 * client.get_model().kv_bytes_per_token
+    for reply in replies[1:]:
+        new_tokens = reply.finished.usage.prompt_tokens + len(reply.token_ids) - reply.started.cached_tokens
+        new_blocks = new_tokens // 256 + 2  # the one that fills up, and the tail
+        assert reply.finished.snapshot.written_bytes < new_blocks * 1.1 * block_bytes + 64_000
