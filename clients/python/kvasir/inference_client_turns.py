@@ -14,6 +14,7 @@ Sampling = pb.Sampling | Mapping[str, object]
 READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in ("ListModels", "GetModel", "GetCapabilities"))
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
+_KNOWN = {None: "which version is kept is not known here", 0: "it remembered nothing before"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,7 @@ class KnownVersions:
         if not request.agent_id or not isinstance(error, _BREAKS):
             return error
         version = self._versions.get(request.agent_id)
-        known = "no version is known here" if version is None else f"version {version} is kept"
+        known = _KNOWN.get(version, f"version {version} is kept")
         return type(error)(
             f"{error.message} (agent {request.agent_id!r}: {known}; the broken turn was not acknowledged. Asked again "
             "with its request_id, it is not done twice)",
