@@ -1,5 +1,7 @@
 """Fixtures of the store's tests."""
 
+import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +9,16 @@ import pytest
 
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import Lab
+
+
+@pytest.fixture(scope="module")
+def memory_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A place in memory where there is one: for tests whose model does not need a disk that really syncs."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path_factory.mktemp("memory")
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvasir-test-") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture

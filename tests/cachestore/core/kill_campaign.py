@@ -247,8 +247,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--directory", help="where to do it; a kill shows the same in memory (/dev/shm)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         began = time.monotonic()
         report = campaign(Path(root) / "data", arguments.kills, arguments.seed)
     print(f"{report} in {time.monotonic() - began:.0f} s")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 from kvasir.errors import NotFound
@@ -47,11 +48,12 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> Life:
-    root = tmp_path_factory.mktemp("recorded") / "data"
+def life(memory_directory: Path) -> Life:
+    root, copies = memory_directory / "recorded", memory_directory / "copies"
     root.mkdir()
+    copies.mkdir()
     lab = Lab(root)
-    disk = RecordingDisk(root, tmp_path_factory.mktemp("copies"))
+    disk = RecordingDisk(root, copies)
     with lab.open(disk, grace_period_s=10.0) as store:
         life = Life(store, disk)
         huginn, muninn = SyntheticAgent(MIXED, 1), SyntheticAgent(SMALL, 2)
