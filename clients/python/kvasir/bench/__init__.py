@@ -1,0 +1,1 @@
+"""Measurements of a whole Kvasir, as ratios within one run."""

@@ -1,0 +1,171 @@
+"""The interceptors around every handler, on a real server: bugs say nothing of data, cancels pass, rows decide."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.errors import Internal, InvalidArgument, PermissionDenied
+from kvasir.interceptors import current_principal
+from kvasir.serving import EdgeServer, Listening
+from kvasir.status import from_rpc_error
+
+NAME = "kvasir.cachestore.v1.CacheStoreService"
+SECRET = "my secret prompt"
+
+
+class Service(cachestore_pb2_grpc.CacheStoreServiceServicer):
+    """Fails in every way that a handler can."""
+
+    def __init__(self) -> None:
+        self.ended = asyncio.Event()
+        self.saw_cancel = False
+
+    async def GetStats(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise KeyError(SECRET)
+
+    async def GetAgent(self, request: Any, context: Any) -> Any:  # noqa: N802
+        raise InvalidArgument("wrong", field="agent_id")
+
+    async def GetCapabilities(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb.GetCapabilitiesResponse(namespace=current_principal().namespace)
+
+    async def VerifyBlobs(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        yield pb.VerifyBlobsResponse(blobs_checked=1)
+        raise ValueError(SECRET)
+
+    async def ReadBlobs(self, request: Any, context: Any) -> None:  # noqa: N802
+        await context.write(pb.ReadBlobsResponse())
+        raise InvalidArgument("late", field="digests")
+
+    async def WatchEvents(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+        try:
+            yield pb.WatchEventsResponse()
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.saw_cancel = True
+            raise
+        finally:
+            self.ended.set()
+
+    async def ImportAgent(self, request_iterator: Any, context: Any) -> Any:  # noqa: N802
+        count = 0
+        async for _ in request_iterator:
+            count += 1
+        raise InvalidArgument(f"{count} messages", field="data")
+
+    async def ListAgents(self, request: Any, context: Any) -> Any:  # noqa: N802
+        return pb.ListAgentsResponse()
+
+
+ROWS = ("GetStats", "GetAgent", "GetCapabilities", "VerifyBlobs", "ReadBlobs", "WatchEvents", "ImportAgent")
+
+
+@asynccontextmanager
+async def served(root: Path) -> AsyncIterator[tuple[Any, Service]]:
+    service = Service()
+    edge = EdgeServer(
+        Listening(f"unix:{root}/s"),
+        [NAME],
+        {f"/{NAME}/{row}": frozenset({"client"}) for row in ROWS},
+        new_request_id=lambda: "request-42",
+    )
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    await edge.start()
+    try:
+        async with grpc.aio.insecure_channel(edge.address) as channel:
+            yield cachestore_pb2_grpc.CacheStoreServiceStub(channel), service  # type: ignore[no-untyped-call]
+    finally:
+        await edge.grpc.stop(0)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+def run(test: Any) -> None:
+    asyncio.run(asyncio.wait_for(test, 30))
+
+
+def test_a_bug_becomes_internal_with_a_request_id_and_no_text(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with served(root) as (stub, _):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetStats(pb.GetStatsRequest())
+            error = from_rpc_error(caught.value)
+            assert type(error) is Internal
+            assert error.message == "internal error; request request-42"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [_ async for _ in stub.VerifyBlobs(pb.VerifyBlobsRequest())]
+            assert type(from_rpc_error(caught.value)) is Internal
+
+    with caplog.at_level(logging.DEBUG):
+        run(test())
+    assert "request-42" in caplog.text
+    assert "KeyError" in caplog.text
+    assert "GetStats" in caplog.text
+    assert SECRET not in caplog.text
+
+
+def test_typed_errors_pass_from_every_kind_of_handler(root: Path) -> None:
+    async def test() -> None:
+        async with served(root) as (stub, _):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.GetAgent(pb.GetAgentRequest())
+            assert from_rpc_error(caught.value).field == "agent_id"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [_ async for _ in stub.ReadBlobs(pb.ReadBlobsRequest())]
+            assert from_rpc_error(caught.value).field == "digests"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ImportAgent(iter([pb.ImportAgentRequest()] * 3))
+            assert from_rpc_error(caught.value).message == "3 messages"
+
+    run(test())
+
+
+def test_a_cancel_reaches_the_handler_and_ends_it(root: Path) -> None:
+    async def test() -> None:
+        async with served(root) as (stub, service):
+            call = stub.WatchEvents(pb.WatchEventsRequest())
+            await call.read()
+            call.cancel()
+            await asyncio.wait_for(service.ended.wait(), 5)
+            assert service.saw_cancel
+
+    run(test())
+
+
+def test_a_deadline_reaches_the_handler_and_ends_it(root: Path) -> None:
+    async def test() -> None:
+        async with served(root) as (stub, service):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [_ async for _ in stub.WatchEvents(pb.WatchEventsRequest(), timeout=0.2)]
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            await asyncio.wait_for(service.ended.wait(), 5)
+
+    run(test())
+
+
+def test_an_rpc_without_a_row_is_refused_to_everybody(root: Path) -> None:
+    async def test() -> None:
+        async with served(root) as (stub, _):
+            assert (await stub.GetCapabilities(pb.GetCapabilitiesRequest())).namespace == "default"
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ListAgents(pb.ListAgentsRequest())
+            assert isinstance(from_rpc_error(caught.value), PermissionDenied)
+
+    run(test())
+
+
+def test_outside_of_an_rpc_there_is_no_principal() -> None:
+    with pytest.raises(LookupError):
+        current_principal()
