@@ -8,6 +8,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference_client import InferenceClient
 from kvasir.inference_client_turns import Reply
 
+from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import House
 
 GREEDY = {"max_tokens": 24}
@@ -49,6 +50,80 @@ def test_after_a_kill_of_both_services_the_agent_goes_on_token_for_token(own_hou
             assert replies[-1].started.cached_tokens > 200
             assert not replies[-1].started.reason
     assert tokens(replies) == expected
+
+
+def test_a_prompt_that_leaves_the_memory_is_answered_alike_hot_and_after_a_restart(own_house: House) -> None:
+    def changed(client: InferenceClient, agent: str, replies: list[Reply]) -> Reply:
+        """The same conversation with its last words changed."""
+        whole = [
+            {"role": "user", "content": TALK[0]},
+            {"role": "assistant", "content": replies[0].text},
+            {"role": "user", "content": TALK[1]},
+            {"role": "assistant", "content": replies[1].text},
+            {"role": "user", "content": TALK[2][:-90] + "forget the archive."},
+        ]
+        return client.reply(agent_id=agent, messages=whole, sampling=GREEDY)
+
+    with own_house.client() as client:
+        hot_replies, warm_replies = talk(client, "hot", TALK[:3]), talk(client, "warm", TALK[:3])
+        hot = changed(client, "hot", hot_replies)
+    own_house.restart()
+    with own_house.client() as client:
+        warm = changed(client, "warm", warm_replies)
+    assert (hot.started.source, warm.started.source) == (pb.CACHE_SOURCE_HOT, pb.CACHE_SOURCE_WARM)
+    assert hot.started.match == warm.started.match == pb.PREFIX_MATCH_DIVERGE
+    assert 256 < hot.started.cached_tokens == warm.started.cached_tokens
+    assert warm.token_ids == hot.token_ids
+
+
+def test_a_prompt_that_is_the_memory_or_its_beginning_computes_one_token(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent, prompt = new_agent(), "".join(TALK)
+    first = client.reply(agent_id=agent, prompt=prompt, sampling=GREEDY)
+    again = client.reply(agent_id=agent, prompt=prompt, sampling=GREEDY)
+    assert again.started.match == pb.PREFIX_MATCH_DIVERGE  # the memory has the reply besides
+    assert again.started.cached_tokens == again.started.prompt_tokens - 1
+    assert (again.started.reason, again.token_ids) == ("", first.token_ids)
+    # A random model may end inside a character, which is given back: somewhere it does not.
+    for length in range(1, 20):
+        agent = new_agent()
+        short = client.reply(agent_id=agent, prompt="Hello there.", sampling={"max_tokens": length})
+        if short.text.isascii() and short.finished.reason == pb.FINISH_REASON_LENGTH:
+            break
+    whole = client.reply(agent_id=agent, prompt="Hello there." + short.text, sampling=GREEDY)
+    assert whole.started.match == pb.PREFIX_MATCH_EXACT
+    assert whole.started.cached_tokens == whole.started.prompt_tokens - 1
+
+
+def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are(
+    own_house: House, tmp_path: Path
+) -> None:
+    with own_house.client() as client:
+        talk(client, "a", TALK[:2])
+    options = own_house.engine.options
+    other_weights = write_model(tmp_path / "other", LLAMA, seed=1)
+    for more, field in ((("--kv-bits", "8"), "policy.key_bits"), (("--model", str(other_weights)), "weights_digest")):
+        own_house.engine.kill()
+        own_house.engine.options = [*options, *more]
+        own_house.engine.start()
+        with own_house.client() as client:
+            reply = say(client, "a", TALK[2])
+            again = say(client, "a", TALK[3])
+        assert reply.started.miss == pb.MISS_REASON_KV_IDENTITY_DIFFERS
+        assert field in reply.started.reason
+        assert reply.started.cached_tokens == 0
+        assert reply.started.prompt_tokens > 256  # what was said before is there
+        assert reply.finished.snapshot.version == 1  # a line of its own
+        assert again.started.cached_tokens > reply.started.prompt_tokens
+    with own_house.store_client() as store:
+        assert len(store.get_agent("a").lines) == 3
+    own_house.engine.kill()
+    own_house.engine.options = options
+    own_house.engine.start()
+    with own_house.client() as client:
+        back = say(client, "a", TALK[2])
+    assert (back.started.source, back.started.parent_version) == (pb.CACHE_SOURCE_WARM, 2)
 
 
 def test_after_a_fork_both_agents_go_on_from_the_same_memory(
