@@ -11,6 +11,7 @@ from cachestore_svc import collecting
 from cachestore_svc.blob_checks import BlobFacts
 from cachestore_svc.blob_rows import BlobRow, damaged_blobs, find_blob, find_blobs, find_namespace, insert_blob
 from cachestore_svc.blob_writer import BlobWriter, StoredBlob
+from cachestore_svc.core import Core
 from cachestore_svc.index import Rows
 from cachestore_svc.limits import check_range
 from cachestore_svc.opening import Opened
@@ -52,7 +53,7 @@ class BlobStore:
             return StoredBlob(digest)
         if wanted := core.space.shortage(namespace, digest.size_bytes):
             collecting.make_room(core, namespace, wanted)
-        return core.writers.begin(namespace, digest, kind, lambda facts: self._list_blob(namespace, digest, facts))
+        return core.writers.begin(namespace, digest, kind, _IndexCatalog(core))
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""
@@ -82,9 +83,19 @@ class BlobStore:
     def _find(self, namespace: str, digest: Digest) -> BlobRow | None:
         return self._read(lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
 
-    def _list_blob(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
+
+class _IndexCatalog:
+    """The catalog of writers: rows of the index."""
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
         now = self._core.now_unix_ms()
-        is_new = self._write(lambda rows: insert_blob(rows, namespace, digest, facts, now))
+        is_new = self._core.index.write(lambda rows: insert_blob(rows, namespace, digest, facts, now))
         self._core.counters.add(namespace, "blobs_written")
         self._core.counters.add(namespace, "bytes_written", digest.size_bytes)
         return is_new
+
+    def has(self, namespace: str, digest: Digest) -> bool:
+        return self._core.index.read(lambda rows: find_blob(rows, find_namespace(rows, namespace), digest)) is not None

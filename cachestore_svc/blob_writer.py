@@ -4,6 +4,7 @@ A crash anywhere leaves a part or an unlisted file, never a row without bytes. W
 again before it goes on, so the digest and the header are always checked over all the bytes.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,16 @@ class BlobWriter(Protocol):
     ) -> None: ...
 
 
+class Catalog(Protocol):
+    """Where durable blobs are listed."""
+
+    def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
+        """Write the blob's row. False when there was one."""
+
+    def has(self, namespace: str, digest: Digest) -> bool:
+        """Whether the blob has a row."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Part:
     """Bytes that an interrupted write left. They stay reserved."""
@@ -73,11 +84,8 @@ class Writers:
         self._open: dict[tuple[str, str], PartWriter] = {}
         self._parts: dict[tuple[str, str], _Part] = {}
 
-    def begin(
-        self, namespace: str, digest: Digest, kind: BlobKind, list_blob: Callable[[BlobFacts], bool]
-    ) -> "PartWriter":
-        """Reserve and open. `list_blob` writes the row, and says whether it is new. Raises FailedPrecondition
-        (WRITE_IN_PROGRESS) and ResourceExhausted."""
+    def begin(self, namespace: str, digest: Digest, kind: BlobKind, catalog: "Catalog") -> "PartWriter":
+        """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS) and ResourceExhausted."""
         key = (namespace, digest.hash)
         with self._lock:
             if key in self._open:
@@ -85,7 +93,7 @@ class Writers:
             held = self._parts[key].size_bytes if key in self._parts else 0
             self._space.reserve(namespace, digest.size_bytes - held)
             self._parts.pop(key, None)
-            writer = PartWriter(self, namespace, digest, kind, list_blob)
+            writer = PartWriter(self, namespace, digest, kind, catalog)
             self._open[key] = writer
         try:
             writer.resume()
@@ -130,8 +138,10 @@ class Writers:
             ]
             freed = 0
             for key in old:
-                self.files.remove_part(*key)
-                freed += self._parts.pop(key).size_bytes
+                # One that cannot be removed stays counted.
+                with contextlib.suppress(OSError):
+                    self.files.remove_part(*key)
+                    freed += self._parts.pop(key).size_bytes
             self._space.release(namespace, freed)
         return freed
 
@@ -170,7 +180,7 @@ class PartWriter:
         namespace: str,
         digest: Digest,
         kind: BlobKind,
-        list_blob: Callable[[BlobFacts], bool],
+        catalog: "Catalog",
     ) -> None:
         self.namespace = namespace
         self.digest = digest
@@ -178,7 +188,7 @@ class PartWriter:
         self._writers = writers
         self._files = writers.files
         self._disk = writers.disk
-        self._list_blob = list_blob
+        self._catalog = catalog
         self._check = check_for(kind, digest.size_bytes)
         self._hasher = Hasher()
         self._descriptor: int | None = None
@@ -242,10 +252,10 @@ class PartWriter:
         """Remove the part and give its bytes back. Nothing happens to a writer that ended."""
         if not self._is_ended:
             self._close()
-            try:
+            # What cannot be removed now goes at the next start, or is read again by whoever writes this blob.
+            with contextlib.suppress(OSError):
                 self._files.remove_part(self.namespace, self.digest.hash)
-            finally:
-                self._end(stored_bytes=0, left_bytes=0)
+            self._end(stored_bytes=0, left_bytes=0)
 
     def __enter__(self) -> Self:
         return self
@@ -295,10 +305,11 @@ class PartWriter:
         with self._files.naming(self.digest.hash):
             self._files.publish(self.namespace, self.digest.hash)
             try:
-                is_new = self._list_blob(facts)
+                is_new = self._catalog.add(self.namespace, self.digest, facts)
             except BaseException:
-                # Unlisted, it would only wait for the next sweep. A damaged blob that it replaced loses nothing.
-                self._files.remove(self.namespace, self.digest.hash)
+                # Unlisted, it would only wait for the next sweep. But somebody else may have listed it before us.
+                if not self._catalog.has(self.namespace, self.digest):
+                    self._files.remove(self.namespace, self.digest.hash)
                 raise
         self._end(stored_bytes=self.digest.size_bytes if is_new else 0, left_bytes=0)
 

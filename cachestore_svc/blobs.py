@@ -3,6 +3,7 @@
 A path is made of the namespace's own hash and of a digest's 64 hex digits; no name from outside is ever part of one.
 """
 
+import errno
 import re
 import threading
 from collections.abc import Iterator
@@ -13,16 +14,18 @@ from pathlib import Path
 from blake3 import blake3
 from kvasir.digest import Digest
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.disk import Disk, refusal
 
 PART_SUFFIX = ".part"
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
 _LOCKS = 64
+# What these say will be so the next time: the device lost the bytes, or something else lies where they should.
+_LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP)
 
 
 class Damaged(Exception):
-    """A file's bytes are not those of its digest, or cannot be read."""
+    """A file's bytes are not those of its digest, or the device lost them."""
 
 
 @dataclass
@@ -81,13 +84,18 @@ class BlobFiles:
             yield
 
     def read(self, namespace: str, digest: Digest) -> memoryview:
-        """The blob's bytes, verified. Raises Damaged, and FileNotFoundError."""
+        """The blob's bytes, verified. Raises Damaged, FileNotFoundError, and Unavailable: nothing is known of them now.
+
+        A sweep and a new write between opening and now can make the first two untrue; see `naming`.
+        """
         try:
             data = self._disk.read(self.path(namespace, digest.hash), digest.size_bytes + 1)
         except FileNotFoundError:
             raise
         except OSError as error:
-            raise Damaged(f"cannot be read: {error.strerror}") from error
+            if error.errno in _LASTING:
+                raise Damaged(f"cannot be read: {error.strerror}") from error
+            raise refusal(error, self.path(namespace, digest.hash), f"{digest}") from error
         if len(data) != digest.size_bytes:
             raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
         if blake3(data).hexdigest() != digest.hash:

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from kvasir.digest import Digest
-from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, Unavailable
 
 from cachestore_svc import blob_rows, versions
 from cachestore_svc.blob_rows import BlobRow, find_namespace
@@ -38,16 +38,15 @@ def check(core: Core, repair: bool) -> CheckReport:
 
 
 def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[VerifyProgress]:
-    """Re-hash blobs; the damaged are quarantined before they are reported."""
+    """Re-hash blobs; the damaged are quarantined before they are reported. Raises Unavailable when one cannot be read
+    now."""
     damaged: list[Digest] = []
     for number, digest in enumerate(digests, start=1):
         if not _is_whole(core, namespace, digest):
             damaged.append(digest)
         if number % _BLOBS_PER_PROGRESS == 0 and number < len(digests):
-            core.quarantine(namespace, damaged)
             yield VerifyProgress(number, len(digests), tuple(damaged))
             damaged = []
-    core.quarantine(namespace, damaged)
     yield VerifyProgress(len(digests), len(digests), tuple(damaged))
 
 
@@ -74,11 +73,11 @@ def sweep_at_start(core: Core) -> None:
 def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
     """Whether the bytes are the digest's. A blob swept meanwhile is not damaged."""
     try:
-        core.files.read(namespace, digest)
-    except Damaged:
+        core.verified(namespace, digest)
+    except NotFound:
+        return True
+    except DataLoss:
         return False
-    except FileNotFoundError:
-        return _find(core, namespace, digest) is None
     return True
 
 
@@ -119,9 +118,7 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
         yield Finding("STRANGE_FILE", namespace, path.name)
     for digest in digests:
         size = core.files.size_bytes(namespace, digest.hash)
-        if size != digest.size_bytes and _find(core, namespace, digest) is not None:
-            if repair:
-                core.quarantine(namespace, [digest])
+        if size != digest.size_bytes and _has_wrong_size(core, namespace, digest, repair):
             problem = "MISSING_FILE" if size is None else "WRONG_SIZE"
             yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
 
@@ -134,6 +131,18 @@ def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
         if repair:
             core.files.remove(namespace, hash_)
         return core.files.size_bytes(namespace, hash_) is not None or repair
+
+
+def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) -> bool:
+    """Whether a row's file still is not of its size, looked up while nobody can sweep it or write it again."""
+    with core.files.naming(digest.hash):
+        if core.files.size_bytes(namespace, digest.hash) == digest.size_bytes or not _is_listed(
+            core, namespace, digest
+        ):
+            return False
+        if repair:
+            core.quarantine(namespace, [digest])
+    return True
 
 
 def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
@@ -167,7 +176,7 @@ def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
     try:
         core.files.read(namespace, digest)
-    except (Damaged, FileNotFoundError):
+    except (Damaged, FileNotFoundError, Unavailable):
         return False
     return True
 
@@ -215,8 +224,8 @@ def _has_row(rows: Rows, namespace: str, hash_: str) -> bool:
     return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, hash_) is not None
 
 
-def _find(core: Core, namespace: str, digest: Digest) -> BlobRow | None:
-    return core.index.read(lambda rows: blob_rows.find_blob(rows, find_namespace(rows, namespace), digest))
+def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
+    return core.index.read(lambda rows: _has_row(rows, namespace, digest.hash))
 
 
 def _counts(rows: Rows, *, namespace: str) -> tuple[int, int]:

@@ -110,19 +110,30 @@ class Core:
 
     def read_blob(self, namespace: str, digest: Digest) -> memoryview:
         """See cachestore_svc.store.Store.read_blob."""
-        if self._listed(namespace, digest).is_damaged:
-            raise damaged_error(digest, "it is in quarantine")
-        try:
-            data = self.files.read(namespace, digest)
-        except FileNotFoundError:
-            # Swept since the look-up, or lost.
-            self._listed(namespace, digest)
-            raise self._found_damaged(namespace, digest, "its file is missing") from None
-        except Damaged as error:
-            raise self._found_damaged(namespace, digest, str(error)) from error
+        data = self.verified(namespace, digest)
         self.counters.add(namespace, "blobs_read")
         self.counters.add(namespace, "bytes_read", digest.size_bytes)
         return data
+
+    def verified(self, namespace: str, digest: Digest) -> memoryview:
+        """As read_blob, but not counted as served."""
+        self._listed_whole(namespace, digest)
+        try:
+            return self.files.read(namespace, digest)
+        except (FileNotFoundError, Damaged):
+            # Since the look-up it may have been swept, and written again: what is there now decides.
+            with self.files.naming(digest.hash):
+                return self._read_or_quarantine(namespace, digest)
+
+    def _read_or_quarantine(self, namespace: str, digest: Digest) -> memoryview:
+        """Read while nobody can give the name to another file or take it away."""
+        self._listed_whole(namespace, digest)
+        try:
+            return self.files.read(namespace, digest)
+        except FileNotFoundError:
+            raise self._found_damaged(namespace, digest, "its file is missing") from None
+        except Damaged as error:
+            raise self._found_damaged(namespace, digest, str(error)) from error
 
     def quarantine(self, namespace: str, digests: Iterable[Digest]) -> None:
         """Never serve these again until they are written anew; each is told once."""
@@ -158,11 +169,12 @@ class Core:
             self.quarantine(namespace, [digest])
         return damaged_error(digest, why)
 
-    def _listed(self, namespace: str, digest: Digest) -> blob_rows.BlobRow:
+    def _listed_whole(self, namespace: str, digest: Digest) -> None:
         found = self._find(namespace, digest)
         if found is None:
             raise NotFound(f"there is no blob {digest}", reason="BLOB_NOT_FOUND", metadata={"digest": digest.hash})
-        return found
+        if found.is_damaged:
+            raise damaged_error(digest, "it is in quarantine")
 
     def _find(self, namespace: str, digest: Digest) -> blob_rows.BlobRow | None:
         return self.index.read(

@@ -68,8 +68,8 @@ MUTANTS = (
         "the row is written before the rename",
         "blob_writer.py",
         "            self._files.publish(self.namespace, self.digest.hash)\n            try:\n"
-        "                is_new = self._list_blob(facts)\n",
-        "            is_new = self._list_blob(facts)\n            try:\n"
+        "                is_new = self._catalog.add(self.namespace, self.digest, facts)\n",
+        "            is_new = self._catalog.add(self.namespace, self.digest, facts)\n            try:\n"
         "                self._files.publish(self.namespace, self.digest.hash)\n",
         "kill power_loss",
     ),
@@ -262,6 +262,13 @@ MUTANTS = (
         "blob_writer.py",
         "                self._disk.truncate(self._descriptor, self.received_bytes)\n",
         "                pass\n",
+        "full_disk",
+    ),
+    Mutant(
+        "a writer that could not list its blob removes the file of one who did",
+        "blob_writer.py",
+        "                if not self._catalog.has(self.namespace, self.digest):\n",
+        "                if True:\n",
         "full_disk",
     ),
     Mutant(

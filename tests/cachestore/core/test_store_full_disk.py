@@ -251,6 +251,29 @@ def test_a_disk_that_fills_while_a_store_writes_keeps_what_was_acknowledged(smal
             assert_restores(store, done, content)
 
 
+def test_a_blob_that_another_writer_listed_first_survives_our_failure_to_list_it(lab: Lab) -> None:
+    """Both were told that it was missing; the first made it durable; the second replaces its file and then finds no
+    room for a row. The file is the first one's, too."""
+    disk = RefusingDisk()
+    content = SyntheticAgent(SMALL, 1).turn(256)
+    [(digest, data)] = content.new_blobs.items()
+    with lab.open(disk) as store:
+        stale = store.open_writer(NS, digest, BlobKind.TENSORS)
+        catalog = stale._catalog  # type: ignore[attr-defined]
+        with stale:
+            pass
+        done = publish(store, "a", content, 0)
+        with store._core.writers.begin(NS, digest, BlobKind.TENSORS, catalog) as late:
+            late.write(0, data)
+            disk.arm(4)  # sync, rename, sync of the directory, commit
+            with pytest.raises(ResourceExhausted):
+                late.finish()
+        disk.arm(0)
+        assert_restores(store, done, content)
+        assert store.check().is_clean
+        assert store.stats(NS).reserved_bytes == 0
+
+
 def test_a_write_that_found_no_room_goes_on_where_it_stopped(lab: Lab) -> None:
     disk = RefusingDisk()
     [(digest, data)] = SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()

@@ -1,0 +1,107 @@
+"""Reading blobs while the disk, the process or other threads get in the way: only what is damaged is called damaged."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kvasir.digest import Digest
+from kvasir.errors import DataLoss, Unavailable
+
+from cachestore_svc.disk import Disk
+from cachestore_svc.records import BlobKind
+from tests.cachestore.core.lab import NS, Lab, write
+from tests.synthetic import SMALL, SyntheticAgent
+
+
+def a_block() -> tuple[Digest, bytes]:
+    return next(iter(SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()))
+
+
+class ReadingDisk(Disk):
+    """Does something around each read of a file."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[], None] = lambda: None
+        self.after: Callable[[], None] = lambda: None
+
+    def read(self, path: Path, max_bytes: int) -> memoryview:
+        before, self.before = self.before, lambda: None
+        before()
+        data = super().read(path, max_bytes)
+        after, self.after = self.after, lambda: None
+        after()
+        return data
+
+
+def fail_with(error: int) -> Callable[[], None]:
+    def fail() -> None:
+        raise OSError(error, os.strerror(error))
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR])
+def test_a_blob_that_cannot_be_read_now_is_unavailable_and_is_served_later(lab: Lab, error: int) -> None:
+    digest, data = a_block()
+    disk = ReadingDisk()
+    with lab.open(disk) as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        disk.before = fail_with(error)
+        with pytest.raises(Unavailable) as refused:
+            store.read_blob(NS, digest)
+        assert (refused.value.reason, refused.value.retry_after_s) == ("DISK_FAILED", 1)
+        disk.before = fail_with(error)
+        with pytest.raises(Unavailable):
+            list(store.verify(NS))
+        assert store.stats(NS).damaged_blob_count == 0
+        assert bytes(store.read_blob(NS, digest)) == data
+
+
+def test_a_blob_that_the_device_lost_is_damaged(lab: Lab) -> None:
+    digest, data = a_block()
+
+    class LosingDisk(Disk):
+        def read(self, path: Path, max_bytes: int) -> memoryview:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with lab.open() as store:
+        write(store, digest, data, BlobKind.TENSORS)
+    with lab.open(LosingDisk()) as store:
+        with pytest.raises(DataLoss):
+            store.read_blob(NS, digest)
+        assert store.stats(NS).damaged_blob_count == 1
+
+
+@pytest.mark.parametrize("ask", ["read", "verify"])
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_blob_swept_and_written_again_while_it_is_read_is_served(lab: Lab, ask: str, moment: str) -> None:
+    """The reader meets no file, or the bytes of the file before; both are of the past."""
+    digest, data = a_block()
+    disk = ReadingDisk()
+    with lab.open(disk, grace_period_s=0.0) as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        path = lab.blob_files[digest.hash]
+
+        def sweep_and_write_again() -> None:
+            store.collect_garbage()
+            lab.clock.pass_s(1)
+            assert store.collect_garbage().blobs_swept == 1
+            write(store, digest, data, BlobKind.TENSORS)
+
+        def meet_no_file() -> None:
+            sweep_and_write_again()
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+        if moment == "before":
+            disk.before = meet_no_file
+        else:
+            path.write_bytes(bytes(len(data)))
+            disk.after = sweep_and_write_again
+        if ask == "read":
+            assert bytes(store.read_blob(NS, digest)) == data
+        else:
+            [progress] = store.verify(NS)
+            assert progress.damaged == ()
+        assert store.stats(NS).damaged_blob_count == 0
