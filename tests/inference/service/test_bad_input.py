@@ -101,7 +101,7 @@ def test_bad_input_is_refused_at_once_with_the_field_named(name: str, house: Hou
     fields, kind, field = BAD[name]
     request = pb.GenerateRequest(**fields)
     took_s = []
-    for _ in range(3):  # two busy cores: the best of three says what the service takes
+    for _ in range(20):  # on busy cores, the best of some tries says what the service takes
         error, seconds = refusal(house, request)
         took_s.append(seconds)
         assert (type(error), error.field) == (kind, field), error

@@ -136,6 +136,23 @@ def test_a_reader_that_takes_nothing_gets_the_whole_reply_in_few_messages(
     assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
 
 
+def test_full_blocks_are_stored_while_the_turn_still_runs(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    with house.store_client() as store:
+        before = store.get_stats().blob_count
+        events = client.generate(agent_id=agent, prompt=f"{agent}: " + "every door has a key. " * 100, sampling=LONG)
+        while next(events).WhichOneof("event") != "delta":
+            pass
+        give_up = time.monotonic() + 20
+        while store.get_stats().blob_count < before + 2:
+            assert next(events).WhichOneof("event") == "delta", "the turn ended before any block was stored"
+            assert time.monotonic() < give_up
+        assert not [each for each in store.list_agents(name_prefix=agent).agents if each.agent_id == agent]
+        events.close()
+
+
 # --- killed at random moments ---
 
 KILLS_PER_CONVERSATION = 8
