@@ -23,7 +23,8 @@ from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_s
 from cachestore_svc.logs import configure_logs
 from cachestore_svc.outbound import BlobReader, ByteBudget
 from cachestore_svc.peers import Peers
-from cachestore_svc.service import ALLOWED_ROLES, SERVICE_NAME, CacheStoreService
+from cachestore_svc.roles import ALLOWED_ROLES, SERVICE_NAME
+from cachestore_svc.service import CacheStoreService
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.transfer import Transfers

@@ -1,7 +1,7 @@
 """The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer.
 
 The namespace is the caller's credential's, never a request's. What an RPC does is in `store`; how blobs and agents move
-is in `inbound`, `outbound` and `transfer`; who may call what is the table below.
+is in `inbound`, `outbound` and `transfer`; who may call what is the table in `roles`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any
 from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
+from kvasir.credentials import ENGINE
 from kvasir.errors import DeadlineExceeded, InvalidArgument, Unavailable
 from kvasir.interceptors import current_principal
 from kvasir.names import check_agent_id, check_owner
@@ -22,51 +22,16 @@ from cachestore_svc.inbound import BlobIntake, Stored
 from cachestore_svc.outbound import BlobReader, BlobSource
 from cachestore_svc.peers import Peers
 from cachestore_svc.records import BLOCK_TOKENS, MANIFEST_FORMAT, MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES
+from cachestore_svc.roles import PEOPLE
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.transfer import Progress, PullOrder, Transfers
 
-SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
 # A manifest that fits is answered with its version; a longer one is read like any blob.
 _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 _EVENTS_AT_ONCE = 500
 # A reader that takes no piece within this time lets go of the rest.
 _SLOW_S = 0.5
-
-_EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
-_READERS = {ENGINE, CLIENT, PEER, ADMIN}
-_WRITERS = {ENGINE, CLIENT, PEER}
-_PEOPLE = {CLIENT, ADMIN}
-
-# Who may call what. An RPC without a row is refused to everybody.
-ROLES: dict[str, set[str]] = {
-    "FindMissingBlobs": _WRITERS,
-    "WriteBlobs": _WRITERS,
-    "QueryWriteStatus": _WRITERS,
-    "ReadBlobs": _READERS,
-    "CommitSnapshot": {ENGINE},
-    "GetSnapshot": _READERS,
-    "ListSnapshots": _READERS,
-    "ListAgents": _READERS,
-    "GetAgent": _READERS,
-    "UpdateAgent": _PEOPLE,
-    "ForkAgent": _PEOPLE,
-    "RollbackAgent": _PEOPLE,
-    "DeleteAgent": _PEOPLE,
-    "FindPrefix": {ENGINE},
-    "AcquireLease": {ENGINE},
-    "RenewLease": {ENGINE},
-    "ReleaseLease": {ENGINE},
-    "PullAgent": _PEOPLE,
-    "ExportAgent": _PEOPLE,
-    "ImportAgent": _PEOPLE,
-    "WatchEvents": {ENGINE, CLIENT, ADMIN},
-    "VerifyBlobs": _PEOPLE,
-    "CollectGarbage": {ADMIN},
-    "GetCapabilities": _EVERYBODY,
-    "GetStats": {ENGINE, CLIENT, ADMIN},
-}
-ALLOWED_ROLES = {f"/{SERVICE_NAME}/{name}": frozenset(roles) for name, roles in ROLES.items()}
 
 
 class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
@@ -400,7 +365,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             max_digests_per_request=MAX_DIGESTS_PER_REQUEST,
             namespace=caller.namespace,
             roles=sorted(caller.roles),
-            peers=self._peers.names if caller.roles & _PEOPLE else (),
+            peers=self._peers.names if caller.roles & PEOPLE else (),
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

@@ -68,8 +68,8 @@ class Memory:
 def geometries(is_quick: bool) -> list[Geometry]:
     """The shipped model, and Llama 3.1 8B with blocks of 9.4 MB."""
     return [
-        Geometry("kvasir-tiny", _identity("tiny", 8, 2, 64), 16 if is_quick else 128),
-        Geometry("llama-3.1-8b", _identity("llama", 32, 8, 128), 4 if is_quick else 24),
+        Geometry("kvasir-tiny", _identity("tiny", 8, 2, 64), 8 if is_quick else 128),
+        Geometry("llama-3.1-8b", _identity("llama", 32, 8, 128), 2 if is_quick else 24),
     ]
 
 
@@ -84,7 +84,7 @@ def run(
 ) -> dict[str, Any]:
     """Measure, say the results (JSON or a table) and return them. `is_quick` moves less, for a look and for tests."""
     if is_quick:
-        repeats, startup_blobs = min(repeats, 2), min(startup_blobs, 500)
+        repeats, startup_blobs = 1, min(startup_blobs, 500)
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-", dir=directory) as root:
         sizes = [_run(_moving(Path(root) / geometry.name, geometry, repeats)) for geometry in geometries(is_quick)]
         results: dict[str, Any] = {"sizes": sizes, "find_missing_1000_ms": sizes[0]["find_missing_1000_ms"]}
