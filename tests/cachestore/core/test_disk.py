@@ -1,0 +1,51 @@
+"""The seam to the file system: what a sync is where fsync alone does not persist."""
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from cachestore_svc import disk as disk_module
+from cachestore_svc.disk import Disk
+
+F_FULLFSYNC = 51  # its number on macOS
+
+
+@pytest.mark.parametrize(("error", "falls_back"), [(None, False), (errno.ENOTSUP, True), (errno.EINVAL, True)])
+def test_a_sync_is_f_fullfsync_where_it_exists_and_fsync_where_a_file_system_lacks_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | None, falls_back: bool
+) -> None:
+    asked: list[str] = []
+
+    def full_sync(descriptor: int, command: int) -> int:
+        asked.append(f"fcntl {command}")
+        if error:
+            raise OSError(error, os.strerror(error))
+        return 0
+
+    monkeypatch.setattr(disk_module, "_FULL_FSYNC", F_FULLFSYNC)
+    monkeypatch.setattr(fcntl, "fcntl", full_sync)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: asked.append("fsync"))
+    Disk().fsync_directory(tmp_path)
+    assert asked == [f"fcntl {F_FULLFSYNC}", *(["fsync"] if falls_back else [])]
+
+
+def test_a_full_sync_that_fails_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full_sync(descriptor: int, command: int) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(disk_module, "_FULL_FSYNC", F_FULLFSYNC)
+    monkeypatch.setattr(fcntl, "fcntl", full_sync)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        Disk().fsync_directory(tmp_path)
+
+
+def test_no_symbolic_link_is_followed_at_the_end_of_a_path(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"secret")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "secret")
+    for act in (lambda: Disk().read(link, 10), lambda: Disk().open_append(link)):
+        with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+            act()
