@@ -36,12 +36,24 @@ HINTS: dict[type[errors.KvasirError], str] = {
     errors.Internal: "The service's log names the request; please report it.",
 }
 
+# Where the reason says more than the type.
+HINTS_BY_REASON: dict[str, str] = {
+    "SERVICE_DID_NOT_START": "",
+    "ADDRESS_IN_USE": "",
+    "PEER_UNAVAILABLE": "Is it running there? On a Mac, may this program use the local network (Privacy & Security)?",
+    "PEER_UNKNOWN": "Peers stand in peers.toml; see compose/README.md.",
+    "ALREADY_EXISTS": "Choose another name; an import adds a version with --replace.",
+}
+
 
 def exit_code(error: errors.KvasirError) -> int:
     return next((EXIT_CODES[kind] for kind in type(error).__mro__ if kind in EXIT_CODES), REFUSED)
 
 
 def hint(error: errors.KvasirError) -> str:
+    """What to do next; empty when the message says it."""
+    if error.reason in HINTS_BY_REASON:
+        return HINTS_BY_REASON[error.reason]
     return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
 
 
