@@ -29,6 +29,8 @@ from kvasir.store_client_transfers import READS, Buffer, OnProgress, Upload, bat
 _Response = TypeVar("_Response")
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
 _CUT_PAUSE_S = 0.2
+# How long a blob that another writer has open is waited for: a store gives up a silent writer sooner.
+_WAIT_S, _MAX_WAITS = 0.25, 240
 
 
 class AioStoreClient:
@@ -96,18 +98,22 @@ class AioStoreClient:
         Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused), Unavailable (cut too often).
         """
         upload = Upload(blobs, kind, await self.find_missing(list(blobs), timeout_s=timeout_s), on_progress)
-        cuts = 0
+        cuts = waits = 0
         while upload.pending:
             before = len(upload.pending)
             try:
                 await self._send(upload, timeout_s)
-            except (Unavailable, FailedPrecondition) as error:
-                if error.reason != "WRITE_IN_PROGRESS" and not isinstance(error, Unavailable):
-                    raise
+            except Unavailable:
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:
                     raise
                 await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
+            except FailedPrecondition as error:
+                # Somebody else sends the same blob: when that ends, it is there, or is ours to send.
+                waits += 1
+                if error.reason != "WRITE_IN_PROGRESS" or waits == _MAX_WAITS:
+                    raise
+                await asyncio.sleep(_WAIT_S)
         return upload.progress
 
     async def put_manifest(self, data: bytes, *, timeout_s: float | None = None) -> Digest:
