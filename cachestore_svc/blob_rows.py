@@ -67,7 +67,8 @@ def find_blobs(rows: Rows, namespace_id: int, digests: Iterable[Digest]) -> dict
 
 
 def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
-    """List a blob whose file is durable. True when it is new, False when it replaces a damaged one."""
+    """List a blob whose file is durable. True when it is new, False when it replaces a damaged one, whose
+    rest then begins anew."""
     namespace_id = make_namespace(rows, namespace)
     identity = facts.identity
     schema = schema_hash(facts.schema) if identity else None
@@ -77,7 +78,7 @@ def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, no
     rows.run(
         """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
             created_unix_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-            ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0""",
+            ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0, marked_unix_ms = NULL""",
         namespace_id,
         digest.hash,
         digest.size_bytes,

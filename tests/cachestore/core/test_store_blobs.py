@@ -241,6 +241,22 @@ def test_a_damaged_blob_is_named_once_never_served_and_may_be_written_again(lab:
     assert store.stats(NS).blob_bytes == stored
 
 
+def test_a_damaged_blob_written_again_rests_anew(lab: Lab) -> None:
+    digest, data = a_block()
+    with lab.open(grace_period_s=100.0) as store:
+        write(store, digest, data, TENSORS)
+        store.collect_garbage()
+        lab.clock.pass_s(200)
+        lab.blob_files[digest.hash].write_bytes(bytes(len(data)))
+        with pytest.raises(DataLoss):
+            store.read_blob(NS, digest)
+        write(store, digest, data, TENSORS)
+        assert store.collect_garbage().blobs_swept == 0
+        assert bytes(store.read_blob(NS, digest)) == data
+        lab.clock.pass_s(200)
+        assert store.collect_garbage().blobs_swept == 1
+
+
 def test_the_disk_reserve_is_kept(lab: Lab) -> None:
     digest, data = a_block()
     with lab.open(free_disk_reserve_bytes=1 << 60) as store:
