@@ -5,7 +5,9 @@ This is the composition root: the clock, randomness and configuration are taken 
 
 import argparse
 import asyncio
+import contextlib
 import json
+import resource
 import secrets
 import sys
 import time
@@ -29,6 +31,9 @@ from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.transfer import Transfers
 
+# A descriptor per connection, blob being written and blob being read. macOS refuses more than the second.
+_FILE_LIMITS = (65_536, 10_240)
+
 # Exit codes.
 OK, FOUND_PROBLEMS, CANNOT_RUN = 0, 1, 2
 
@@ -42,9 +47,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         settings = read_settings(options)
         configure_logs(settings.log_format)
         if command == "serve":
+            raise_file_limit()
             run(serve(settings))
             return OK
-        with open_store(settings) as store:
+        # Who only looks must find what there is, not what a start makes of it.
+        only_looks = (command == "check" and not repair) or dry_run
+        with open_store(settings, sweeps=not only_looks) as store:
             if command == "check":
                 return check(store, repair, as_json)
             return scrub(store, as_json) if command == "scrub" else collect(store, dry_run, as_json)
@@ -53,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return CANNOT_RUN
 
 
-def open_store(settings: StoreSettings) -> Store:
-    return Store.open(settings.store_config(), time.time, secrets.token_hex)
+def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
+    return Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps)
 
 
 async def serve(settings: StoreSettings) -> None:
@@ -110,8 +118,22 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
             report = await threads.run(store.collect_garbage)
         except KvasirError as error:
             log.warning("gc.failed", reason=error.reason)
+        except Exception:  # a failing disk's OSError, or a bug of ours: neither may end collection for good
+            log.exception("gc.failed")
         else:
             log.info("gc.done", **asdict(report))
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: the usual 256 or 1024 are few for a server."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in _FILE_LIMITS:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if soft == resource.RLIM_INFINITY or soft >= limit:
+            return
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            return
 
 
 def check(store: Store, repair: bool, as_json: bool) -> int:

@@ -17,6 +17,7 @@ from kvasir.digest import Digest
 from cachestore_svc.disk import Disk, refusal
 
 PART_SUFFIX = ".part"
+_DIRECTORY_NAME = re.compile(r"[0-9a-f]{32}")
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
 _LOCKS = 64
@@ -41,13 +42,13 @@ class BlobFiles:
     """The files of all namespaces under one directory. Used from any thread."""
 
     def __init__(self, root: Path, disk: Disk) -> None:
-        self._root = root
+        self.root = root
         self._disk = disk
-        self._known_directories: set[Path] = set()
+        self._durable_directories: set[Path] = set()
         self._locks = [threading.Lock() for _ in range(_LOCKS)]
 
     def directory(self, namespace: str) -> Path:
-        return self._root / blake3(namespace.encode()).hexdigest()[:32] / "blobs"
+        return self.root / blake3(namespace.encode()).hexdigest()[:32] / "blobs"
 
     def path(self, namespace: str, hash_: str) -> Path:
         return self.directory(namespace) / hash_[:2] / hash_
@@ -59,9 +60,11 @@ class BlobFiles:
     def open_part(self, namespace: str, hash_: str) -> int:
         """A descriptor of the part, made where the blob will lie, so that the rename stays in one directory."""
         path = self.part_path(namespace, hash_)
-        if path.parent not in self._known_directories:
-            self._disk.make_directory(path.parent)
-            self._known_directories.add(path.parent)
+        shelf = path.parent
+        for directory in (self.root, shelf.parent.parent, shelf.parent, shelf):
+            if directory not in self._durable_directories:
+                self._disk.make_directory(directory)
+                self._durable_directories.add(directory)
         return self._disk.open_append(path)
 
     def publish(self, namespace: str, hash_: str) -> None:
@@ -110,9 +113,15 @@ class BlobFiles:
         return self._listing(self.directory(namespace))
 
     def unknown_directories(self, namespaces: set[str]) -> list[Path]:
-        """Directories under the root that belong to none of the namespaces."""
+        """Directories of namespaces under the root that belong to none of these. Whatever else people and their systems
+        leave there (.DS_Store) is not ours."""
         known = {self.directory(namespace).parent.name for namespace in namespaces}
-        return [self._root / name for name in self._disk.names(self._root) if name not in known]
+        names = [name for name in self._disk.names(self.root) if _DIRECTORY_NAME.fullmatch(name)]
+        return [self.root / name for name in names if name not in known]
+
+    def has_any(self) -> bool:
+        """Whether there is any blob, of whatever namespace."""
+        return any(self._listing(directory / "blobs").blobs for directory in self.unknown_directories(set()))
 
     def orphans_in(self, directory: Path) -> list[Path]:
         """Files of a namespace's directory that no namespace owns: a crash before the namespace's first row."""

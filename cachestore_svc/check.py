@@ -136,9 +136,8 @@ def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
 def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) -> bool:
     """Whether a row's file still is not of its size, looked up while nobody can sweep it or write it again."""
     with core.files.naming(digest.hash):
-        if core.files.size_bytes(namespace, digest.hash) == digest.size_bytes or not _is_listed(
-            core, namespace, digest
-        ):
+        is_right = core.files.size_bytes(namespace, digest.hash) == digest.size_bytes
+        if is_right or not _is_listed(core, namespace, digest):
             return False
         if repair:
             core.quarantine(namespace, [digest])

@@ -4,6 +4,7 @@ A name is durable only when its directory was synced, and bytes only when their 
 persists nor orders: F_FULLFSYNC does.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -20,10 +21,17 @@ class Disk:
     """The real file system. Files are 0600 and directories 0700; no symbolic link is followed at a path's end."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and those above it; each new name is durable on return."""
+        """Make a directory and those above it; its name is durable on return, even if whoever made it died before.
+
+        Dear: whoever needs a directory often remembers that it is there.
+        """
         if path.is_dir():
+            # Where one may not look, one could not have made it either.
+            with contextlib.suppress(PermissionError):
+                self.fsync_directory(path.parent)
             return
-        self.make_directory(path.parent)
+        if not path.parent.is_dir():
+            self.make_directory(path.parent)
         self.add_directory(path)
         self.fsync_directory(path.parent)
 
@@ -94,11 +102,11 @@ class Disk:
             yield piece
 
     def names(self, path: Path) -> list[str]:
-        """Names in a directory; none when it does not exist."""
+        """Names in a directory; none when it does not exist, or is none."""
         try:
             with os.scandir(path) as entries:
                 return [entry.name for entry in entries]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def size_bytes(self, path: Path) -> int | None:

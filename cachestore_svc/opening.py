@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvasir.errors import Unavailable
+from kvasir.errors import FailedPrecondition, Unavailable
 
 from cachestore_svc import check
 from cachestore_svc.ballast import Ballast
@@ -36,13 +36,21 @@ class Opened:
 
 
 def open_directory(
-    config: StoreConfig, clock: Callable[[], float], token_hex: Callable[[int], str], disk: Disk
+    config: StoreConfig, clock: Callable[[], float], token_hex: Callable[[int], str], disk: Disk, *, sweeps: bool
 ) -> Opened:
     """See cachestore_svc.store.Store.open."""
     disk.make_directory(config.data_dir)
     lock = _lock(config.data_dir / "lock")
     try:
-        return Opened(_open(config, clock, token_hex, disk), lock)
+        core = _open(config, clock, token_hex, disk)
+        try:
+            if sweeps:
+                check.sweep_at_start(core)
+            core.ballast.fill(config.free_disk_reserve_bytes)
+        except BaseException:
+            core.index.close()
+            raise
+        return Opened(core, lock)
     except BaseException:
         os.close(lock)
         raise
@@ -54,20 +62,28 @@ def _open(config: StoreConfig, clock: Callable[[], float], token_hex: Callable[[
 
     ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
     path = config.data_dir / _DATABASE
+    files = BlobFiles(config.data_dir / "namespaces", disk)
+    _check_database_is_there(path, files, disk)
     index = Index(path, disk, ballast, now_unix_ms)
     try:
         incarnation = _incarnation(index, path, token_hex)
-        files = BlobFiles(config.data_dir / "namespaces", disk)
         space = Space(config, disk, ballast, index.read(_stored_bytes))
         writers = Writers(files, disk, space, now_unix_ms)
         history = History(incarnation, config.event_history)
-        core = Core(config, disk, ballast, index, files, space, writers, history, now_unix_ms)
-        check.sweep_at_start(core)
+        return Core(config, disk, ballast, index, files, space, writers, history, now_unix_ms)
     except BaseException:
         index.close()
         raise
-    ballast.fill(config.free_disk_reserve_bytes)
-    return core
+
+
+def _check_database_is_there(path: Path, files: BlobFiles, disk: Disk) -> None:
+    """To a new database every blob would be one that nobody names: the start would remove them all."""
+    if not disk.size_bytes(path) and files.has_any():
+        raise FailedPrecondition(
+            f"the database {path} is missing, but {files.root} holds blobs: put the database back, or, to begin anew, "
+            f"move {files.root} away",
+            reason="INDEX_MISSING",
+        )
 
 
 def _lock(path: Path) -> int:

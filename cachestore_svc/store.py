@@ -77,13 +77,16 @@ class Store(BlobStore):
         clock: Callable[[], float],
         token_hex: Callable[[int], str],
         disk: Disk | None = None,
+        *,
+        sweeps: bool = True,
     ) -> "Store":
-        """Lock the data directory, bring its database to today's form, and sweep what a crash left.
+        """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
 
         `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`).
-        Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW).
+        Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING:
+        there are blobs but no database).
         """
-        return cls(open_directory(config, clock, token_hex, disk or Disk()))
+        return cls(open_directory(config, clock, token_hex, disk or Disk(), sweeps=sweeps))
 
     def close(self) -> None:
         """Finish what is queued, then let go of the data directory. Further calls raise Unavailable."""

@@ -69,7 +69,10 @@ class RecordingDisk(Disk):
 
     def fsync(self, descriptor: int) -> None:
         super().fsync(descriptor)
-        self.log.append(Effect("fsync", file=self._number(os.fstat(descriptor))))
+        status = os.fstat(descriptor)
+        # What lies above the root is no part of the model.
+        if status.st_ino != self.root.parent.stat().st_ino:
+            self.log.append(Effect("fsync", file=self._number(status)))
 
     def add_directory(self, path: Path) -> None:
         super().add_directory(path)

@@ -1,0 +1,179 @@
+"""What a start finds in its directory: a lost database, others' files, directories of who died; and what lasts."""
+
+import asyncio
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from kvasir.digest import Digest
+from kvasir.errors import FailedPrecondition
+
+from cachestore_svc.__main__ import collect_regularly, raise_file_limit
+from cachestore_svc.disk import Disk
+from cachestore_svc.records import BlobKind
+from cachestore_svc.threads import StoreThreads
+from tests.cachestore.core.lab import MIB, NS, Lab, assert_restores, publish, write
+from tests.synthetic import SMALL, SyntheticAgent
+
+DATABASE = "kvasir.sqlite3"
+
+
+def a_block(seed: int = 1) -> tuple[Digest, bytes]:
+    return next(iter(SyntheticAgent(SMALL, seed).turn(256).new_blobs.items()))
+
+
+def test_blobs_without_their_database_are_left_alone_until_a_person_decides(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+    before = set(lab.blob_files)
+    kept = {path.name: path.read_bytes() for path in lab.root.glob(f"{DATABASE}*")}
+    for name in kept:
+        (lab.root / name).unlink()
+    for _ in range(2):
+        with pytest.raises(FailedPrecondition, match="put the database back") as refused:
+            lab.open()
+        assert refused.value.reason == "INDEX_MISSING"
+        assert set(lab.blob_files) == before
+    for name, data in kept.items():
+        (lab.root / name).write_bytes(data)
+    with lab.open() as store:
+        assert_restores(store, store.get_snapshot(NS, "a"), content)
+    for name in kept:
+        (lab.root / name).unlink()
+    (lab.root / "namespaces").rename(lab.root / "away")
+    with lab.open() as store:
+        assert store.check().is_clean
+
+
+def test_others_files_among_the_namespaces_are_no_concern_of_the_store(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+    others = [lab.root / "namespaces" / name for name in (".DS_Store", "notes", "f" * 32)]
+    for path in others:
+        path.write_bytes(b"theirs")
+    inside = lab.root / "namespaces" / "lost+found" / "blobs" / "ab" / ("ab" * 32)
+    inside.parent.mkdir(parents=True)
+    inside.write_bytes(b"theirs")
+    with lab.open() as store:
+        assert store.check(repair=True).is_clean
+        assert_restores(store, store.get_snapshot(NS, "a"), content)
+    assert all(path.read_bytes() == b"theirs" for path in (*others, inside))
+
+
+@pytest.mark.parametrize("command", [["check"], ["gc", "--dry-run"]])
+def test_who_only_looks_at_a_directory_changes_no_file_of_it(lab: Lab, command: list[str]) -> None:
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(300), 0)
+    orphan = lab.directory_of(NS) / "blobs" / "ab" / ("ab" * 32)
+    part = orphan.with_name("ab" * 32 + ".part")
+    orphan.parent.mkdir(exist_ok=True)
+    for path in (orphan, part):
+        path.write_bytes(b"left by a crash")
+
+    def run(*arguments: str) -> dict[str, object]:
+        program = [sys.executable, "-m", "cachestore_svc", *arguments, "--json", "--data-dir", str(lab.root)]
+        answer: dict[str, object] = json.loads(subprocess.run(program, stdout=subprocess.PIPE, text=True).stdout)
+        return answer
+
+    answer = run(*command)
+    assert orphan.exists()
+    assert part.exists()
+    if command == ["check"]:
+        assert [(each["problem"], each["detail"]) for each in answer["findings"]] == [("ORPHAN_FILE", orphan.name)]  # type: ignore[attr-defined]
+        run("check", "--repair")
+        assert not orphan.exists()
+        assert not part.exists()
+
+
+class SyncingDisk(Disk):
+    """Notes which directories were synced, and may die instead."""
+
+    def __init__(self) -> None:
+        self.synced: list[Path] = []
+        self.is_dying = False
+
+    def fsync_directory(self, path: Path) -> None:
+        if self.is_dying:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fsync_directory(path)
+        self.synced.append(path)
+
+
+def test_a_directory_whose_maker_failed_to_sync_its_name_is_synced_by_who_uses_it_next(lab: Lab) -> None:
+    digest, data = a_block()
+    disk = SyncingDisk()
+    with lab.open(disk) as store:
+        disk.is_dying = True
+        with pytest.raises(Exception, match="disk failed"):
+            write(store, digest, data, BlobKind.TENSORS)
+    # As an earlier process left them that died between making and syncing.
+    blobs = lab.directory_of(NS) / "blobs"
+    for shelf in range(256):
+        (blobs / f"{shelf:02x}").mkdir(parents=True, exist_ok=True)
+    disk = SyncingDisk()
+    with lab.open(disk) as store:
+        disk.synced.clear()
+        write(store, digest, data, BlobKind.TENSORS)
+        shelf_path = blobs / digest.hash[:2]
+        assert disk.synced == [lab.root, lab.root / "namespaces", blobs.parent, blobs, shelf_path]
+        disk.synced.clear()
+        store.collect_garbage()
+        other = next(block for block in map(a_block, range(2, 4_000)) if block[0].hash[:2] == digest.hash[:2])
+        write(store, *other, BlobKind.TENSORS)
+        assert disk.synced == [shelf_path]
+
+
+class StumblingDisk(Disk):
+    """Once does not know its free space."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.recovered = threading.Event()
+
+    def free_bytes(self, path: Path) -> int:
+        if self.fails:
+            self.fails = False
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.recovered.set()
+        return super().free_bytes(path)
+
+
+def test_a_disk_that_fails_once_does_not_end_collection(lab: Lab) -> None:
+    digest, data = a_block()
+    disk = StumblingDisk()
+
+    async def collect_twice() -> None:
+        threads = StoreThreads(2)
+        task = asyncio.create_task(collect_regularly(store, threads, 0.01))
+        assert await asyncio.to_thread(disk.recovered.wait, 20)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        threads.close()
+
+    with lab.open(disk, grace_period_s=0.0, ballast_bytes=MIB) as store:
+        write(store, digest, data, BlobKind.TENSORS)
+        (lab.root / "ballast").unlink(missing_ok=True)
+        disk.recovered.clear()
+        disk.fails = True
+        asyncio.run(collect_twice())
+        assert store.stats(NS).blob_count == 0
+
+
+def test_a_server_may_open_as_many_files_as_the_system_lets_it() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, before[0]), before[1]))
+    try:
+        raise_file_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft >= 10_240 or soft == hard
+        assert hard == before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
