@@ -61,7 +61,7 @@ class Proxy:
                 target.sendall(data)
                 if self._count(len(data), is_sending):
                     # What was forwarded arrives first: the test knows then where the cut is.
-                    time.sleep(0.3)
+                    time.sleep(1)
                     break
         _close(pair)
 
