@@ -5,7 +5,7 @@ are its blobs here, whole, and of exactly these tokens?
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvasir.block_file import FileIdentity
@@ -56,11 +56,12 @@ def commit(rows: Rows, asked: Commit, now_unix_ms: int) -> Done:
     named = _fitting_blobs(rows, namespace_id, asked.facts)
     agent = agents.make_agent(rows, namespace_id, asked.agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
+    inherited = versions.named_ids(rows, versions.manifest_id_of(rows, line_id, head)) if asked.shared_hashes else ()
     versions.hold_manifest(rows, manifest, named, len(asked.facts.token_ids), asked.facts.request_id)
     new = versions.NewVersion(head, manifest.id, asked.origin, asked.origin_detail)
     added = versions.add_version(rows, line_id, new, now_unix_ms)
     retain(rows, agent, line_id, asked.default_retained)
-    _bind(rows, namespace_id, asked.shared_hashes, named)
+    _bind(rows, namespace_id, asked.shared_hashes, named, inherited)
     return Done(added, is_new=True)
 
 
@@ -146,9 +147,18 @@ def _misfit(rows: Rows, row: BlobRow, need: NamedBlob, facts: ManifestFacts, sch
     return unfit(need, identity, facts) or unfit_schema(need, schemas[schema], facts.kv_identity)
 
 
-def _bind(rows: Rows, namespace_id: int, block_hashes: Sequence[str], named: Sequence[BlobRow]) -> None:
-    """The first binding of a block hash wins, for as long as its blob is here and whole."""
+def _bind(
+    rows: Rows, namespace_id: int, block_hashes: Sequence[str], named: Sequence[BlobRow], inherited: Collection[int]
+) -> None:
+    """The first binding of a block hash wins, for as long as its blob is here and whole.
+
+    A block `inherited` from the parent that the parent did not bind was imported or pulled. Nobody here computed it, so
+    the turn that extends it must not make it everybody's, nor what was computed on top of it.
+    """
+    bound = _bound_blobs(rows, namespace_id, block_hashes) if inherited else {}
     for block_hash, blob in zip(block_hashes, named, strict=False):
+        if blob.id in inherited and bound.get(block_hash) != blob.id:
+            return
         rows.run(
             """INSERT INTO prefixes VALUES (?, ?, ?) ON CONFLICT (namespace_id, block_hash)
                 DO UPDATE SET blob_id = excluded.blob_id
@@ -157,6 +167,17 @@ def _bind(rows: Rows, namespace_id: int, block_hashes: Sequence[str], named: Seq
             block_hash,
             blob.id,
         )
+
+
+def _bound_blobs(rows: Rows, namespace_id: int, block_hashes: Sequence[str]) -> dict[str, int]:
+    """Blob ids by the block hashes that are bound."""
+    found = rows.all(
+        """SELECT block_hash, blob_id FROM prefixes
+            WHERE namespace_id = ? AND block_hash IN (SELECT value FROM json_each(?))""",
+        namespace_id,
+        json.dumps(list(block_hashes)),
+    )
+    return {str(block_hash): int(str(blob_id)) for block_hash, blob_id in found}
 
 
 def missing(digest: Digest, what: str) -> FailedPrecondition:

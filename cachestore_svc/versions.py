@@ -164,6 +164,12 @@ def hold_manifest(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], token
     rows.many("UPDATE blobs SET marked_unix_ms = NULL WHERE id = ? AND marked_unix_ms IS NOT NULL", ids)
 
 
+def named_ids(rows: Rows, manifest_id: int) -> frozenset[int]:
+    """Ids of the blobs that a manifest names; none for manifest 0."""
+    found = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = ?", manifest_id)
+    return frozenset(int(str(blob_id)) for (blob_id,) in found)
+
+
 def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
     found = rows.all(
         """SELECT blobs.hash, blobs.size_bytes FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.blob_id

@@ -7,7 +7,7 @@ import pytest
 from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 
-from cachestore_svc.records import BlobKind
+from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
@@ -142,6 +142,27 @@ def test_a_binding_of_theirs_is_not_ours_even_where_we_hold_the_same_bytes(store
     publish(store, "ours", content, 0)
     assert store.find_prefix(THEIRS, KV, agent.block_hashes(THEIRS))
     assert store.find_prefix(NS, KV, agent.block_hashes(THEIRS)) == []
+
+
+def test_what_was_imported_is_not_shared_by_the_turns_that_extend_it(store: Store) -> None:
+    # The archive came from anyone, and says of its own blocks that they may be shared.
+    agent = SyntheticAgent(SMALL, 11)
+    upload(store, brought := agent.turn(300, is_prompt=True))
+    store.commit(NS, "brought", brought.manifest_digest, 0, origin=Origin.IMPORT)
+    publish(store, "brought", agent.turn(300, is_prompt=True), 1, bind_shared=True)
+    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+    store.fork_agent(NS, "brought", "forked")
+    publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
+    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+
+
+def test_turns_go_on_sharing_what_turns_have_shared(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 12)
+    publish(store, "ours", agent.turn(300, is_prompt=True), 0, bind_shared=True)
+    publish(store, "ours", agent.turn(300, is_prompt=True), 1, bind_shared=True)
+    store.fork_agent(NS, "ours", "forked")
+    publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
+    assert len(store.find_prefix(NS, KV, agent.block_hashes(NS))) == 3
 
 
 def test_a_full_quota_of_theirs_refuses_them_and_not_us(lab: Lab) -> None:
