@@ -3,7 +3,7 @@ PY ?= python3
 BIN := .venv/bin
 CONSTRAINTS := constraints.txt
 
-.PHONY: test demo lint check-generated generate install fresh help
+.PHONY: test demo lint check-generated generate install campaigns fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -36,6 +36,12 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	  rm -rf .venv; $(PY) -m venv --without-pip .venv && $(PY) -m pip --python $(BIN)/python install -q pip; }; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
+
+campaigns: install ## The long forms of sampled tests: thousands of kills and flips; hours on two cores
+	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000
+	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000
+	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py
+	$(BIN)/python -m pytest --timeout 7200 -m campaign
 
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out
