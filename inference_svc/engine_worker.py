@@ -57,6 +57,7 @@ class EngineWorker:
         if step.prefill is not None:
             self._guarded(step.prefill, self._prefill_cell)
         self._tell()
+        self._finish_spoken()
         self.memory_used_bytes = self._used_bytes()
         return not step.is_empty
 
@@ -130,18 +131,22 @@ class EngineWorker:
         else:
             token = self._runner.prefill_and_sample(running.kv, cell, running.sampler)
             turn.prefilled(len(cell))
-            self._accept(turn, token)
+            turn.accept(token)
 
     def _decode(self, turn: Turn) -> None:
         running = self._running[turn]
         token = self._runner.prefill_and_sample(running.kv, turn.token_ids[-1:], running.sampler)
         turn.decoded()
-        self._accept(turn, token)
-
-    def _accept(self, turn: Turn, token: int) -> None:
         turn.accept(token)
-        if turn.finish_reason is not None:
-            self._finish(turn)
+
+    def _finish_spoken(self) -> bool:
+        """End the turns that spoke their last token; False if none did. It is told by now: the KV that is still to be
+        computed for it must not hold it up.
+        """
+        spoken = [turn for turn in self._running if turn.finish_reason is not None]
+        for turn in spoken:
+            self._guarded(turn, self._finish)
+        return bool(spoken)
 
     def _finish(self, turn: Turn) -> None:
         if turn.plan.key is not None:
