@@ -21,7 +21,7 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.channel import Tls, aio_channel
 from kvasir.digest import Digest
-from kvasir.errors import FailedPrecondition, Internal, NotFound, Unavailable
+from kvasir.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, Unavailable
 from kvasir.frames import FrameAssembler
 from kvasir.status import from_rpc_error
 from kvasir.store_client_transfers import READS, Buffer, OnProgress, Upload, batches, import_requests
@@ -103,7 +103,10 @@ class AioStoreClient:
             before = len(upload.pending)
             try:
                 await self._send(upload, timeout_s)
-            except Unavailable:
+            except (Unavailable, InvalidArgument) as error:
+                # What had arrived may be given up for others' blobs between asking for it and going on after it.
+                if isinstance(error, InvalidArgument) and error.reason != "OFFSET_UNEXPECTED":
+                    raise
                 cuts = cuts + 1 if len(upload.pending) == before else 0
                 if cuts >= self._max_cuts:
                     raise

@@ -316,6 +316,28 @@ def test_readers_that_do_not_read_hold_little_memory_and_are_given_up(home: Stor
             channel.close()
 
 
+class ForgottenClient(StoreClient):
+    """The store collects garbage between its answer and what is sent on it."""
+
+    def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
+        status = super().write_status(digest)
+        if status.received_bytes:
+            self.collect_garbage()
+        return status
+
+
+def test_an_upload_begins_anew_when_the_store_gave_up_what_had_arrived(home: StoreHome) -> None:
+    running = home.start("--grace-period-s", "0")
+    turn = SyntheticAgent(LARGE, 15).turn(256)
+    [(digest, data)] = turn.new_blobs.items()
+    refused = write_raw(running.address, itertools.islice(frames_of(digest, data, pb.BLOB_KIND_TENSORS, 0), 2))
+    assert isinstance(refused, KvasirError)
+    with ForgottenClient.connect(running.address) as client:
+        assert StoreClient.write_status(client, digest).received_bytes == 2 * MIB
+        client.put_blobs(turn.new_blobs)
+        assert bytes(client.get_blob(digest)) == data
+
+
 def _end_of(call: Any) -> grpc.RpcError:
     with pytest.raises(grpc.RpcError) as caught:
         for _ in call:
