@@ -51,8 +51,9 @@ class BlobStore:
             )
         if not self.find_missing(namespace, [digest]):
             return StoredBlob(digest)
-        if wanted := core.space.shortage(namespace, digest.size_bytes):
-            collecting.make_room(core, namespace, wanted)
+        left = core.writers.left_bytes(namespace, digest)
+        if wanted := core.space.shortage(namespace, digest.size_bytes - left):
+            collecting.make_room(core, namespace, wanted, resuming=digest)
         return core.writers.begin(namespace, digest, kind, _IndexCatalog(core))
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:

@@ -26,12 +26,13 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
     )
 
 
-def make_room(core: Core, namespace: str, wanted_bytes: int) -> None:
-    """Free bytes of a namespace whose quota is full: first what is nobody's, then what eviction may give up.
+def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -> None:
+    """Free bytes of a namespace whose quota is full: first what is nobody's, then what eviction may give up. The part
+    of the blob that the room is for stays.
 
     Frees what is wanted, or as much of what is nobody's as there is; the caller asks again whether it is enough.
     """
-    wanted_bytes -= core.writers.drop_parts(namespace, core.now_unix_ms())
+    wanted_bytes -= core.writers.drop_parts(namespace, core.now_unix_ms(), but=resuming)
     if wanted_bytes > 0:
         wanted_bytes -= _sweep(core, namespace).bytes_freed
     if wanted_bytes > 0:
