@@ -192,6 +192,14 @@ def test_a_taken_port_is_refused(home: StoreHome, tmp_path: Path) -> None:
         )
 
 
+def test_two_stores_never_share_a_port(home: StoreHome, tmp_path: Path) -> None:
+    make_credentials(tmp_path / "c.toml")
+    options = ("--credentials-file", str(tmp_path / "c.toml"))
+    running = home.start(*options, listen="127.0.0.1:0")
+    other = StoreHome(tmp_path / "o")
+    assert "is another process there?" in other.refusal(*options, listen=running.address)
+
+
 def test_sigterm_ends_it_in_order_and_the_socket_goes(home: StoreHome) -> None:
     running = home.start()
     turn = SyntheticAgent(SMALL, 2).turn(300)
