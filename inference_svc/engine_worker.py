@@ -139,14 +139,13 @@ class EngineWorker:
         turn.decoded()
         turn.accept(token)
 
-    def _finish_spoken(self) -> bool:
-        """End the turns that spoke their last token; False if none did. It is told by now: the KV that is still to be
-        computed for it must not hold it up.
+    def _finish_spoken(self) -> None:
+        """End the turns that spoke their last token. It is told by now: the KV that is still to be computed for it must
+        not hold it up. At a step's end, so that a listener's request for the turn's snapshot is served before the next
+        step admits a turn that may need the room.
         """
-        spoken = [turn for turn in self._running if turn.finish_reason is not None]
-        for turn in spoken:
+        for turn in [turn for turn in self._running if turn.finish_reason is not None]:
             self._guarded(turn, self._finish)
-        return bool(spoken)
 
     def _finish(self, turn: Turn) -> None:
         if turn.plan.key is not None:
