@@ -76,5 +76,6 @@ def test_agents_that_do_not_fit_together_take_turns_in_memory_and_none_forgets(s
     for thread in threads:
         thread.join(120)
     for agent in agents:
+        assert not [reply.finished.snapshot.reason for reply in replies[agent] if reply.finished.snapshot.reason]
         assert [reply.finished.snapshot.version for reply in replies[agent]] == [1, 2, 3]
         assert all(reply.started.cached_tokens > 100 for reply in replies[agent][1:])
