@@ -123,18 +123,24 @@ class Writers:
                 return self._open[key].received_bytes
             return self._parts[key].size_bytes if key in self._parts else 0
 
+    def left_bytes(self, namespace: str, digest: Digest) -> int:
+        """What an interrupted write left of a blob; it is reserved already."""
+        with self._lock:
+            part = self._parts.get((namespace, digest.hash))
+            return part.size_bytes if part else 0
+
     def namespaces(self) -> set[str]:
         """Those that have parts: one whose first blob never came whole has no row."""
         with self._lock:
             return {namespace for namespace, _ in self._parts}
 
-    def drop_parts(self, namespace: str, left_before_unix_ms: int) -> int:
-        """Remove parts that nobody went on with; how many bytes that gave back."""
+    def drop_parts(self, namespace: str, left_before_unix_ms: int, but: Digest | None = None) -> int:
+        """Remove parts that nobody went on with, but for one; how many bytes that gave back."""
         with self._lock:
             old = [
                 key
                 for key, part in self._parts.items()
-                if key[0] == namespace and part.left_unix_ms <= left_before_unix_ms
+                if key[0] == namespace and part.left_unix_ms <= left_before_unix_ms and not (but and key[1] == but.hash)
             ]
             freed = 0
             for key in old:

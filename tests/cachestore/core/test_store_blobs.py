@@ -257,6 +257,25 @@ def test_a_damaged_blob_written_again_rests_anew(lab: Lab) -> None:
         assert store.collect_garbage().blobs_swept == 1
 
 
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_going_on_with_a_blob_near_the_quota_keeps_what_had_arrived(lab: Lab, is_tight: bool) -> None:
+    digest, data = a_block()
+    [(other, other_data)] = SyntheticAgent(SMALL, 2).turn(64).new_blobs.items()
+    half, other_half = len(data) // 2, len(other_data) // 2
+    with lab.open(default_quota_bytes=len(data) + (0 if is_tight else other_half)) as store:
+        with store.open_writer(NS, digest, TENSORS) as writer:
+            writer.write(0, data[:half])
+        with store.open_writer(NS, other, TENSORS) as writer:
+            writer.write(0, other_data[:other_half])
+        # Where its rest does not fit, another's part goes; its own does not.
+        with store.open_writer(NS, digest, TENSORS) as writer:
+            assert writer.received_bytes == half
+            writer.write(half, data[half:])
+            writer.finish()
+        assert bytes(store.read_blob(NS, digest)) == data
+        assert store.write_status(NS, other).received_bytes == (0 if is_tight else other_half)
+
+
 def test_the_disk_reserve_is_kept(lab: Lab) -> None:
     digest, data = a_block()
     with lab.open(free_disk_reserve_bytes=1 << 60) as store:
