@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from blake3 import blake3
-from google.protobuf.message import DecodeError
 from kvasir.block_file import FileIdentity, Header, HeaderError, TensorSpec, header_size, parse_header
-from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
+from kvasir.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.records import MANIFEST_FORMAT, BlobKind
+
+_MANIFEST_START = bytes((1 << 3, MANIFEST_FORMAT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,16 @@ def check_for(kind: BlobKind, size_bytes: int) -> BlobCheck:
     return TensorCheck(size_bytes) if kind is BlobKind.TENSORS else ManifestCheck()
 
 
+def check_size(kind: BlobKind, size_bytes: int) -> None:
+    """Raises InvalidArgument (BLOB_TOO_LARGE) for a manifest that nobody would read. Asked before room is reserved."""
+    if kind is BlobKind.MANIFEST and size_bytes > MAX_MANIFEST_BYTES:
+        raise InvalidArgument(
+            f"size_bytes: expected at most {MAX_MANIFEST_BYTES} for a manifest, got {size_bytes}",
+            reason="BLOB_TOO_LARGE",
+            field="digest.size_bytes",
+        )
+
+
 class TensorCheck:
     """Reads a tensor file's header, and lets the tensors pass."""
 
@@ -81,29 +92,28 @@ class TensorCheck:
 
 
 class ManifestCheck:
-    """Sees that the bytes are a Manifest of a format that this store knows. What it names is checked at commit."""
+    """Sees that the bytes begin as a Manifest of a format that this store knows; the rest is read at commit, once.
+
+    Nothing is kept: whoever writes many manifests at once takes no memory. Every serializer writes fields in the order
+    of their numbers, so the format comes first, and no tensor file begins so.
+    """
 
     def __init__(self) -> None:
-        self._data = bytearray()
+        self._start = b""
 
     def feed(self, data: bytes | memoryview) -> None:
-        self._data += data
+        if len(self._start) < len(_MANIFEST_START):
+            self._start += bytes(data[: len(_MANIFEST_START) - len(self._start)])
+        if not _MANIFEST_START.startswith(self._start):
+            raise _no_manifest()
 
     def finish(self) -> BlobFacts:
-        parse_manifest(bytes(self._data))
+        if self._start != _MANIFEST_START:
+            raise _no_manifest()
         return BlobFacts("manifest")
 
 
-def parse_manifest(data: bytes | memoryview) -> manifest_pb2.Manifest:
-    """The message. Raises InvalidArgument for what is not one, or of another format."""
-    try:
-        message = manifest_pb2.Manifest.FromString(bytes(data))
-    except DecodeError:
-        raise InvalidArgument("not a serialized Manifest", reason="MANIFEST_REFUSED", field="manifest") from None
-    if message.format != MANIFEST_FORMAT:
-        raise InvalidArgument(
-            f"manifest: expected format {MANIFEST_FORMAT}, got {message.format}",
-            reason="MANIFEST_REFUSED",
-            field="manifest",
-        )
-    return message
+def _no_manifest() -> InvalidArgument:
+    return InvalidArgument(
+        f"not a serialized Manifest of format {MANIFEST_FORMAT}", reason="MANIFEST_REFUSED", field="manifest"
+    )

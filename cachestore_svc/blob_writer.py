@@ -15,7 +15,7 @@ from typing import Protocol, Self
 from kvasir.digest import Digest, Hasher
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 
-from cachestore_svc.blob_checks import BlobFacts, check_for
+from cachestore_svc.blob_checks import BlobFacts, check_for, check_size
 from cachestore_svc.blobs import BlobFiles
 from cachestore_svc.disk import Disk, refusal
 from cachestore_svc.records import BlobKind
@@ -85,7 +85,8 @@ class Writers:
         self._parts: dict[tuple[str, str], _Part] = {}
 
     def begin(self, namespace: str, digest: Digest, kind: BlobKind, catalog: "Catalog") -> "PartWriter":
-        """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS) and ResourceExhausted."""
+        """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
+        check_size(kind, digest.size_bytes)
         key = (namespace, digest.hash)
         with self._lock:
             if key in self._open:

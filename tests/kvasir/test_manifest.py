@@ -66,6 +66,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "bits": (set_("kv_identity.policy.key_bits", 3), "kv_identity.policy.key_bits"),
     "group": (set_("kv_identity.policy.group_size", 0), "kv_identity.policy.group_size"),
     "scales": (set_("kv_identity.policy.scale_type", 0), "kv_identity.policy.scale_type"),
+    "rotation": (set_("kv_identity.policy.key_rotation", 0), "kv_identity.policy.key_rotation"),
     "exact layers": (lambda m: m.kv_identity.policy.exact_layers.extend([1, 0]), "kv_identity.policy.exact_layers"),
     "exact beyond": (lambda m: m.kv_identity.policy.exact_layers.append(9), "kv_identity.policy.exact_layers"),
     "no tokens": (lambda m: m.ClearField("token_ids"), "token_ids"),
@@ -76,6 +77,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "a block too many": (lambda m: m.blocks.append(m.blocks[0]), "blocks"),
     "a block's digest": (set_("blocks.1.hash", "../x"), "blocks[1]"),
     "a negative size": (set_("blocks.1.size_bytes", -1), "blocks[1]"),
+    "a block twice": (lambda m: m.blocks[1].CopyFrom(m.blocks[0]), "blobs"),
     "no tail": (lambda m: m.ClearField("tail"), "tail"),
     "a tail's digest": (set_("tail.hash", "A" * 64), "tail"),
     "a state beyond": (set_("states.0.tokens", 601), "states[0].tokens"),
@@ -125,6 +127,31 @@ def test_a_whole_number_of_blocks_has_no_tail_and_plain_layers_have_no_states() 
 def test_bytes_that_are_no_manifest_are_refused(data: bytes) -> None:
     with pytest.raises(InvalidArgument):
         manifest.parse(data)
+
+
+@pytest.mark.parametrize("hollow", [b"\x42\x00", b"\x12\x02\x12\x00", b"\x42\x02\x22\x00"])
+def test_a_manifest_of_many_empty_parts_is_refused_before_it_is_parsed(hollow: bytes) -> None:
+    with pytest.raises(InvalidArgument, match="at most 500000 fields"):
+        manifest.parse(b"\x08\x01" + hollow * 500_000)
+
+
+def test_half_a_million_tokens_with_their_messages_fit() -> None:
+    tokens = 500_000
+    text = "漢字かな。 Words. " * (tokens * 5 // 16)
+    message = manifest_pb2.Manifest()
+    message.CopyFrom(PLAIN)
+    message.token_ids[:] = [200_000] * tokens
+    message.text, message.token_chars[:] = text, [len(text) // tokens] * (tokens - 1)
+    message.token_chars.append(len(text) - sum(message.token_chars))
+    message.ClearField("blocks")
+    message.blocks.extend(Digest(f"{index:064x}", 9 << 20).to_proto() for index in range(tokens // 256))
+    message.tail.CopyFrom(PLAIN.blocks[0])
+    del message.messages[:]
+    message.messages.extend(
+        manifest_pb2.Message(role="user", content=text[start : start + 100]) for start in range(0, len(text), 100)
+    )
+    parsed = manifest.parse(message.SerializeToString())
+    assert len(parsed.token_ids) == tokens
 
 
 def test_every_kind_of_layer_may_be_described() -> None:

@@ -14,10 +14,14 @@ from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest, is_hash
 from kvasir.errors import InvalidArgument
+from kvasir.manifest_scan import ScanError, count_records
 from kvasir.names import check_request_id
 
 FORMAT = 1
-MAX_MANIFEST_BYTES = 64 << 20
+# Half a million tokens with their text and their messages are 7 MiB.
+MAX_MANIFEST_BYTES = 16 << 20
+# Fields of a manifest and of the messages inside it: parsed, each may take a hundred bytes.
+MAX_RECORDS = 500_000
 MAX_TOKENS = 4_000_000
 MAX_LAYERS = 1024
 MAX_STATES = 1024
@@ -75,10 +79,12 @@ def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
     size_bytes = memoryview(data).nbytes
     if size_bytes > MAX_MANIFEST_BYTES:
         raise _wrong("", f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size_bytes}")
+    held = bytes(data)
     try:
-        manifest = manifest_pb2.Manifest.FromString(bytes(data))
-    except DecodeError:
-        raise _wrong("", "not a serialized kvasir.cachestore.v1.Manifest") from None
+        count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
+        manifest = manifest_pb2.Manifest.FromString(held)
+    except (DecodeError, ScanError) as error:
+        raise _wrong("", f"not a serialized kvasir.cachestore.v1.Manifest: {error}") from None
     check(manifest)
     return manifest
 
@@ -114,6 +120,8 @@ def check_kv_identity(identity: identity_pb2.KvIdentity) -> None:
         raise _wrong("kv_identity.policy.group_size", "expected above 0 when quantized, else 0")
     if policy.scale_type not in (identity_pb2.SCALE_TYPE_FLOAT16, identity_pb2.SCALE_TYPE_BFLOAT16):
         raise _wrong("kv_identity.policy.scale_type", "expected FLOAT16 or BFLOAT16")
+    if policy.key_rotation not in (identity_pb2.KEY_ROTATION_NONE, identity_pb2.KEY_ROTATION_HADAMARD):
+        raise _wrong("kv_identity.policy.key_rotation", "expected NONE or HADAMARD")
     exact = list(policy.exact_layers)
     if exact != sorted(set(exact)) or (exact and exact[-1] >= len(identity.layers)):
         raise _wrong("kv_identity.policy.exact_layers", "expected ascending indexes of layers")
@@ -190,6 +198,10 @@ def _check_blobs(manifest: manifest_pb2.Manifest) -> None:
             )
         _check_digest(f"states[{index}].digest", point.digest)
         seen = point.tokens
+    named = [*manifest.blocks, *((manifest.tail,) if manifest.HasField("tail") else ())]
+    hashes = [digest.hash for digest in (*named, *(point.digest for point in manifest.states))]
+    if len(set(hashes)) != len(hashes):
+        raise _wrong("blobs", f"expected {len(hashes)} different ones, got {len(set(hashes))}")
 
 
 def _check_layer(field: str, layer: identity_pb2.LayerLayout) -> None:
@@ -237,4 +249,4 @@ def _check_digest(field: str, message: manifest_pb2.Digest) -> None:
 
 def _wrong(field: str, problem: str) -> InvalidArgument:
     where = f"manifest.{field}" if field else "manifest"
-    return InvalidArgument(f"{where}: {problem}", field=where)
+    return InvalidArgument(f"{where}: {problem}", reason="MANIFEST_REFUSED", field=where)

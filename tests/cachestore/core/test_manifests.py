@@ -1,12 +1,19 @@
 """Manifests from strangers: whatever the bytes, they are read or refused, and nothing else happens."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
+from kvasir.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.manifests import read_manifest
+from cachestore_svc.records import BlobKind
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import MIB, NS, write
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 
 MANIFEST = SyntheticAgent(MIXED, 1).turn(300).manifest_bytes
@@ -65,3 +72,31 @@ def test_what_an_engine_writes_is_read_with_a_blob_per_block_and_rest(tokens: in
         facts = read_manifest(content.manifest_bytes)
         assert [blob.digest for blob in facts.named] == content.digests
         assert [blob.tokens for blob in facts.named if blob.kind == "tail"] == ([tokens % 256] if tokens % 256 else [])
+
+
+def test_a_tensor_file_is_not_taken_for_a_manifest(store: Store) -> None:
+    digest, data = next(iter(SyntheticAgent(SMALL, 1).turn(256).new_blobs.items()))
+    with pytest.raises(InvalidArgument):
+        write(store, digest, data, BlobKind.MANIFEST, frame=1)
+    write(store, digest, data, BlobKind.TENSORS)
+
+
+def test_a_manifest_that_nobody_would_read_is_refused_before_a_byte_is_written(store: Store) -> None:
+    digest = Digest("ab" * 32, MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(InvalidArgument) as refused:
+        store.open_writer(NS, digest, BlobKind.MANIFEST)
+    assert refused.value.reason == "BLOB_TOO_LARGE"
+    assert store.stats(NS).reserved_bytes == 0
+
+
+def test_a_manifest_on_its_way_in_takes_no_memory(store: Store) -> None:
+    with store.open_writer(NS, Digest("cd" * 32, MAX_MANIFEST_BYTES), BlobKind.MANIFEST) as writer:
+        writer.write(0, b"\x08\x01")
+        piece = bytes(MIB)
+        tracemalloc.start()
+        try:
+            for number in range(8):
+                writer.write(2 + number * MIB, piece)
+            assert tracemalloc.get_traced_memory()[1] < MIB
+        finally:
+            tracemalloc.stop()

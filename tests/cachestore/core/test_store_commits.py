@@ -223,6 +223,11 @@ def test_a_state_of_another_moment_refuses_the_commit(store: Store) -> None:
     refuse_unfit(store, manifest, Digest.of(early), "tokens: expected 512, found 300")
 
 
+def _without_chars(message: manifest_pb2.Manifest) -> None:
+    """All text belongs to the first token."""
+    message.token_chars[:] = [len(message.text)] + [0] * (len(message.token_ids) - 1)
+
+
 def test_a_blob_that_is_a_manifest_is_no_block_and_a_block_is_no_manifest(store: Store) -> None:
     content = SyntheticAgent(SMALL, 1).turn(TOKENS)
     upload(store, content)
@@ -239,10 +244,11 @@ def test_a_blob_that_is_a_manifest_is_no_block_and_a_block_is_no_manifest(store:
         ("format", lambda m: setattr(m, "format", 2)),
         ("token_ids", lambda m: m.ClearField("token_ids")),
         ("blocks", lambda m: m.blocks.pop()),
-        ("blocks", lambda m: (m.token_ids.extend(range(256)), m.ClearField("token_chars"))),
+        ("blocks", lambda m: (m.token_ids.extend(range(256)), m.token_chars.extend([0] * 256))),
         ("tail", lambda m: m.ClearField("tail")),
-        ("tail", lambda m: (m.ClearField("token_chars"), [m.token_ids.pop() for _ in range(44)])),
+        ("tail", lambda m: (_without_chars(m), [(m.token_ids.pop(), m.token_chars.pop()) for _ in range(44)])),
         ("token_chars", lambda m: m.token_chars.pop()),
+        ("token_chars", lambda m: m.ClearField("token_chars")),
         ("token_chars", lambda m: setattr(m, "text", m.text + "x")),
         ("shareable_tokens", lambda m: setattr(m, "shareable_tokens", 601)),
         ("parent_manifest", lambda m: setattr(m, "parent_manifest", "../x")),
