@@ -10,10 +10,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2_grpc
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, PermissionDenied
-from kvasir.interceptors import current_principal
+from kvasir.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
 from kvasir.serving import EdgeServer, Listening
 from kvasir.status import from_rpc_error
 
@@ -169,3 +172,94 @@ def test_an_rpc_without_a_row_is_refused_to_everybody(root: Path) -> None:
 def test_outside_of_an_rpc_there_is_no_principal() -> None:
     with pytest.raises(LookupError):
         current_principal()
+
+
+@asynccontextmanager
+async def served_over_tcp(root: Path) -> AsyncIterator[tuple[EdgeServer, Service, dict[str, str]]]:
+    tokens = iter(f"token-{number}-{'x' * 32}" for number in range(9))
+    names = ("ada", "bob")
+    principals = [Principal(name, "default", frozenset({"client"})) for name in names]
+    given = write_credentials(root / "credentials.toml", principals, lambda: next(tokens))
+    service = Service()
+    edge = EdgeServer(
+        Listening("127.0.0.1:0", credentials_file=root / "credentials.toml"),
+        [NAME],
+        {f"/{NAME}/{row}": frozenset({"client"}) for row in ROWS},
+        new_request_id=lambda: "request-42",
+    )
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    await edge.start()
+    try:
+        yield edge, service, given
+    finally:
+        await edge.grpc.stop(0)
+
+
+async def code_of(call: Any) -> grpc.StatusCode:
+    return await asyncio.wait_for(call.code(), 5)  # type: ignore[no-any-return]
+
+
+def test_without_a_token_only_a_health_check_is_answered(root: Path) -> None:
+    async def test() -> None:
+        async with (
+            served_over_tcp(root) as (edge, _, tokens),
+            grpc.aio.insecure_channel(edge.address) as channel,
+        ):
+            health: Any = health_pb2_grpc.HealthStub(channel)
+            listing: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+            asked = health_pb2.HealthCheckRequest()
+            assert (await health.Check(asked)).status == health_pb2.HealthCheckResponse.SERVING
+            assert await code_of(health.Watch(asked)) is grpc.StatusCode.UNAUTHENTICATED
+            assert await code_of(listing.ServerReflectionInfo()) is grpc.StatusCode.UNAUTHENTICATED
+            known = (("authorization", f"Bearer {tokens['ada']}"),)
+            assert (await health.Watch(asked, metadata=known).read()).status == health_pb2.HealthCheckResponse.SERVING
+
+    run(test())
+
+
+def test_who_sends_no_request_is_refused_all_the_same(root: Path) -> None:
+    async def test() -> None:
+        async with (
+            served_over_tcp(root) as (edge, _, _),
+            grpc.aio.insecure_channel(edge.address) as channel,
+        ):
+            # As a stream, so that nothing is sent until something is written.
+            call = channel.stream_unary(f"/{NAME}/GetStats")()
+            assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
+
+    run(test())
+
+
+def test_one_credential_cannot_shut_the_others_out(root: Path) -> None:
+    async def test() -> None:
+        async with served_over_tcp(root) as (edge, _, tokens):
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            channels = [grpc.aio.insecure_channel(edge.address, options=options) for _ in range(3)]
+            stubs: list[Any] = [cachestore_pb2_grpc.CacheStoreServiceStub(each) for each in channels]  # type: ignore[no-untyped-call]
+            ada, bob = ((("authorization", f"Bearer {tokens[name]}"),) for name in ("ada", "bob"))
+            calls = [
+                stubs[number % 3].WatchEvents(pb.WatchEventsRequest(), metadata=ada)
+                for number in range(MAX_RPCS_PER_PRINCIPAL)
+            ]
+            await asyncio.gather(*(call.read() for call in calls))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stubs[0].GetCapabilities(pb.GetCapabilitiesRequest(), metadata=ada)
+            assert from_rpc_error(caught.value).reason == "TOO_MANY_CALLS"
+            await stubs[0].GetCapabilities(pb.GetCapabilitiesRequest(), metadata=bob)
+            for call in calls:
+                call.cancel()
+            async with asyncio.timeout(10):
+                while not await _is_let_in(stubs[0], ada):  # noqa: ASYNC110  the server learns of a cancel when it does
+                    await asyncio.sleep(0.05)
+            for channel in channels:
+                await channel.close()
+
+    run(test())
+
+
+async def _is_let_in(stub: Any, metadata: Any) -> bool:
+    try:
+        await stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=metadata)
+    except grpc.aio.AioRpcError:
+        return False
+    return True

@@ -9,8 +9,9 @@ import contextvars
 import inspect
 import logging
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,12 @@ from kvasir.status import abort
 _LOG = logging.getLogger("kvasir.rpc")
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARS = 512
-# They say nothing of anyone's data, and a supervisor or a load balancer has no token.
-_OPEN_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
+# It says nothing of anyone's data and ends at once, and a load balancer has no token.
+_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
+# Any caller that is known may use these; they may last, so strangers may not.
+_COMMON_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
+# A quarter of what the server runs at once: no one credential shuts the others out.
+MAX_RPCS_PER_PRINCIPAL = 256
 
 _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
 
@@ -77,6 +82,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def __init__(self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]]) -> None:
         self._credentials = credentials
         self._allowed_roles = allowed_roles
+        self._running: Counter[str] = Counter()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -87,11 +93,26 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         async def guard(context: Any) -> AsyncIterator[None]:
             caller = self._caller(context.peer(), metadata)
             self._check_role(method, caller)
-            _principal.set(caller)
-            yield
+            with self._counted(caller):
+                _principal.set(caller)
+                yield
 
-        is_open = handler is None or method.startswith(_OPEN_SERVICES)
+        is_open = handler is None or method in _OPEN_METHODS
         return handler if is_open else _guarded(handler, guard)
+
+    @contextmanager
+    def _counted(self, caller: Principal) -> Iterator[None]:
+        if self._running[caller.name] >= MAX_RPCS_PER_PRINCIPAL:
+            raise errors.ResourceExhausted(
+                f"{caller.name!r} has {MAX_RPCS_PER_PRINCIPAL} calls running: let some end",
+                reason="TOO_MANY_CALLS",
+                retry_after_s=1,
+            )
+        self._running[caller.name] += 1
+        try:
+            yield
+        finally:
+            self._running[caller.name] -= 1
 
     def _caller(self, peer: str, metadata: Any) -> Principal:
         presented = [value for key, value in metadata if key == "authorization"]
@@ -110,6 +131,8 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return caller
 
     def _check_role(self, method: str, caller: Principal) -> None:
+        if method.startswith(_COMMON_SERVICES):
+            return
         allowed = self._allowed_roles.get(method, frozenset())
         if not allowed & caller.roles:
             name = method.rpartition("/")[2]
@@ -120,21 +143,17 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 def _guarded(handler: Any, guard: Guard) -> Any:
-    """The same handler, run inside the guard."""
+    """The same handler, run inside the guard.
+
+    It takes its request as a stream of one, also where the RPC has no stream: gRPC would wait for a unary request
+    before it asks anybody, and whoever sends none would hold a place without a credential.
+    """
     behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
-    make = _MAKERS[handler.request_streaming, handler.response_streaming]
-    read = handler.request_deserializer if handler.request_streaming else _reader(handler.request_deserializer)
-    return make(guarded(behaviour, guard), read, handler.response_serializer)
-
-
-# (request_streaming, response_streaming) → what makes such a handler.
-_MAKERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    read = _reader(handler.request_deserializer) if not handler.request_streaming else handler.request_deserializer
+    take = _all if handler.request_streaming else _only
+    return make(guarded(behaviour, guard, take), read, handler.response_serializer)
 
 
 # Stands for a request that is no message: gRPC itself would answer UNKNOWN, from outside of every guard.
@@ -151,29 +170,33 @@ def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
     return read
 
 
-def _check_readable(request: Any) -> None:
+async def _only(requests: Any) -> Any:
+    """The one request of an RPC without a stream."""
+    request = await anext(requests, _UNREADABLE)
     if request is _UNREADABLE:
         raise errors.InvalidArgument(
             "request: not a message of this RPC; every text must be UTF-8", reason="UNREADABLE", field="request"
         )
+    return request
 
 
-def _guarded_coroutine(behaviour: Any, guard: Guard) -> Any:
-    async def call(request: Any, context: Any) -> Any:
+async def _all(requests: Any) -> Any:
+    return requests
+
+
+def _guarded_coroutine(behaviour: Any, guard: Guard, take: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call(requests: Any, context: Any) -> Any:
         async with guard(context):
-            _check_readable(request)
-            return await behaviour(request, context)
+            return await behaviour(await take(requests), context)
 
     return call
 
 
-def _guarded_generator(behaviour: Any, guard: Guard) -> Any:
-    async def call(request: Any, context: Any) -> AsyncIterator[Any]:
-        async with guard(context):
-            _check_readable(request)
-            async with aclosing(behaviour(request, context)) as responses:
-                async for response in responses:
-                    yield response
+def _guarded_generator(behaviour: Any, guard: Guard, take: Callable[[Any], Awaitable[Any]]) -> Any:
+    async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
+        async with guard(context), aclosing(behaviour(await take(requests), context)) as responses:
+            async for response in responses:
+                yield response
 
     return call
 
