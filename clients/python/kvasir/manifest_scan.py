@@ -5,8 +5,6 @@ and a hundred times as much in memory, so a size limit alone bounds nothing. Pur
 from functools import cache
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor
-
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _MAX_VARINT_BYTES = 10
 
@@ -15,13 +13,13 @@ class ScanError(ValueError):
     """Not the wire form of a message, or of too many records."""
 
 
-def count_records(data: bytes, descriptor: Descriptor, most: int) -> int:
-    """Fields of the message and of those inside it, each occurrence one. Raises ScanError beyond `most`, at once."""
+def count_records(data: bytes, descriptor: Any, most: int) -> int:
+    """Fields of the message and of those inside it, each occurrence one; `descriptor` is its type's. Raises ScanError beyond `most`, at once."""
     return _count(data, 0, len(data), _table(descriptor), 0, most)
 
 
 @cache
-def _table(descriptor: Descriptor) -> dict[int, Any]:
+def _table(descriptor: Any) -> dict[int, Any]:
     """Field number → the same for the messages that it holds. Message types do not contain themselves."""
     return {field.number: _table(field.message_type) for field in descriptor.fields if field.message_type is not None}
 
