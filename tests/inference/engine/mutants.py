@@ -1,0 +1,328 @@
+"""Breaks the engine once per row, in a copy, and sees which test notices: `python -m tests.inference.engine.mutants`.
+
+Writes tests/inference/engine/MUTANTS.md. A mutant that no test notices is a test that is missing.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+TABLE = ROOT / "tests/inference/engine/MUTANTS.md"
+_COPIED = ("inference_svc", "clients", "tests", "pyproject.toml")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file, and the tests to ask."""
+
+    what: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+MUTANTS = (
+    Mutant(
+        "a trim trims nothing",
+        "kv/sequence_kv.py",
+        "            layer.trim(layer.offset - length)",
+        "            layer.trim(0)",
+        "kv",
+    ),
+    Mutant(
+        "a restored sequence is one token short",
+        "kv/sequence_kv.py",
+        "            layer.offset = keep\n",
+        "            layer.offset = keep - (keep > 1)\n",
+        "kv",
+    ),
+    Mutant(
+        "rows are written in place, through a fork",
+        "kv/row_buffer.py",
+        "    result = copy.copy(part)\n",
+        "    result = part\n",
+        "kv",
+    ),
+    Mutant(
+        "a fork shares its source's buffers",
+        "kv/layer_kv.py",
+        "other.keys, other.values = self.keys.fork(), self.values.fork()",
+        "other.keys, other.values = self.keys, self.values",
+        "kv",
+    ),
+    Mutant(
+        "the second block of a restore is skipped",
+        "tensor_files.py",
+        "    for file in files[: -(-keep // BLOCK_TOKENS)]:",
+        "    for file in files[: -(-keep // BLOCK_TOKENS)][:1] + files[: -(-keep // BLOCK_TOKENS)][2:]:",
+        "kv",
+    ),
+    Mutant(
+        "cells are counted from where a prefill begins",
+        "grid.py",
+        "    return min((position // cell_tokens + 1) * cell_tokens, prompt_tokens)",
+        "    return min(position + cell_tokens, prompt_tokens)",
+        "restore scheduling",
+    ),
+    Mutant(
+        "live scales are finer than the stored ones",
+        "kv/codec.py",
+        "return codes, scales.astype(self.scale_type), biases.astype(self.scale_type)",
+        "return codes, scales, biases",
+        "restore kv",
+    ),
+    Mutant(
+        "attention sees new rows before they were stored",
+        "kv/layer_kv.py",
+        "        return self.keys.decoded(self.offset, keys.dtype), self.values.decoded(self.offset, values.dtype)",
+        "        return self._with_new(self.keys, keys), self._with_new(self.values, values)\n"
+        "\n"
+        "    def _with_new(self, buffer: RowBuffer, rows: mx.array) -> mx.array:\n"
+        "        old = self.offset - rows.shape[2]\n"
+        "        return mx.concatenate([buffer.decoded(old, rows.dtype), rows], axis=2) if old else"
+        " rows",
+        "restore kv",
+    ),
+    Mutant(
+        "a few rows behind the valid ones are read",
+        "kv/row_buffer.py",
+        "        if start == 0 and stop == self.capacity:",
+        "        if start == 0 and stop + 8 >= self.capacity:",
+        "kv",
+    ),
+    Mutant(
+        "a cancelled turn puts nothing back",
+        "running_turn.py",
+        "            if self.saved is not None:",
+        "            if False:",
+        "turns",
+    ),
+    Mutant(
+        "what is put back is one token short",
+        "kv/sequence_kv.py",
+        "            layer.offset = saved.start + parts[0].shape[2]",
+        "            layer.offset = saved.start + parts[0].shape[2] - 1",
+        "kv",
+    ),
+    Mutant(
+        "numbers that are not finite are let through",
+        "tensor_files.py",
+        "        if not _is_finite(buffer, spec.dtype):",
+        "        if False:",
+        "turns",
+    ),
+    Mutant(
+        "a file of other tokens is let through",
+        "tensor_files.py",
+        "        if parsed.identity != expected:",
+        "        if False:",
+        "turns",
+    ),
+    Mutant(
+        "a file's length is not held against its header",
+        "tensor_files.py",
+        "        if checked.size_bytes == len(data):",
+        "        if True:",
+        "turns",
+    ),
+    Mutant(
+        "blocks computed off the grid are shared",
+        "grid.py",
+        "    return stop if is_whole_cell and start == shareable else min(shareable, start // BLOCK"
+        "_TOKENS * BLOCK_TOKENS)",
+        "    return stop // BLOCK_TOKENS * BLOCK_TOKENS",
+        "restore",
+    ),
+    Mutant(
+        "the seed is ignored",
+        "sampling.py",
+        "mx.random.key(params.seed)",
+        "mx.random.key(0)",
+        "turns",
+    ),
+    Mutant(
+        "requests draw from one random state",
+        "sampling.py",
+        ", key=key))",
+        "))",
+        "turns",
+    ),
+    Mutant(
+        "the beginning of a stop string is told",
+        "stop_strings.py",
+        "certain = len(self._held) - self._possible_beginning()",
+        "certain = len(self._held)",
+        "text",
+    ),
+    Mutant(
+        "the last token of a reply is never computed",
+        "running_turn.py",
+        "        if missing:\n            runner.prefill(self.kv, missing)",
+        "        if False:\n            runner.prefill(self.kv, missing)",
+        "restore turns",
+    ),
+    Mutant(
+        "a stop string is remembered",
+        "turn.py",
+        "        if self.finish_reason is FinishReason.STOP_SEQUENCE:\n            reply_chars",
+        "        if False:\n            reply_chars",
+        "turns",
+    ),
+    Mutant(
+        "the weights digest leaves the configuration out",
+        "model_identity.py",
+        "    hasher.update(_computing_config(directory))",
+        "    pass",
+        "models",
+    ),
+    Mutant(
+        "the weights digest leaves the weights out",
+        "model_identity.py",
+        "        hasher.update(bytes.fromhex(digest))",
+        "        pass",
+        "models",
+    ),
+    Mutant(
+        "the first prompt is computed whole before the next",
+        "scheduler.py",
+        "start = self.running.index(self._last_prefilled) + 1 if self._last_prefilled in self.running else 0",
+        "start = 0",
+        "turns scheduling",
+    ),
+    Mutant(
+        "turns of one agent run beside each other",
+        "scheduler.py",
+        "if turn.line is not None and any(other.line == turn.line for other in self._before(turn)):",
+        "if False:",
+        "turns scheduling",
+    ),
+    Mutant(
+        "the memory used last is dropped first",
+        "hot_memories.py",
+        "self.drop(idle.pop(0))",
+        "self.drop(idle.pop())",
+        "turns scheduling",
+    ),
+    Mutant(
+        "the budget forgets the running turns",
+        "engine_worker.py",
+        "self.memories.make_room(turn_bytes(turn.plan, self._model), reserved, busy)",
+        "self.memories.make_room(turn_bytes(turn.plan, self._model), 0, busy)",
+        "turns",
+    ),
+    Mutant(
+        "a snapshot does not wait for the turn's end",
+        "engine_worker.py",
+        "        if self._running_of(key) is None:\n            work()",
+        "        if True:\n            work()",
+        "turns",
+    ),
+    Mutant(
+        "a running turn cannot be cancelled",
+        "engine_worker.py",
+        "for turn in [turn for turn in self._listeners if turn.is_cancelled]:",
+        "for turn in [turn for turn in self._listeners if turn.is_cancelled and turn not in self._running]:",
+        "turns",
+    ),
+    Mutant(
+        "hot memory of other tokens is used",
+        "running_turn.py",
+        "if memory is None or not _begins_with(memory.state.token_ids, turn.plan.token_ids, keep):",
+        "if memory is None:",
+        "turns",
+    ),
+    Mutant(
+        "an exact repetition computes two tokens",
+        "running_turn.py",
+        "    return min(keep_tokens, len(plan.token_ids) - 1)",
+        "    return min(keep_tokens, max(len(plan.token_ids) - 2, 0))",
+        "restore",
+    ),
+    Mutant(
+        "sliding layers are served",
+        "model_runner.py",
+        "        if type(cache) is not KVCache:",
+        "        if False:",
+        "models",
+    ),
+    Mutant(
+        "a tail's name forgets what came before it",
+        "tensor_files.py",
+        '        parent = chain[-1] if chain else ""\n        tail_chain',
+        '        parent = ""\n        tail_chain',
+        "turns",
+    ),
+    Mutant(
+        "K and V are swapped in files",
+        "kv/layer_kv.py",
+        "        return self.keys, self.values\n",
+        "        return self.values, self.keys\n",
+        "turns",
+    ),
+    Mutant(
+        "the end of a thread does not clear its streams",
+        "mlx_thread.py",
+        "            mx.synchronize()\n            mx.clear_streams()\n",
+        "            pass\n",
+        "exit exit exit exit exit exit",
+    ),
+)
+
+
+def caught_by(mutant: Mutant, copy: Path) -> str:
+    """The first test that fails with the mutant; "" when none does."""
+    path = copy / "inference_svc" / mutant.file
+    source = path.read_text()
+    if source.count(mutant.old) != 1:
+        raise SystemExit(f"{mutant.what}: {mutant.file} has {source.count(mutant.old)} times what is to be changed")
+    path.write_text(source.replace(mutant.old, mutant.new))
+    environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'clients/python'}"}
+    try:
+        for name in mutant.tests.split():
+            tests = f"tests/inference/engine/test_{name}.py"
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=120", "--no-header", tests]
+            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
+            if done.returncode == 1 and (failed := re.search(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)):
+                return failed[1]
+            if done.returncode:
+                return f"(the tests ended with {done.returncode}: {done.stdout[-300:]})"
+    finally:
+        path.write_text(source)
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="words of the mutant")
+    arguments = parser.parse_args()
+    rows, missed = [], 0
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory)
+        for name in _COPIED:
+            source = ROOT / name
+            ignored = shutil.ignore_patterns("__pycache__")
+            (shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy))
+        for mutant in MUTANTS:
+            if arguments.only in mutant.what:
+                test = caught_by(mutant, copy)
+                missed += not test or test.startswith("(")
+                rows.append(f"| {mutant.what} | `{mutant.file}` | {(test and f'`{test}`') or '**nothing**'} |")
+                print(rows[-1], flush=True)
+    if not arguments.only:
+        head = "# Mutants of the engine\n\nEach was put into a copy of the code; the test is the first that failed.\n"
+        how = "Written by `python -m tests.inference.engine.mutants`.\n"
+        table = ["| what was broken | where | which test noticed |", "|---|---|---|", *rows]
+        TABLE.write_text("\n".join([head, how, *table]) + "\n")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
