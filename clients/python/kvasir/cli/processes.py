@@ -55,6 +55,7 @@ class EngineProcess:
     log_file: Path
     state_dir: Path
     model: str = ""  # the shipped model when empty
+    options: tuple[str, ...] = ()  # of the service, beside these
     credentials_file: Path | None = None
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
@@ -69,6 +70,7 @@ class EngineProcess:
             *_option("--tls-key-file", self.tls_key_file),
             *_option("--store-token-file", self.store.token_file),
             *_option("--store-ca-file", self.store.ca_file),
+            *self.options,
         )
 
     def service(self) -> Service:
