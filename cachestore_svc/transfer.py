@@ -86,7 +86,7 @@ class Transfers:
             manifest_digest = Digest.of(manifest_bytes)
             if manifest_digest.hash != theirs.manifest.hash:
                 raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
-            manifest = manifests.parse(manifest_bytes)
+            manifest = await self._threads.run(manifests.parse, manifest_bytes)
             kv_hash = kv_identity_hash(manifest.kv_identity)
             ours = await self._head(order.namespace, order.local_agent_id, kv_hash)
             if ours is not None and ours.manifest == manifest_digest:
@@ -173,6 +173,14 @@ class Transfers:
     ) -> AsyncGenerator[Digest, None]:
         """One stream of blobs into the store; yields each when it is durable."""
         status = await self._threads.run(self._store.write_status, order.namespace, missing[0])
+        if 0 < status.received_bytes == missing[0].size_bytes:
+            # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
+            if await self._threads.run(self._finish_part, order.namespace, missing[0]):
+                yield missing[0]
+                missing = missing[1:]
+            if not missing:
+                return
+            status = await self._threads.run(self._store.write_status, order.namespace, missing[0])
         expected = iter(missing)
         async with BlobIntake(self._store, self._threads, order.namespace) as intake:
             frames = remote.read_frames(missing, status.received_bytes)
@@ -191,6 +199,17 @@ class Transfers:
                 yield stored
         if next(expected, None) is not None:
             raise Unavailable(f"peer {order.peer} ended the stream early", reason="PEER_UNAVAILABLE", retry_after_s=5)
+
+    def _finish_part(self, namespace: str, digest: Digest) -> bool:
+        """Make a part with all its bytes a blob; False when it is not right, and gone."""
+        with self._store.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
+            if writer.received_bytes == digest.size_bytes:
+                try:
+                    writer.finish()
+                except InvalidArgument:
+                    return False
+                return True
+        return False
 
     async def _unstalled(self, frames: AsyncIterator[T], peer: str) -> AsyncGenerator[T, None]:
         """The same, but a peer that is silent for too long is unavailable."""
@@ -214,7 +233,7 @@ class Transfers:
         """The archive of one version. Raises NotFound, DataLoss."""
         snapshot = await self._threads.run(self._store.get_snapshot, namespace, agent_id, kv_hash, version)
         manifest_bytes = await self.manifest_bytes(namespace, snapshot)
-        manifest = manifests.parse(manifest_bytes)
+        manifest = await self._threads.run(manifests.parse, manifest_bytes)
         wanted = manifests.digests(manifest)
         preamble = archive.preamble(manifest_bytes, manifest, agent_id)
         async with self._reader.open(namespace, wanted) as source, aclosing(_archive(preamble, source)) as pieces:
@@ -233,12 +252,15 @@ class Transfers:
         described: Described | None = None
         async with BlobIntake(self._store, self._threads, namespace) as intake:
             async for piece in pieces:
-                for part in reader.feed(piece):
+                # Until it has read the manifest, a piece may take long.
+                parts = reader.feed(piece)
+                for part in parts if described else await self._threads.run(list, parts):
                     if isinstance(part, Described):
                         described = part
                     else:
                         await _take(intake, part)
-                _raise_failures(intake)
+                    # With each part: one piece may hold more blobs than there is room for outcomes.
+                    _raise_failures(intake)
             reader.finish()
             await intake.end()
             _raise_failures(intake)
