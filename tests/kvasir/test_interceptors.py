@@ -224,7 +224,7 @@ def test_who_sends_no_request_is_refused_all_the_same(root: Path) -> None:
             grpc.aio.insecure_channel(edge.address) as channel,
         ):
             # As a stream, so that nothing is sent until something is written.
-            call = channel.stream_unary(f"/{NAME}/GetStats")()
+            call: Any = channel.stream_unary(f"/{NAME}/GetStats")()
             assert await code_of(call) is grpc.StatusCode.UNAUTHENTICATED
 
     run(test())

@@ -14,7 +14,10 @@ class ScanError(ValueError):
 
 
 def count_records(data: bytes, descriptor: Any, most: int) -> int:
-    """Fields of the message and of those inside it, each occurrence one; `descriptor` is its type's. Raises ScanError beyond `most`, at once."""
+    """Fields of the message and of those inside it, each occurrence one; `descriptor` is that of its type.
+
+    Raises ScanError beyond `most`, at once.
+    """
     return _count(data, 0, len(data), _table(descriptor), 0, most)
 
 
