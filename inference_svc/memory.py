@@ -61,7 +61,8 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         words=Memory(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=tuple(manifest.messages),
         turn=manifest.turn,
-        shareable_tokens=manifest.shareable_tokens,
+        # What was brought here may say of itself what it likes: it serves its own agent and nobody else.
+        shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
         kept=Kept(head, is_head=True, blocks=blocks, tail=tail),
     )

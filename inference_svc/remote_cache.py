@@ -21,6 +21,7 @@ from inference_svc.service_data import Miss, MissReason
 
 _LOG = structlog.get_logger(__name__)
 _MAX_BLOCK_HASHES = 10_000
+_BROUGHT = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
 _PROBE_TIMEOUT_S = 1.0
 _FIRST_PROBE_DELAY_S = 0.1
 _MAX_PROBE_DELAY_S = 1.0
@@ -44,6 +45,7 @@ class Head:
     manifest: Digest | None
     parent_version: int
     kv_identity_hash: str = ""
+    is_brought: bool = False  # by an archive or from another store: no engine of this one computed it
 
 
 NO_HEAD = Head(0, None, 0)
@@ -175,7 +177,7 @@ class RemoteCache:
         except errors.NotFound:
             return None
         with _reading("the store's answer about the agent"):
-            lines = [_head(line) for line in agent.lines]
+            lines = [head_of(line) for line in agent.lines]
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
         return AgentHeads(ours, next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None))
 
@@ -239,7 +241,7 @@ class RemoteCache:
         """Make a manifest the next version of the agent's line. Raises Conflict when the head is not its parent."""
         digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
         version = await self._noting(self._client.commit(agent_id, digest, parent_version, timeout_s=timeout_s))
-        return _head(version)
+        return head_of(version)
 
     # --- how a call is made ---
 
@@ -275,9 +277,14 @@ class RemoteCache:
             raise
 
 
-def _head(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
+def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
+    """A line's newest version as the store tells it."""
     return Head(
-        snapshot.version, Digest.from_proto(snapshot.manifest), snapshot.parent_version, snapshot.kv_identity_hash
+        snapshot.version,
+        Digest.from_proto(snapshot.manifest),
+        snapshot.parent_version,
+        snapshot.kv_identity_hash,
+        is_brought=snapshot.origin in _BROUGHT,
     )
 
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 from kvasir import errors
-from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.digest import Digest
 
 from inference_svc.handoff import HandOff
-from inference_svc.memory import AgentMemory, Kept
+from inference_svc.memory import AgentMemory, Kept, from_manifest
 from inference_svc.outbox import Outbox
 from inference_svc.plan import Event, Prefilled, SamplingParams
 from inference_svc.prefix_matching import Memory
 from inference_svc.recall import Recollection, is_current
-from inference_svc.remote_cache import NO_HEAD, Breaker, Budget, Head
+from inference_svc.remote_cache import NO_HEAD, Breaker, Budget, Head, head_of
 from inference_svc.replay import is_retry, is_whole
 from inference_svc.service_data import (
     MessagesInput,
@@ -110,6 +110,27 @@ def test_appending_to_an_agent_said_to_be_new_begins_it() -> None:
     begun = request(input=MessagesInput((HELLO,), is_append=True), parent_version=0)
     nobody = Recollection(None, Source.COLD, Head(0, None, 0), Miss(MissReason.NEW_AGENT, ""))
     assert whole_conversation(begun, nobody, is_retry=False) == (HELLO,)
+
+
+# --- what a stored memory lets others share ---
+
+
+@pytest.mark.parametrize(
+    ("origin", "expected"),
+    [
+        (cachestore_pb2.ORIGIN_TURN, 512),
+        (cachestore_pb2.ORIGIN_FORK, 512),
+        (cachestore_pb2.ORIGIN_ROLLBACK, 512),
+        (cachestore_pb2.ORIGIN_IMPORT, 0),
+        (cachestore_pb2.ORIGIN_PULL, 0),
+    ],
+)
+def test_what_was_brought_from_elsewhere_is_not_passed_on_to_other_agents(
+    origin: cachestore_pb2.Origin, expected: int
+) -> None:
+    snapshot = cachestore_pb2.SnapshotVersion(version=1, manifest=Digest.of(b"manifest").to_proto(), origin=origin)
+    manifest = manifest_pb2.Manifest(token_ids=range(600), shareable_tokens=512)
+    assert from_manifest(manifest, head_of(snapshot)).shareable_tokens == expected
 
 
 # --- whether a hot memory is the newest ---
