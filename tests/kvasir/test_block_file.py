@@ -188,6 +188,8 @@ def test_a_name_outside_the_schema_is_refused(name: str) -> None:
         ({"shape": [80]}, "shape"),
         ({"data_offsets": [0]}, "data_offsets"),
         ({"data_offsets": ["0", "160"]}, "data_offsets"),
+        ({"data_offsets": [False, 160]}, "data_offsets"),
+        ({"data_offsets": [0, 160.0]}, "data_offsets"),
         ({"extra": 1}, "exactly dtype, shape and data_offsets"),
     ],
 )
@@ -209,6 +211,8 @@ def identity_json(**changes: object) -> dict[str, str]:
         ({"kvasir": 1}, "__metadata__"),
         ({"kvasir": "["}, "JSON"),
         (identity_json(format=2), "format 1"),
+        (identity_json(format=True), "format 1"),
+        (identity_json(format=1.0), "format 1"),
         (identity_json(more=1), "format 1"),
         (identity_json(kind="blocks"), "kind"),
         (identity_json(kind=["tail"]), "kind"),

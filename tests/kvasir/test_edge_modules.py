@@ -4,7 +4,9 @@ import random
 import stat
 import subprocess
 import sys
+import tracemalloc
 import unicodedata
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 from kvasir import errors
 from kvasir.address import AddressError, parse_address
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import (
     CredentialFileError,
     Credentials,
@@ -31,6 +34,7 @@ from kvasir.errors import DataLoss, InvalidArgument, KvasirError
 from kvasir.frames import FRAME_BYTES, FrameAssembler, frames_of
 from kvasir.names import check_agent_id, check_namespace, check_request_id
 from kvasir.status import CODES, DETAILS_KEY, from_rpc_error, to_status
+from kvasir.store_client import StoreClient
 
 ROOT = Path(__file__).parents[2]
 TYPES = sorted(
@@ -349,7 +353,39 @@ def test_frames_that_do_not_fit_are_data_loss(name: str) -> None:
         assembler.add(last)
 
 
+def test_what_a_peer_only_says_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        assembler = FrameAssembler([Digest("ab" * 32, 3 << 30)])
+        assembler.add(pb.BlobFrame(digest=assembler.remaining[0].to_proto(), data=b"x"))
+        assert tracemalloc.get_traced_memory()[1] < FRAME_BYTES
+    finally:
+        tracemalloc.stop()
+
+
 # --- the clients ---
+
+
+class _Boaster(cachestore_pb2_grpc.CacheStoreServiceServicer):
+    """A store that says of a manifest that it has 3 GiB."""
+
+    def GetSnapshot(self, request: object, context: object) -> pb.GetSnapshotResponse:  # noqa: N802
+        return pb.GetSnapshotResponse(
+            snapshot=pb.SnapshotVersion(manifest=Digest("ab" * 32, 3 << 30).to_proto()),
+        )
+
+
+def test_a_manifest_that_nobody_would_read_is_not_fetched() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(_Boaster(), server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        with StoreClient.connect(f"127.0.0.1:{port}") as client, pytest.raises(DataLoss) as caught:
+            client.get_snapshot("ada")
+        assert caught.value.reason == "MANIFEST_REFUSED"
+    finally:
+        server.stop(0)
 
 
 def test_the_blocking_client_is_made_from_the_asynchronous_one() -> None:

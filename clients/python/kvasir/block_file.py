@@ -213,7 +213,9 @@ def _file_identity(metadata: object) -> FileIdentity:
     if not isinstance(metadata, dict) or set(metadata) != {METADATA_KEY} or not isinstance(metadata[METADATA_KEY], str):
         raise HeaderError(f"__metadata__: expected the one key {METADATA_KEY!r} with a string")
     fields = _load_json(metadata[METADATA_KEY].encode())
-    if set(fields) != {"chain", "format", "kind", "kv_identity", "start", "tokens"} or fields["format"] != 1:
+    if set(fields) != {"chain", "format", "kind", "kv_identity", "start", "tokens"} or not _are_exactly(
+        [fields["format"]], [1]
+    ):
         raise HeaderError("__metadata__.kvasir: expected format 1 with chain, kind, kv_identity, start, tokens")
     kind, start, tokens = fields["kind"], fields["start"], fields["tokens"]
     if kind not in _KINDS:
@@ -234,6 +236,16 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40
 
 
+def _are_exactly(found: object, expected: Sequence[int]) -> bool:
+    """Whether it is this list of whole numbers. `[False, 4096.0] == [0, 4096]` holds in Python and nowhere else."""
+    return (
+        isinstance(found, list)
+        and len(found) == len(expected)
+        and all(type(number) is int for number in found)
+        and found == list(expected)
+    )
+
+
 def _contiguous_tensors(entries: Mapping[str, object]) -> Iterable[TensorSpec]:
     offset = 0
     for name, entry in entries.items():
@@ -242,7 +254,7 @@ def _contiguous_tensors(entries: Mapping[str, object]) -> Iterable[TensorSpec]:
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise HeaderError(f"{name}: expected exactly dtype, shape and data_offsets")
         spec = tensor_spec(name, entry["dtype"], entry["shape"])
-        if entry["data_offsets"] != [offset, offset + spec.size_bytes]:
+        if not _are_exactly(entry["data_offsets"], [offset, offset + spec.size_bytes]):
             raise HeaderError(f"{name}: data_offsets: expected [{offset}, {offset + spec.size_bytes}]")
         offset += spec.size_bytes
         yield spec

@@ -29,7 +29,8 @@ def frames_of(
 class FrameAssembler:
     """Puts the frames of expected blobs together, in the order expected, over as many streams as it takes.
 
-    Memory: one blob. After a cut, ask for `remaining` from `received_bytes` on, call `resume()`, and go on adding.
+    Memory: what has arrived of one blob, never what a digest only says. After a cut, ask for `remaining` from
+    `received_bytes` on, call `resume()`, and go on adding.
     """
 
     def __init__(self, expected: Sequence[Digest]) -> None:
@@ -58,8 +59,7 @@ class FrameAssembler:
             raise DataLoss("a frame arrived after the last blob", reason="FRAME_UNEXPECTED")
         digest = self._expected[self._done]
         self._check(frame, digest)
-        offset = self.received_bytes
-        self._buffer[offset : offset + len(frame.data)] = frame.data
+        self._buffer += frame.data
         self._hasher.update(frame.data)
         self._is_named = True
         if self.received_bytes < digest.size_bytes:
@@ -73,8 +73,7 @@ class FrameAssembler:
         return digest, memoryview(data).toreadonly()
 
     def _begin(self) -> None:
-        size_bytes = self._expected[self._done].size_bytes if self._done < len(self._expected) else 0
-        self._buffer = bytearray(size_bytes)
+        self._buffer = bytearray()
         self._hasher = Hasher()
         self._is_named = False
 
