@@ -129,7 +129,7 @@ def test_what_was_brought_from_elsewhere_is_not_passed_on_to_other_agents(
     origin: cachestore_pb2.Origin, expected: int
 ) -> None:
     snapshot = cachestore_pb2.SnapshotVersion(version=1, manifest=Digest.of(b"manifest").to_proto(), origin=origin)
-    manifest = manifest_pb2.Manifest(token_ids=range(600), shareable_tokens=512)
+    manifest = manifest_pb2.Manifest(token_ids=range(600), token_chars=[0] * 600, shareable_tokens=512)
     assert from_manifest(manifest, head_of(snapshot)).shareable_tokens == expected
 
 
