@@ -43,14 +43,22 @@ class StoreSettings(BaseSettings):
     """Other stores that agents may be pulled from."""
     quota_bytes: Annotated[int, Field(ge=1)] | None = None
     """Blob bytes that a namespace may hold. None: only the disk limits it."""
+    namespace_quota_bytes: dict[str, Annotated[int, Field(ge=1)] | None] = {}
+    """Quotas of some namespaces, before the one of all; as JSON in the environment, null for none."""
+    evict_heads: bool = False
+    """Whether a full quota may remove the newest version of an unpinned, long-unused line. Off: writes are refused."""
     free_disk_reserve_bytes: Annotated[int, Field(ge=0)] = 256 * MIB
     """Writes are refused when they would leave less than this on the disk."""
+    ballast_bytes: Annotated[int, Field(ge=0)] = 16 * MIB
+    """A file given up when the disk is full, so that deletes still have room for the index. 0: none."""
     max_blob_bytes: Annotated[int, Field(ge=1)] = 256 * MIB
     """A larger blob is refused."""
     grace_period_s: Annotated[float, Field(ge=0)] = 3600.0
     """How long a blob that nothing names rests before it is removed."""
     retained_versions: Annotated[int, Field(ge=1, le=1000)] = 8
     """Versions kept per line, unless the agent says otherwise."""
+    event_history: Annotated[int, Field(ge=1)] = 10_000
+    """Events kept per namespace for watchers that come back."""
     gc_interval_s: Annotated[float, Field(gt=0)] = 600.0
     """Garbage is collected this often."""
     read_buffer_bytes: Annotated[int, Field(ge=1)] = 128 * MIB
@@ -66,10 +74,14 @@ class StoreSettings(BaseSettings):
         return StoreConfig(
             data_dir=self.data_dir,
             default_quota_bytes=self.quota_bytes,
+            namespace_quota_bytes=self.namespace_quota_bytes,
+            evict_heads=self.evict_heads,
             free_disk_reserve_bytes=self.free_disk_reserve_bytes,
+            ballast_bytes=self.ballast_bytes,
             max_blob_bytes=self.max_blob_bytes,
             grace_period_s=self.grace_period_s,
             retained_versions=self.retained_versions,
+            event_history=self.event_history,
         )
 
     def listening(self) -> Listening:

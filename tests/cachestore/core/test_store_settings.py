@@ -1,0 +1,39 @@
+"""Every setting of the store itself can be set from outside, and arrives."""
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from cachestore_svc.config import ConfigError, read_settings
+from cachestore_svc.records import StoreConfig
+
+SET: dict[str, tuple[str, object]] = {
+    "data_dir": ("/somewhere", Path("/somewhere")),
+    "quota_bytes": ("5000", 5000),
+    "namespace_quota_bytes": ('{"theirs": 10, "ours": null}', {"theirs": 10, "ours": None}),
+    "evict_heads": ("true", True),
+    "free_disk_reserve_bytes": ("1", 1),
+    "ballast_bytes": ("2", 2),
+    "grace_period_s": ("3.5", 3.5),
+    "max_blob_bytes": ("4", 4),
+    "retained_versions": ("6", 6),
+    "event_history": ("7", 7),
+}
+
+
+def test_every_field_of_the_stores_configuration_comes_from_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (text, _) in SET.items():
+        monkeypatch.setenv(f"KVASIR_STORE_{name.upper()}", text)
+    config = read_settings({}).store_config()
+    expected = {name: value for name, (_, value) in SET.items()}
+    expected["default_quota_bytes"] = expected.pop("quota_bytes")
+    assert {field.name: getattr(config, field.name) for field in fields(StoreConfig)} == expected
+    assert (config.quota_bytes("theirs"), config.quota_bytes("ours"), config.quota_bytes("others")) == (10, None, 5000)
+
+
+@pytest.mark.parametrize("quotas", ['{"theirs": 0}', '{"theirs": "all"}', "[]"])
+def test_a_quota_that_is_none_is_refused_by_name(quotas: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVASIR_STORE_NAMESPACE_QUOTA_BYTES", quotas)
+    with pytest.raises(ConfigError, match="namespace_quota_bytes"):
+        read_settings({"data_dir": "/somewhere"})
