@@ -9,7 +9,7 @@ from kvasir.names import check_namespace
 
 from cachestore_svc import collecting
 from cachestore_svc.blob_checks import BlobFacts
-from cachestore_svc.blob_rows import BlobRow, damaged_blobs, find_blob, find_blobs, find_namespace, insert_blob
+from cachestore_svc.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, insert_blob
 from cachestore_svc.blob_writer import BlobWriter, StoredBlob
 from cachestore_svc.core import Core
 from cachestore_svc.index import Rows
@@ -69,11 +69,6 @@ class BlobStore:
         blob is then quarantined, an event says so, and a later write may replace it."""
         check_namespace(namespace)
         return self._core.read_blob(namespace, digest)
-
-    def damaged(self, namespace: str) -> list[Digest]:
-        """Blobs in quarantine."""
-        check_namespace(namespace)
-        return self._read(lambda rows: damaged_blobs(rows, find_namespace(rows, namespace)))
 
     def _read(self, work: Callable[[Rows], _Answer]) -> _Answer:
         return self._core.index.read(work)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
-from kvasir.block_hash import BLOCK_TOKENS as BLOCK_TOKENS
+from kvasir import block_hash, frames, manifest
 from kvasir.digest import Digest
-from kvasir.frames import FRAME_BYTES as MAX_FRAME_BYTES  # noqa: F401  the agreement's number, in one place
-from kvasir.manifest import FORMAT as MANIFEST_FORMAT  # noqa: F401
 
+MANIFEST_FORMAT = manifest.FORMAT
+BLOCK_TOKENS = block_hash.BLOCK_TOKENS
+MAX_FRAME_BYTES = frames.FRAME_BYTES
 MAX_DIGESTS_PER_REQUEST = 10_000
 MAX_BLOCK_HASHES_PER_REQUEST = 10_000
 MAX_PAGE_SIZE = 1000

@@ -167,19 +167,6 @@ class Store(BlobStore):
         size = listing.page_size(page_size)
         return self._read(lambda rows: listing.snapshots(rows, namespace, agent_id, kv_identity_hash, size, page_token))
 
-    def snapshot_digests(
-        self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
-    ) -> list[Digest]:
-        """The blobs that a version's manifest names, in its order: blocks, tail, states; each once. Raises NotFound."""
-        check_namespace(namespace)
-        self._check_line(agent_id, kv_identity_hash)
-
-        def work(rows: Rows) -> list[Digest]:
-            line, snapshot = self._snapshot(rows, namespace, agent_id, kv_identity_hash, version)
-            return versions.named_digests(rows, versions.manifest_id_of(rows, line.id, snapshot.version))
-
-        return self._read(work)
-
     def find_prefix(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
         """Digests of the longest stored, shareable prefix of a chain. Extends lifetimes. Raises InvalidArgument."""
         check_namespace(namespace)

@@ -17,7 +17,7 @@ from kvasir.errors import DataLoss
 
 from cachestore_svc.records import BlobKind
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, publish, write
+from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 
 # From time to time the flip is found by a look over everything instead of by a reader.
@@ -45,7 +45,7 @@ def campaign(root: Path, flips: int, seed: int = 0) -> Iterator[str]:
             found = _scrubbed(store) if is_scrubbed else _refused(store, digest)
             if found != [digest]:
                 yield f"flip {number}: bit {bit} of {digest} was not found ({found})"
-            if store.damaged(NS) != [digest] or store.find_missing(NS, list(blobs)) != [digest]:
+            if damaged(store, NS) != [digest] or store.find_missing(NS, list(blobs)) != [digest]:
                 yield f"flip {number}: {digest} is not in quarantine alone"
             other = chance.choice([each for each in sorted(blobs, key=str) if each != digest])
             if bytes(store.read_blob(NS, other)) != blobs[other][0]:

@@ -25,7 +25,7 @@ from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 
 from cachestore_svc.store import Store
 from tests.cachestore.core.dying_disk import DyingDisk
-from tests.cachestore.core.lab import NS, Lab, publish
+from tests.cachestore.core.lab import NS, Lab, publish, snapshot_digests
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 
 RETAINED = 3
@@ -208,7 +208,7 @@ def _compare_agent(store: Store, told: Told, key: tuple[str, str]) -> Iterator[s
         try:
             store.read_blob(namespace, snapshot.manifest)
             kv_hash = snapshot.kv_identity_hash
-            for digest in store.snapshot_digests(namespace, name, kv_hash, snapshot.version):
+            for digest in snapshot_digests(store, namespace, name, kv_hash, snapshot.version):
                 store.read_blob(namespace, digest)
         except KvasirError as error:
             yield f"{key}: version {snapshot.version} cannot be read: {error}"

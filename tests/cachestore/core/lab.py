@@ -8,7 +8,10 @@ from pathlib import Path
 from blake3 import blake3
 from kvasir.digest import Digest
 
+from cachestore_svc import versions
+from cachestore_svc.blob_rows import damaged_blobs, find_namespace
 from cachestore_svc.disk import Disk
+from cachestore_svc.index import Rows
 from cachestore_svc.records import BlobKind, LeaseToken, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.store import Store
 from tests.synthetic import SyntheticSnapshot
@@ -99,10 +102,28 @@ def publish(
     return store.commit(namespace, agent_id, snapshot.manifest_digest, parent_version, lease, bind_shared, origin)
 
 
+def damaged(store: Store, namespace: str = NS) -> list[Digest]:
+    """Blobs in quarantine."""
+    return store._core.index.read(lambda rows: damaged_blobs(rows, find_namespace(rows, namespace)))
+
+
+def snapshot_digests(
+    store: Store, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
+) -> list[Digest]:
+    """The blobs that a version holds, in its manifest's order. Raises NotFound."""
+
+    def work(rows: Rows) -> list[Digest]:
+        line = versions.get_line(rows, find_namespace(rows, namespace), agent_id, kv_identity_hash)
+        snapshot = versions.get_version(rows, line, version)
+        return versions.named_digests(rows, versions.manifest_id_of(rows, line.id, snapshot.version))
+
+    return store._core.index.read(work)
+
+
 def assert_restores(store: Store, snapshot: SnapshotVersion, expected: SyntheticSnapshot, namespace: str = NS) -> None:
     """The version is whole: its manifest's bytes are those published, and every blob can be read."""
     assert bytes(store.read_blob(namespace, snapshot.manifest)) == expected.manifest_bytes
-    digests = store.snapshot_digests(namespace, snapshot.agent_id, snapshot.kv_identity_hash, snapshot.version)
+    digests = snapshot_digests(store, namespace, snapshot.agent_id, snapshot.kv_identity_hash, snapshot.version)
     assert digests == expected.digests
     for digest in digests:
         assert Digest.of(store.read_blob(namespace, digest)) == digest

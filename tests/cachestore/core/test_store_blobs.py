@@ -13,7 +13,7 @@ from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFoun
 
 from cachestore_svc.records import BlobDamaged, BlobKind
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, publish, write
+from tests.cachestore.core.lab import NS, Lab, damaged, publish, write
 from tests.synthetic import SMALL, TINY, SyntheticAgent
 
 TENSORS = BlobKind.TENSORS
@@ -228,7 +228,7 @@ def test_a_damaged_blob_is_named_once_never_served_and_may_be_written_again(lab:
         with pytest.raises(DataLoss) as lost:
             store.read_blob(NS, digest)
         assert lost.value.metadata == {"digest": digest.hash}
-    assert store.damaged(NS) == [digest]
+    assert damaged(store, NS) == [digest]
     assert [event.body for event in store.events_after(NS, start).events] == [BlobDamaged(digest)]
     assert store.find_missing(NS, [digest, other]) == [digest]
     assert bytes(store.read_blob(NS, other)) == other_data
@@ -237,7 +237,7 @@ def test_a_damaged_blob_is_named_once_never_served_and_may_be_written_again(lab:
     stored = store.stats(NS).blob_bytes
     write(store, digest, data, TENSORS)
     assert bytes(store.read_blob(NS, digest)) == data
-    assert store.damaged(NS) == []
+    assert damaged(store, NS) == []
     assert store.stats(NS).blob_bytes == stored
 
 

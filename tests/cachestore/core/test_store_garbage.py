@@ -9,7 +9,7 @@ from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound, R
 
 from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
+from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, snapshot_digests, upload, write
 from tests.synthetic import SMALL, TINY, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
@@ -152,7 +152,7 @@ def test_writers_and_a_collector_without_grace_never_make_a_row_without_bytes(la
         is_over.set()
         collector.join()
         assert problems == []
-        assert store.damaged(NS) == []
+        assert damaged(store, NS) == []
         assert store.check().is_clean
         stats = store.stats(NS)
     with lab.open() as store:
@@ -297,7 +297,7 @@ def fill(store: Store, seed: int) -> None:
 
 
 def assert_readable(store: Store, name: str) -> None:
-    for digest in store.snapshot_digests(NS, name):
+    for digest in snapshot_digests(store, NS, name):
         store.read_blob(NS, digest)
 
 

@@ -9,7 +9,7 @@ from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 
 from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
+from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
@@ -42,11 +42,9 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "open_writer": lambda s, c: s.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen"),
     "write_status": lambda s, c: s.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen"),
     "read_blob": lambda s, c: not_found(lambda: s.read_blob(NS, c.digests[0])),
-    "damaged": lambda s, c: s.damaged(NS) == [] or pytest.fail("seen"),
     "commit": lambda s, c: refused(lambda: s.commit(NS, "mine", c.manifest_digest, 0)),
     "get_snapshot": lambda s, c: not_found(lambda: s.get_snapshot(NS, "secret")),
     "list_snapshots": lambda s, c: not_found(lambda: s.list_snapshots(NS, "secret")),
-    "snapshot_digests": lambda s, c: not_found(lambda: s.snapshot_digests(NS, "secret")),
     "find_prefix": lambda s, c: s.find_prefix(NS, KV, HASHES.block_hashes(THEIRS)) == [] or pytest.fail("seen"),
     "list_agents": lambda s, c: s.list_agents(NS).agents == () or pytest.fail("seen"),
     "get_agent": lambda s, c: not_found(lambda: s.get_agent(NS, "secret")),
@@ -116,7 +114,7 @@ def test_the_same_bytes_are_two_files_and_one_may_be_swept_or_damaged_alone(
     [our_file] = [path for path in lab.root.rglob(ours.digests[0].hash) if lab.directory_of(NS) in path.parents]
     our_file.write_bytes(b"")
     list(store.verify(NS))
-    assert store.damaged(THEIRS) == []
+    assert damaged(store, THEIRS) == []
 
 
 def test_deleting_our_agent_leaves_theirs_of_the_same_name(store: Store, content: SyntheticSnapshot) -> None:

@@ -9,7 +9,7 @@ from kvasir.errors import NotFound
 
 from cachestore_svc.records import SnapshotVersion
 from cachestore_svc.store import Store
-from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload
+from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload
 from tests.cachestore.core.power_loss import RecordingDisk, losses
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
@@ -79,8 +79,8 @@ def test_every_acknowledged_snapshot_outlives_any_loss_of_power(life: Life) -> N
     problems = []
     for moment, fate, root in losses(life.disk, moments, seed=6):
         with Lab(root).open() as store:
-            if damaged := store.damaged(NS):
-                problems.append(f"{moment} {fate}: rows without bytes: {damaged}")
+            if gone := damaged(store, NS):
+                problems.append(f"{moment} {fate}: rows without bytes: {gone}")
             if findings := store.check().findings:
                 problems.append(f"{moment} {fate}: {findings}")
             for each in life.acknowledged:
