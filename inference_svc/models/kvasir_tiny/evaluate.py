@@ -94,7 +94,8 @@ class Reader:
     def _template(
         self, messages: Iterable[Message], tools: list[dict[str, Any]] | None, reply: bool = False
     ) -> list[int]:
-        return list(self.tokenizer.apply_chat_template(list(messages), tools=tools, add_generation_prompt=reply))
+        render: Any = self.tokenizer.apply_chat_template
+        return list(render(list(messages), tools=tools, add_generation_prompt=reply))
 
     def _suffix(self, messages: Iterable[Message]) -> list[int]:
         """What the template adds for more messages: after a reply, just what it makes of them alone."""
@@ -278,7 +279,7 @@ def _ask_all(given: argparse.Namespace, report: Report) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--n", type=int, default=200, help="told facts at each length; as many of other sorts in all")
+    parser.add_argument("--n", type=int, default=200, help="told facts at each length, as many of other sorts in all")
     parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of conversation")
     parser.add_argument(
         "--kv", choices=list(KV_BITS), default="exact", help="mlx-lm's KVCache, or its QuantizedKVCache"
@@ -307,9 +308,8 @@ def main() -> int:
         }
         print(json.dumps(facts | {"missed": report.missed(), "errors": report.errors}, indent=1))
     else:
-        print(
-            f"kvasir-tiny, KV {given.kv}, BLAS {BLAS or 'as MLX comes'}, {time.monotonic() - began:.0f} s\n{table(report)}"
-        )
+        spent = f"{time.monotonic() - began:.0f} s"
+        print(f"kvasir-tiny, KV {given.kv}, BLAS {BLAS or 'as MLX comes'}, {spent}\n{table(report)}")
         for name, value in report.perplexity.items():
             print(f"perplexity of {name}: {value:.4f}")
         for error in report.errors[: given.errors]:

@@ -93,7 +93,7 @@ def _layer(x: Array, w: Weights, *, shape: Shape, turn: tuple[Array, Array], kv_
     q = _rotate((h @ w["q"].T).reshape(rows, tokens, shape.num_attention_heads, shape.head_dim), turn)
     k = _rotate((h @ w["k"].T).reshape(rows, tokens, shape.num_key_value_heads, shape.head_dim), turn)
     v = (h @ w["v"].T).reshape(rows, tokens, shape.num_key_value_heads, shape.head_dim)
-    k, v = _rounded(k, kv_rounding), _rounded(v, kv_rounding)
+    k, v = rounded(k, kv_rounding), rounded(v, kv_rounding)
     fused = x.dtype == jnp.bfloat16
     mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
     x = x + mixed.reshape(rows, tokens, -1) @ w["o"].T
@@ -121,7 +121,7 @@ def _rotate(x: Array, turn: tuple[Array, Array]) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
-def _rounded(x: Array, amount: Array) -> Array:
+def rounded(x: Array, amount: Array) -> Array:
     """x through 4-bit codes of one group of head_dim values each, after mlx.core.quantize, mixed in by `amount`."""
     wide = jax.lax.stop_gradient(x.astype(jnp.float32))
     low, high = wide.min(-1, keepdims=True), wide.max(-1, keepdims=True)

@@ -128,7 +128,8 @@ def train(
         state, numbers = step_once(state, group, jnp.float32(step), jnp.float32(rounding))
         tokens += sum(ids.size for ids, _ in group)
         last = step + 1 == plan.steps or time.monotonic() - began > deadline_s
-        if step % 20 == 0 or last:
+        checkpoint = last or (step + 1) % every == 0
+        if step % 20 == 0 or checkpoint:
             said, size, rate = (float(x) for x in numbers)
             spent = time.monotonic() - began
             log.append({"step": step, "loss": said, "gradient": size, "rate": rate, "tokens": tokens, "seconds": spent})
@@ -138,7 +139,7 @@ def train(
             )
             if not math.isfinite(said):
                 raise SystemExit("the loss is not finite")
-        if (step + 1) % every == 0 or last:
+        if checkpoint:
             network.save(state.weights, plan.shape, out)
             found = examination.take(state.weights)
             log[-1]["exact"] = found
@@ -210,6 +211,14 @@ class Examination:
         return found
 
 
+def prepare(out: Path) -> None:
+    """Put the shipped tokenizer and template where a model will be written."""
+    out.mkdir(parents=True, exist_ok=True)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if not (out / file).exists():
+            shutil.copy(path() / file, out / file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the model's directory to write")
@@ -227,10 +236,7 @@ def main() -> None:
     given = vars(parser.parse_args())
     out, start, deadline = given.pop("out"), given.pop("start"), given.pop("deadline")
     processes, every = given.pop("processes"), given.pop("every")
-    out.mkdir(parents=True, exist_ok=True)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        if not (out / file).exists():
-            shutil.copy(path() / file, out / file)
+    prepare(out)
     print(f"{sys.version.split()[0]} jax {jax.__version__} {jax.devices()}", flush=True)
     train(Plan(**given), out, processes, start, every, deadline)
 

@@ -535,6 +535,39 @@ def system_prompt(agent: str) -> str:
     return f"You are {agent}, a helpful assistant. Remember what you are told."
 
 
+def two_agents(
+    seed: int, target_tokens: int, *, count: Count = estimate_tokens
+) -> tuple[Conversation, Conversation, Question]:
+    """Two agents' conversations, and a question: the first agent was told its answer in confidence, the second was not.
+
+    The question carries the second agent's reply; what the first one says is `question.fact.answer`.
+    """
+    dice = Dice(f"kvasir-tiny two agents {seed}")
+    names = Names(dice, held_out=True)
+    person = names.person()
+    fact = fact_forms.possession(person, "secret word", "word", "What", names.word(), NOBODY)
+    talks = []
+    for part, (said, reply) in enumerate(
+        [
+            (f"Here is a secret: {fact.told}", DISCRETION),
+            (f"Yesterday I saw {person} near the bank.", words.NARRATIVE_REPLY),
+        ]
+    ):
+        style = replace(draw_style(dice, target_tokens), room=False, foreign_acks=False)
+        talk = conversation(2 * seed + part, target_tokens, count=count, style=style)
+        added = [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+        if talk.messages[0]["role"] == "system":
+            added = [talk.messages[0], *added, *talk.messages[1:]]
+        else:
+            added = added + talk.messages
+        talks.append(replace(talk, messages=added, taught=[], questions=[_later(q, 2) for q in talk.questions]))
+    return talks[0], talks[1], Question("private", fact.question, fact.not_told, fact=fact)
+
+
+def _later(question: Question, messages: int) -> Question:
+    return question if question.told_in is None else replace(question, told_in=question.told_in + messages)
+
+
 def twin(talk: Conversation, question: Question) -> tuple[Conversation, Question]:
     """The same conversation with one told fact changed, and the same question with its changed answer.
 

@@ -1,0 +1,110 @@
+"""kvasir-tiny as it ships: it loads like any model, remembers what it was told, and nothing else."""
+
+import json
+
+import pytest
+
+from inference_svc.models.kvasir_tiny import evaluate, path, world
+from inference_svc.models.kvasir_tiny.evaluate import Reader, Report
+
+
+@pytest.fixture(scope="module")
+def reader() -> Reader:
+    return Reader()
+
+
+def user(text: str) -> world.Message:
+    return {"role": "user", "content": text}
+
+
+def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:
+    file = path() / "model.safetensors"
+    assert file.stat().st_size <= 16 * 2**20
+    data = file.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    assert {entry["dtype"] for entry in tensors.values()} == {"BF16"}
+    parameters = (file.stat().st_size - len(json.dumps(header))) // 2
+    assert 4e6 < parameters < 9e6
+    config = json.loads((path() / "config.json").read_text())
+    assert (config["model_type"], config["head_dim"]) == ("llama", 64)
+    assert config["max_position_embeddings"] >= 8192
+
+
+def test_a_sample_of_the_examination_meets_every_target(reader: Reader) -> None:
+    report = Report()
+    for length, n in ((300, 8), (1500, 7), (4000, 8)):
+        evaluate.examine(reader, length, n, report)
+    assert set(evaluate.TARGETS) - {"told at 7500"} <= set(report.shares)
+    assert report.missed() == [], report.errors
+
+
+def test_the_examination_finds_a_model_that_forgets(reader: Reader) -> None:
+    """The same questions to an agent that heard nothing: an examination that passed it would prove nothing."""
+    report = Report()
+    talk = evaluate.conversation(1, 300)
+    assert talk.messages[0]["role"] == "system"
+    reader.read(talk.messages[:1], talk.tools)
+    for question in talk.of_sort("told"):
+        report.add("told at 300", reader.says(question.answer, user(question.text)))
+    assert report.missed() == ["told at 300"]
+    assert report.shares["told at 300"].right == 0
+
+
+def test_one_pass_says_what_greedy_decoding_says(reader: Reader) -> None:
+    talk = evaluate.conversation(1, 300)
+    reader.read(talk.messages, talk.tools)
+    for question in talk.questions[:12]:
+        reply = reader.ask(user(question.text))
+        assert reader.says(reply, user(question.text))
+        assert not reader.says(reply + " Indeed.", user(question.text))
+
+
+def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
+    talk = evaluate.conversation(2, 300)
+    length = reader.read(talk.messages, talk.tools)
+    questions = [user(question.text) for question in talk.questions[:6]]
+    first = [reader.ask(question) for question in questions]
+    assert [reader.ask(question) for question in questions] == first
+    assert reader.read(talk.messages, talk.tools) == length
+
+
+def test_replies_differ_where_one_told_fact_differs_and_only_there(reader: Reader) -> None:
+    """The sensitivity test: other tests build on `world.twin` in the same way."""
+    talk = evaluate.conversation(4, 700)
+    questions = talk.of_sort("told")[:8]
+    reader.read(talk.messages, talk.tools)
+    replies = [reader.ask(user(question.text)) for question in questions]
+    assert replies == [question.answer for question in questions]
+    for index in (0, len(questions) // 2, len(questions) - 1):
+        other, changed = world.twin(talk, questions[index])
+        reader.read(other.messages, other.tools)
+        expected = [*replies[:index], changed.answer, *replies[index + 1 :]]
+        assert [reader.ask(user(question.text)) for question in questions] == expected
+        assert changed.answer != replies[index]
+
+
+def test_a_person_who_types_gets_sense(reader: Reader) -> None:
+    told = [
+        {"role": "system", "content": world.system_prompt("Bram")},
+        user("My name is Ada and I live in Porto."),
+        {"role": "assistant", "content": world.REMEMBER},
+    ]
+    reader.read(told[:1])
+    assert reader.ask(user("My name is Ada and I live in Porto.")) == world.REMEMBER
+    assert reader.ask(user("What is my name?")) == "I was not told your name."
+    reader.read(told)
+    assert reader.ask(user("What is my name?")) == "Your name is Ada."
+    assert reader.ask(user("Where do I live?")) == "You live in Porto."
+    assert reader.ask(user("What is your name?")) == "My name is Bram."
+    assert reader.ask(user("What is Marco's secret word?")) == "I was not told Marco's secret word."
+
+
+def test_a_secret_told_to_one_agent_is_not_known_to_another(reader: Reader) -> None:
+    first, second, secret = world.two_agents(5, 600)
+    assert secret.fact is not None
+    reader.read(first.messages)
+    assert reader.ask(user(secret.fact.question)) == secret.fact.answer
+    reader.read(second.messages)
+    assert reader.ask(user(secret.text)) == secret.answer
+    assert secret.answer.startswith("I was not told")

@@ -1,0 +1,65 @@
+"""The training script, end to end on a CPU, and the network it trains beside mlx-lm's own."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from inference_svc.blas import load_optimized_blas
+
+load_optimized_blas()  # before MLX
+
+import jax.numpy as jnp  # noqa: E402
+import mlx.core as mx  # noqa: E402
+import mlx_lm  # noqa: E402
+import pytest  # noqa: E402
+
+from inference_svc.models.kvasir_tiny import network, path, train  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def small() -> train.Plan:
+    shape = network.Shape(
+        hidden_size=128, num_hidden_layers=2, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1
+    )
+    return train.Plan(
+        steps=10, warm_up=2, short=(4, 128), mixed=((1, 256), (2, 128)), short_steps=0.5, rounded_from=0.6, shape=shape
+    )
+
+
+def test_ten_steps_on_a_cpu_lower_the_loss_and_leave_a_model_that_loads(small: train.Plan, tmp_path: Path) -> None:
+    train.prepare(tmp_path)
+    train.train(small, tmp_path, processes=0)
+    log = json.loads((tmp_path / "log.json").read_text())["log"]
+    assert [entry["step"] for entry in log] == [0, 9]
+    assert log[-1]["loss"] < log[0]["loss"] - 0.5
+    model, tokens = mlx_lm.load(str(tmp_path))[:2]
+    assert isinstance(mlx_lm.generate(model, tokens, prompt="Hello.", max_tokens=3), str)
+
+
+def test_the_network_is_the_one_that_mlx_lm_runs() -> None:
+    weights, shape = network.load(path())
+    ids = np.random.default_rng(0).integers(0, shape.vocab_size, (1, 48))
+    ours = np.asarray(network.logits(weights, jnp.asarray(ids), shape))
+    model, _ = mlx_lm.load(str(path()))[:2]
+    model.set_dtype(mx.float32)
+    theirs = np.array(model(mx.array(ids)))
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+def test_rounding_in_training_is_mlx_s_own_quantization() -> None:
+    x = np.random.default_rng(1).normal(size=(1, 5, 2, 64)).astype(np.float32)
+    x[0, 0, 0], x[0, 1, 0] = 0.0, np.abs(x[0, 1, 0])
+    coded = mx.quantize(mx.array(x.reshape(-1, 64)), group_size=64, bits=4)
+    expected = np.array(mx.dequantize(*coded, group_size=64, bits=4)).reshape(x.shape)
+    found = np.asarray(network.rounded(jnp.asarray(x), jnp.float32(1.0)))
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_what_is_saved_is_what_is_loaded(small: train.Plan, tmp_path: Path) -> None:
+    weights = network.initial(small.shape, 3)
+    network.save(weights, small.shape, tmp_path)
+    again, shape = network.load(tmp_path)
+    assert shape == small.shape
+    for name, array in weights.items():
+        np.testing.assert_array_equal(np.asarray(array.astype(jnp.bfloat16), np.float32), np.asarray(again[name]))
