@@ -1,7 +1,8 @@
 """Blobs on their way out: each is verified before its first byte leaves, and the next is read while one is sent.
 
-All readers together hold at most a budget of bytes, and only those who go on reading: one who stops is told to let go,
-so that a thousand who do not read cost a piece each, and nobody waits for them.
+All readers together hold at most a budget of bytes. One who stops reading lets go as soon as another waits for room, so
+that a thousand who do not read cost a piece each; while nobody waits it keeps what it has, for to let go is to read and
+verify the blob again.
 """
 
 import asyncio
@@ -35,6 +36,8 @@ class ByteBudget:
         self._size_bytes = size_bytes
         self._held_bytes = 0
         self._changed = asyncio.Condition()
+        self._waiting = 0
+        self._is_wanted = asyncio.Event()
 
     @property
     def held_bytes(self) -> int:
@@ -43,8 +46,20 @@ class ByteBudget:
     async def take(self, count: int) -> None:
         """Wait until there is room. A blob larger than the budget has room when nothing is held."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self._held_bytes or self._has_room(count))
-            self._held_bytes += count
+            self._waiting += 1
+            try:
+                if self._held_bytes and not self._has_room(count):
+                    self._is_wanted.set()
+                await self._changed.wait_for(lambda: not self._held_bytes or self._has_room(count))
+                self._held_bytes += count
+            finally:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._is_wanted.clear()
+
+    async def wanted(self) -> None:
+        """Return when somebody waits for room."""
+        await self._is_wanted.wait()
 
     def take_if_free(self, count: int) -> bool:
         """Take at once or not at all."""
@@ -116,8 +131,12 @@ class BlobSource:
             await self._give_back(digest.size_bytes)
         return piece
 
+    async def wanted(self) -> None:
+        """Return when this reader holds bytes for which another waits."""
+        await self._budget.wanted()
+
     async def let_go(self) -> None:
-        """Hold nothing while the reader is slow. What is needed later is read, and verified, again."""
+        """Hold nothing. What is needed later is read, and verified, again."""
         self._data = None
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None

@@ -13,7 +13,7 @@ from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import ENGINE
-from kvasir.errors import DeadlineExceeded, InvalidArgument, Unavailable
+from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.interceptors import current_principal
 from kvasir.names import check_agent_id, check_owner
 
@@ -57,6 +57,8 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         self._max_blob_bytes = max_blob_bytes
         self._stall_timeout_s = stall_timeout_s
         self._stopping = stopping
+        # Namespaces whose blobs are being read through: one caller at a time keeps a disk busy enough.
+        self._verifying: set[str] = set()
 
     # --- blobs ---
 
@@ -65,16 +67,15 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         missing = await self._threads.run(self._store.find_missing, _namespace(), digests)
         return pb.FindMissingBlobsResponse(missing=[digest.to_proto() for digest in missing])
 
-    async def WriteBlobs(
-        self, request_iterator: AsyncIterator[pb.WriteBlobsRequest], context: Any
-    ) -> AsyncGenerator[pb.WriteBlobsResponse, None]:
+    async def WriteBlobs(self, request_iterator: AsyncIterator[pb.WriteBlobsRequest], context: Any) -> None:
         intake = BlobIntake(self._store, self._threads, _namespace())
         receiving = asyncio.create_task(self._receive(intake, request_iterator))
         try:
             while (outcome := await intake.outcomes.get()) is not None:
                 if not isinstance(outcome, Stored):
                     raise outcome
-                yield pb.WriteBlobsResponse(digest=outcome.digest.to_proto(), existed=outcome.existed)
+                response = pb.WriteBlobsResponse(digest=outcome.digest.to_proto(), existed=outcome.existed)
+                await self._send(context, response)
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
@@ -265,7 +266,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     # --- moving ---
 
-    async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> AsyncGenerator[pb.PullAgentResponse, None]:
+    async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id)
         local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
         kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
@@ -273,9 +274,10 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         async with aclosing(self._transfers.pull(order)) as steps:
             async for step in steps:
                 if isinstance(step, Progress):
-                    yield pb.PullAgentResponse(progress=messages.write_progress(step))
+                    response = pb.PullAgentResponse(progress=messages.write_progress(step))
                 else:
-                    yield pb.PullAgentResponse(done=messages.write_snapshot(step))
+                    response = pb.PullAgentResponse(done=messages.write_snapshot(step))
+                await self._send(context, response)
 
     async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
         async with self._transfers.export(
@@ -336,17 +338,25 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         finally:
             unsubscribe()
 
-    async def VerifyBlobs(
-        self, request: pb.VerifyBlobsRequest, context: Any
-    ) -> AsyncGenerator[pb.VerifyBlobsResponse, None]:
+    async def VerifyBlobs(self, request: pb.VerifyBlobsRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id) if request.agent_id else None
-        steps = await self._threads.run(self._store.verify, _namespace(), agent_id)
-        while (step := await self._threads.run(next, steps, None)) is not None:
-            yield pb.VerifyBlobsResponse(
-                blobs_checked=step.blobs_checked,
-                blobs_total=step.blobs_total,
-                damaged=[digest.to_proto() for digest in step.damaged],
+        namespace = _namespace()
+        if namespace in self._verifying:
+            raise ResourceExhausted(
+                "the blobs of this namespace are being verified already", reason="VERIFY_RUNNING", retry_after_s=5
             )
+        self._verifying.add(namespace)
+        try:
+            steps = await self._threads.run(self._store.verify, namespace, agent_id)
+            while (step := await self._threads.run(next, steps, None)) is not None:
+                response = pb.VerifyBlobsResponse(
+                    blobs_checked=step.blobs_checked,
+                    blobs_total=step.blobs_total,
+                    damaged=[digest.to_proto() for digest in step.damaged],
+                )
+                await self._send(context, response)
+        finally:
+            self._verifying.discard(namespace)
 
     async def CollectGarbage(self, request: pb.CollectGarbageRequest, context: Any) -> pb.CollectGarbageResponse:
         report = await self._threads.run(self._store.collect_garbage, _namespace(), request.dry_run)
@@ -373,21 +383,27 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     # --- below ---
 
-    async def _send(self, context: Any, response: Any, source: BlobSource) -> None:
-        """Write a response. A reader that is slow to take it holds nothing meanwhile; one that stops is given up."""
+    async def _send(self, context: Any, response: Any, source: BlobSource | None = None) -> None:
+        """Write a response. A reader that is slow to take it makes room for others; one that stops is given up."""
         writing = asyncio.ensure_future(context.write(response))
+        waits: set[asyncio.Future[Any]] = {writing}
         try:
-            done, _ = await asyncio.wait((writing,), timeout=min(_SLOW_S, self._stall_timeout_s))
+            done, _ = await asyncio.wait(waits, timeout=min(_SLOW_S, self._stall_timeout_s))
             if not done:
-                await source.let_go()
-                done, _ = await asyncio.wait((writing,), timeout=self._stall_timeout_s)
-            if not done:
+                if source is not None:
+                    waits.add(asyncio.create_task(source.wanted()))
+                done, _ = await asyncio.wait(waits, timeout=self._stall_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if source is not None and done and not writing.done():
+                    await source.let_go()
+                    await asyncio.wait((writing,), timeout=self._stall_timeout_s)
+            if not writing.done():
                 raise DeadlineExceeded(
                     f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
                 )
             await writing
         finally:
-            writing.cancel()
+            for wait in waits:
+                wait.cancel()
 
     async def _unstalled(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
         """The same requests; a sender that is silent for too long is given up, and its part kept for resumption."""

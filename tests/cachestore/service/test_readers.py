@@ -1,0 +1,162 @@
+"""Slow callers on a real server: what is kept for one who is slow, and when one who takes nothing is given up."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.digest import Digest
+from kvasir.serving import EdgeServer, Listening
+from kvasir.status import from_rpc_error
+
+from cachestore_svc.disk import Disk
+from cachestore_svc.outbound import BlobReader, ByteBudget
+from cachestore_svc.peers import Peers
+from cachestore_svc.roles import ALLOWED_ROLES, SERVICE_NAME
+from cachestore_svc.service import CacheStoreService
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+from cachestore_svc.transfer import Transfers
+from tests.cachestore.core.lab import Lab, write_all
+from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
+
+MIB = 1 << 20
+WIDE = kv_identity("wide", full_layers(16, 8, 128))  # its block is 4.7 MB: five frames
+
+
+class CountingDisk(Disk):
+    """Counts how often a file was read whole."""
+
+    reads = 0
+
+    def read(self, *args: Any) -> memoryview:
+        self.reads += 1
+        return super().read(*args)
+
+
+@pytest.fixture(autouse=True)
+def _private(tmp_path: Path) -> None:
+    """A socket's directory is the owner's alone."""
+    tmp_path.chmod(0o700)
+
+
+@asynccontextmanager
+async def served(root: Path, store: Store, budget_bytes: int) -> AsyncIterator[Any]:
+    """Its stub, over a connection that buffers next to nothing."""
+    threads = StoreThreads()
+    edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: "r")
+    reader = BlobReader(store, threads, ByteBudget(budget_bytes))
+    service = CacheStoreService(
+        store,
+        threads,
+        reader,
+        Transfers(store, threads, reader, Peers({}), 2.0),
+        Peers({}),
+        max_blob_bytes=64 * MIB,
+        stall_timeout_s=2.0,
+        stopping=edge.stopping,
+    )
+    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    await edge.start()
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    try:
+        async with grpc.aio.insecure_channel(edge.address, options=options) as channel:
+            yield cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+    finally:
+        await edge.grpc.stop(0)
+        threads.close()
+
+
+async def drip(stub: Any, digest: Digest) -> bytes:
+    """Read a blob, with a rest after each frame."""
+    data = b""
+    async for response in stub.ReadBlobs(pb.ReadBlobsRequest(digests=[digest.to_proto()])):
+        data += response.frame.data
+        await asyncio.sleep(0.8)
+    return data
+
+
+def test_a_blob_is_read_once_for_a_slow_reader_whom_nobody_waits_for(tmp_path: Path) -> None:
+    disk = CountingDisk()
+    turn = SyntheticAgent(WIDE, 1).turn(256)
+    [digest] = turn.digests
+
+    async def test(store: Store) -> None:
+        async with served(tmp_path, store, 16 * MIB) as stub:
+            assert Digest.of(await drip(stub, digest)) == digest
+            assert disk.reads == 1
+
+    with Lab(tmp_path / "data").open(disk) as store:
+        write_all(store, turn.new_blobs)
+        disk.reads = 0
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
+def test_a_slow_reader_makes_room_for_who_waits(tmp_path: Path) -> None:
+    turn = SyntheticAgent(WIDE, 2).turn(512)
+    first, second = turn.digests
+
+    async def test(store: Store) -> None:
+        async with served(tmp_path, store, 5 * MIB) as stub:
+            slow = asyncio.create_task(drip(stub, first))
+            await asyncio.sleep(0.7)
+            began = time.monotonic()
+            call = stub.ReadBlobs(pb.ReadBlobsRequest(digests=[second.to_proto()]))
+            data = b"".join([response.frame.data async for response in call])
+            assert Digest.of(data) == second
+            assert not slow.done()
+            assert time.monotonic() - began < 3
+            assert Digest.of(await slow) == first
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
+def test_who_takes_no_acknowledgements_is_given_up(tmp_path: Path) -> None:
+    turn = SyntheticAgent(SMALL, 3).turn(256)
+    [digest] = turn.digests
+    ask = pb.WriteBlobsRequest(frame=pb.BlobFrame(digest=digest.to_proto(), kind=pb.BLOB_KIND_TENSORS))
+
+    async def test(store: Store) -> None:
+        async with served(tmp_path, store, MIB) as stub:
+
+            async def asks() -> AsyncIterator[pb.WriteBlobsRequest]:
+                while True:
+                    yield ask
+
+            call = stub.WriteBlobs(asks())
+            # Nothing is read: the answers fill what lies between, and then nobody takes them.
+            await asyncio.sleep(6)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                [_ async for _ in call]
+            assert from_rpc_error(caught.value).reason == "READER_STALLED"
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
+def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path) -> None:
+    turn = SyntheticAgent(SMALL, 4).turn(256)
+    asked = pb.VerifyBlobsRequest()
+
+    async def test(store: Store) -> None:
+        async with served(tmp_path, store, MIB) as stub:
+            results = await asyncio.gather(*(stub.VerifyBlobs(asked).read() for _ in range(4)), return_exceptions=True)
+            refused = [from_rpc_error(each) for each in results if isinstance(each, grpc.aio.AioRpcError)]
+            assert 1 <= len(refused) < 4
+            assert {error.reason for error in refused} == {"VERIFY_RUNNING"}
+            async with asyncio.timeout(5):
+                assert [each.blobs_checked async for each in stub.VerifyBlobs(asked)] == [1]
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
+        asyncio.run(asyncio.wait_for(test(store), 40))
