@@ -20,11 +20,10 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.channel import Tls, sync_channel
 from kvasir.digest import Digest
-from kvasir.errors import DataLoss, FailedPrecondition, Internal, InvalidArgument, NotFound, Unavailable
+from kvasir.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, Unavailable
 from kvasir.frames import FrameAssembler
-from kvasir.manifest import MAX_MANIFEST_BYTES
 from kvasir.status import from_rpc_error
-from kvasir.store_client_transfers import READS, Buffer, OnProgress, Upload, batches, import_requests
+from kvasir.store_client_transfers import READS, Buffer, OnProgress, Upload, batches, import_requests, manifest_digest
 
 _Response = TypeVar("_Response")
 _TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
@@ -191,10 +190,7 @@ class StoreClient:
         response = self._call(pb.GetSnapshotResponse, request, timeout_s)
         if response.manifest_bytes:
             return response.snapshot, response.manifest_bytes
-        digest = Digest.from_proto(response.snapshot.manifest)
-        if digest.size_bytes > MAX_MANIFEST_BYTES:
-            raise DataLoss(f"manifest {digest}: expected at most {MAX_MANIFEST_BYTES} bytes", reason="MANIFEST_REFUSED")
-        manifest = self.get_blob(digest, timeout_s=timeout_s)
+        manifest = self.get_blob(manifest_digest(response.snapshot), timeout_s=timeout_s)
         return response.snapshot, bytes(manifest)
 
     def list_snapshots(

@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.digest import Digest
+from kvasir.errors import DataLoss
 from kvasir.frames import FRAME_BYTES, frames_of
+from kvasir.manifest import MAX_MANIFEST_BYTES
 
 Buffer = bytes | bytearray | memoryview
 OnProgress = Callable[[pb.TransferProgress], None]
@@ -88,3 +90,11 @@ def batches(digests: Sequence[Digest]) -> Iterator[Sequence[Digest]]:
     """As many as one request may name."""
     for start in range(0, len(digests), MAX_DIGESTS):
         yield digests[start : start + MAX_DIGESTS]
+
+
+def manifest_digest(snapshot: pb.SnapshotVersion) -> Digest:
+    """Of the manifest of a version that a store told. Raises DataLoss for a size that no manifest has."""
+    digest = Digest.from_proto(snapshot.manifest)
+    if digest.size_bytes > MAX_MANIFEST_BYTES:
+        raise DataLoss(f"manifest {digest}: expected at most {MAX_MANIFEST_BYTES} bytes", reason="MANIFEST_REFUSED")
+    return digest
