@@ -14,6 +14,10 @@ from cachestore_svc.ballast import Ballast
 from cachestore_svc.disk import Disk
 from cachestore_svc.records import StoreConfig
 
+# One namespace may have this part of the free disk reserved for what is not whole yet, so that promises without bytes
+# never take it from all others.
+_SHARE = 4
+
 
 class Space:
     """Bytes stored and reserved, per namespace. Used from any thread."""
@@ -27,20 +31,29 @@ class Space:
         self._reserved: Counter[str] = Counter()
 
     def reserve(self, namespace: str, size_bytes: int) -> None:
-        """Set bytes aside for a write. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL) with the numbers."""
+        """Set bytes aside for a write. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL, RESERVATIONS_FULL) with numbers."""
         with self._lock:
             if shortage := self._quota_shortage(namespace, size_bytes):
                 raise self._quota_full(namespace, size_bytes, shortage)
             free = self._disk.free_bytes(self._config.data_dir)
+            most = max(self._config.max_blob_bytes, free // _SHARE)
+            if self._reserved[namespace] + size_bytes > most:
+                raise ResourceExhausted(
+                    f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than {most}, "
+                    "which is what one namespace may have unfinished: let some writes end",
+                    reason="RESERVATIONS_FULL",
+                    retry_after_s=5,
+                    metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
+                )
             # Reserved bytes may be on the disk already: counting them twice errs on the side that holds.
             kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
             if free < self._reserved.total() + size_bytes + kept:
                 raise ResourceExhausted(
-                    f"disk: {size_bytes} bytes asked and {self._reserved.total()} reserved would leave less than "
-                    f"{kept} of the {free} free",
+                    # Neither paths nor what others have: whoever asks may be a stranger to both.
+                    f"disk: there is no room for {size_bytes} bytes more",
                     reason="DISK_FULL",
                     retry_after_s=60,
-                    metadata={"free_bytes": str(free), "asked_bytes": str(size_bytes)},
+                    metadata={"asked_bytes": str(size_bytes)},
                 )
             self._reserved[namespace] += size_bytes
 
@@ -64,10 +77,6 @@ class Space:
         """Stored bytes are no more."""
         with self._lock:
             self._stored[namespace] -= size_bytes
-
-    def stored_bytes(self, namespace: str) -> int:
-        with self._lock:
-            return self._stored[namespace]
 
     def reserved_bytes(self, namespace: str) -> int:
         with self._lock:

@@ -145,11 +145,6 @@ def digests(manifest: manifest_pb2.Manifest) -> list[Digest]:
     return list(dict.fromkeys(Digest.from_proto(each) for each in [*named, *(s.digest for s in manifest.states)]))
 
 
-def chars_of_tokens(token_chars: Sequence[int], tokens: int) -> int:
-    """Code points of text that the first `tokens` tokens complete."""
-    return sum(token_chars[:tokens])
-
-
 def tokens_within_chars(token_chars: Sequence[int], chars: int) -> int:
     """How many leading tokens lie wholly inside the first `chars` code points.
 

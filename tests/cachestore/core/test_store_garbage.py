@@ -380,6 +380,6 @@ def test_free_and_stored_add_up_after_any_work(lab: Lab) -> None:
             lab.clock.pass_s(chance.random() * 60)
         files = sum(path.stat().st_size for path in lab.blob_files.values())
         stats = store.stats(NS)
-        assert stats.blob_bytes == files == store._core.space.stored_bytes(NS)
+        assert stats.blob_bytes == files == store._core.space._stored[NS]
         assert stats.reserved_bytes == sum(path.stat().st_size for path in lab.root.rglob("*.part"))
         assert store.check().is_clean
