@@ -90,7 +90,9 @@ def delete_agent(rows: Rows, agent: AgentRow) -> list[int]:
 
 
 def check_labels(labels: Mapping[str, str]) -> None:
-    """Raises InvalidArgument for a label that is not short and printable."""
+    """Raises InvalidArgument for too many labels, and for one that is not short and printable."""
+    if len(labels) > MAX_LABELS:
+        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(labels)}", field="labels")
     for name, value in labels.items():
         if not (1 <= len(name) <= MAX_LABEL_CHARS and name.isprintable()):
             raise InvalidArgument(

@@ -15,9 +15,15 @@ from cachestore_svc.records import (
     MAX_PAGE_SIZE,
     MAX_VERSION,
     AgentPage,
+    AgentRecord,
     SnapshotPage,
     SnapshotVersion,
 )
+
+# A page ends here too: 4 MiB is what a gRPC peer takes by default.
+_PAGE_BYTES = 2 << 20
+_FIELD_BYTES = 16
+_LINE_BYTES = 512
 
 
 def page_size(asked: int) -> int:
@@ -40,9 +46,24 @@ def agents_page(
         *parameters,
         size + 1,
     )
-    listed = [agents.AgentRow(*row) for row in found]
-    token = page_token(listed[size - 1].name) if len(listed) > size else ""
-    return AgentPage(tuple(agents.record(rows, agent, default_retained) for agent in listed[:size]), token)
+    listed: list[AgentRecord] = []
+    left_bytes = _PAGE_BYTES
+    for row in found[:size]:
+        record = agents.record(rows, agents.AgentRow(*row), default_retained)
+        left_bytes -= _size_bytes(record)
+        # A page has at least one, or it would never end.
+        if listed and left_bytes < 0:
+            break
+        listed.append(record)
+    return AgentPage(tuple(listed), page_token(listed[-1].agent_id) if len(listed) < len(found) else "")
+
+
+def _size_bytes(agent: AgentRecord) -> int:
+    """About what an agent takes in a message, a little more rather than less."""
+    labels = sum(len(name.encode()) + len(value.encode()) + _FIELD_BYTES for name, value in agent.labels.items())
+    lines = sum(len(line.origin_detail.encode()) + len(line.request_id.encode()) for line in agent.lines)
+    names = len(agent.agent_id.encode()) * (1 + len(agent.lines))
+    return labels + lines + names + _LINE_BYTES * (1 + len(agent.lines))
 
 
 def snapshots(rows: Rows, namespace: str, agent_id: str, kv_hash: str | None, size: int, token: str) -> SnapshotPage:

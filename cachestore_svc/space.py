@@ -31,7 +31,7 @@ class Space:
         self._reserved: Counter[str] = Counter()
 
     def reserve(self, namespace: str, size_bytes: int) -> None:
-        """Set bytes aside for a write. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL, RESERVATIONS_FULL) with numbers."""
+        """Set bytes aside for a write. Raises ResourceExhausted: QUOTA_FULL, DISK_FULL, RESERVATIONS_FULL."""
         with self._lock:
             if shortage := self._quota_shortage(namespace, size_bytes):
                 raise self._quota_full(namespace, size_bytes, shortage)
@@ -50,7 +50,7 @@ class Space:
             if free < self._reserved.total() + size_bytes + kept:
                 raise ResourceExhausted(
                     # Neither paths nor what others have: whoever asks may be a stranger to both.
-                    f"disk: there is no room for {size_bytes} bytes more",
+                    f"disk: no room for {size_bytes} bytes more beside what must stay free",
                     reason="DISK_FULL",
                     retry_after_s=60,
                     metadata={"asked_bytes": str(size_bytes)},
