@@ -8,7 +8,6 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -100,7 +99,7 @@ class Writers:
             writer.resume()
         except OSError as error:
             writer.abandon()
-            raise refusal(error, self.files.part_path(*key), f"{digest}") from error
+            raise refusal(error, f"{digest}") from error
         except BaseException:
             writer.abandon()
             raise
@@ -201,10 +200,6 @@ class PartWriter:
         self._descriptor: int | None = None
         self._is_ended = False
 
-    @property
-    def _path(self) -> Path:
-        return self._files.part_path(self.namespace, self.digest.hash)
-
     def resume(self) -> None:
         """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
         self._descriptor = self._files.open_part(self.namespace, self.digest.hash)
@@ -250,7 +245,7 @@ class PartWriter:
             self._publish(self._verified())
         except OSError as error:
             self.abandon()
-            raise refusal(error, self._path, f"{self.digest}") from error
+            raise refusal(error, f"{self.digest}") from error
         except BaseException:
             self.abandon()
             raise
@@ -292,7 +287,7 @@ class PartWriter:
                 self.abandon()
             else:
                 self.__exit__(None, None, None)
-            raise refusal(error, self._path, f"{self.digest}") from error
+            raise refusal(error, f"{self.digest}") from error
 
     def _verified(self) -> BlobFacts:
         found = self._hasher.digest()

@@ -98,7 +98,7 @@ class BlobFiles:
         except OSError as error:
             if error.errno in _LASTING:
                 raise Damaged(f"cannot be read: {error.strerror}") from error
-            raise refusal(error, self.path(namespace, digest.hash), f"{digest}") from error
+            raise refusal(error, f"{digest}") from error
         if len(data) != digest.size_bytes:
             raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
         if blake3(data).hexdigest() != digest.hash:

@@ -126,16 +126,14 @@ class Disk:
         """A place between effects, named for tests: around each commit of the index."""
 
 
-def disk_full(path: Path, what: str) -> ResourceExhausted:
+def disk_full(what: str) -> ResourceExhausted:
     """The refusal for a write that found no room."""
-    return ResourceExhausted(
-        f"the disk of {path.parent} is full: no room for {what}", reason="DISK_FULL", retry_after_s=60
-    )
+    return ResourceExhausted(f"the disk is full: no room for {what}", reason="DISK_FULL", retry_after_s=60)
 
 
-def refusal(error: OSError, path: Path, what: str) -> KvasirError:
+def refusal(error: OSError, what: str) -> KvasirError:
     """A failed effect in words that a caller can act on."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return disk_full(path, what)
+        return disk_full(what)
     name = errno.errorcode.get(error.errno or 0, "an unknown error")
     return Unavailable(f"the disk failed with {name} on {what}", reason="DISK_FAILED", retry_after_s=1)

@@ -121,7 +121,7 @@ class Index:
         try:
             connection = self._open()
         except BaseException as error:  # noqa: BLE001  it belongs to whoever opens the store
-            opened.set_exception(_translated(error, self._path))
+            opened.set_exception(_translated(error))
             return
         opened.set_result(None)
         while batch := self._next_batch():
@@ -172,7 +172,7 @@ class Index:
         try:
             operation.answer.set_result(operation.work(Rows(connection)))
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
-            operation.answer.set_exception(_translated(error, self._path))
+            operation.answer.set_exception(_translated(error))
 
     def _write(self, connection: sqlite3.Connection, operations: list[_Operation]) -> None:
         if not operations:
@@ -194,7 +194,7 @@ class Index:
         if operation.frees_space and _is_full(error) and self._ballast.give_up():
             self._write(connection, [operation])
         else:
-            operation.answer.set_exception(_translated(error, self._path))
+            operation.answer.set_exception(_translated(error))
 
     def _commit(self, connection: sqlite3.Connection, operations: list[_Operation]) -> list[Callable[[], None]]:
         """One transaction. Raises sqlite3.Error when it is rolled back; else answers what tells the callers."""
@@ -224,7 +224,7 @@ class Index:
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
             connection.execute("ROLLBACK TO operation")
             connection.execute("RELEASE operation")
-            failure = _translated(error, self._path)
+            failure = _translated(error)
             return [lambda: operation.answer.set_exception(failure)]
         connection.execute("RELEASE operation")
         return [*rows._after_commit, lambda: operation.answer.set_result(result)]
@@ -234,12 +234,12 @@ def _is_full(error: BaseException) -> bool:
     return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
-def _translated(error: BaseException, path: Path) -> BaseException:
+def _translated(error: BaseException) -> BaseException:
     """The error in words that a caller can act on. What is a bug of ours stays what it is."""
     if isinstance(error, KvasirError) or not isinstance(error, sqlite3.Error):
         return error
     if _is_full(error):
-        return disk_full(path, "the index")
+        return disk_full("the index")
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
         return DataLoss(f"the index is damaged: {error}", reason="INDEX_DAMAGED")

@@ -1,5 +1,6 @@
 """What one namespace may ask for: reservations, labels and pages are bounded, whatever is stored."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,18 @@ def test_agents_are_asked_for_by_a_few_labels_only(store: Store) -> None:
         store.list_agents(NS, labels={f"k{number}": "v" for number in range(65)})
     assert refused.value.field == "labels"
     assert store.list_agents(NS, labels={f"k{number}": "v" for number in range(64)}).agents == ()
+
+
+class FullDisk(Disk):
+    """A disk that takes no byte more."""
+
+    def write(self, descriptor: int, data: bytes | memoryview) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+
+def test_a_write_that_found_no_room_names_no_directory(lab: Lab) -> None:
+    with lab.open(FullDisk(), ballast_bytes=0) as store:
+        with pytest.raises(ResourceExhausted) as refused:
+            write_all(store, SyntheticAgent(SMALL, 3).turn(256).new_blobs)
+        assert refused.value.reason == "DISK_FULL"
+        assert str(lab.root) not in refused.value.message
