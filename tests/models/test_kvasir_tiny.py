@@ -65,6 +65,9 @@ def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
     length = reader.read(talk.messages, talk.tools)
     questions = [user(question.text) for question in talk.questions[:6]]
     first = [reader.ask(question) for question in questions]
+    assert reader.cached_tokens == length
+    assert reader.says(first[0], questions[0])
+    assert reader.cached_tokens == length
     assert [reader.ask(question) for question in questions] == first
     assert reader.read(talk.messages, talk.tools) == length
 

@@ -47,6 +47,12 @@ def test_a_conversation_is_as_long_as_asked(target: int) -> None:
         assert 0.98 * target - 20 <= len(ids) <= target + 700  # the last turn may bring a whole passage
 
 
+def test_no_name_is_used_twice_in_a_conversation() -> None:
+    names = words.Names(words.Dice("once"), held_out=False)
+    drawn = [names.word() for _ in range(4000)] + [names.person().lower() for _ in range(500)]
+    assert len(set(drawn)) == len(drawn)
+
+
 def test_names_of_evaluation_never_occur_in_training() -> None:
     def made_up(held_out: bool) -> set[str]:
         names = words.Names(words.Dice(f"names {held_out}"), held_out)

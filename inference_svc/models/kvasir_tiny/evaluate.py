@@ -59,6 +59,10 @@ class Reader:
         self._forward(self._ids)
         return len(self._ids)
 
+    @property
+    def cached_tokens(self) -> int:
+        return int(self._cache[0].offset)
+
     def ask(self, *messages: Message) -> str:
         """The greedy reply to messages appended to what was read, which stays as it was."""
         reply: list[int] = []
@@ -112,7 +116,7 @@ class Reader:
         return mx.concatenate(parts)
 
     def _back(self) -> None:
-        trim_prompt_cache(self._cache, self._cache[0].offset - len(self._ids))
+        trim_prompt_cache(self._cache, self.cached_tokens - len(self._ids))
 
 
 # -- counting
