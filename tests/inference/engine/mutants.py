@@ -265,7 +265,7 @@ MUTANTS = (
         "kv/layer_kv.py",
         "        return self.keys, self.values\n",
         "        return self.values, self.keys\n",
-        "turns",
+        "kv turns",
     ),
     Mutant(
         "the end of a thread does not clear its streams",

@@ -10,6 +10,8 @@ from typing import TypeVar
 import mlx.core as mx
 import numpy as np
 import pytest
+import safetensors.numpy
+from kvasir.block_file import FileIdentity
 from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2
 
@@ -178,6 +180,24 @@ def test_files_and_live_rows_are_the_same_bytes(engine: Engine, scale_type: iden
             assert same(values(back), [value[:, :, :keep] for value in values(kv)])
         whole = SequenceKV.from_files(identity, check_files(identity, name, files, tokens), 600)
         assert [whole.to_file(identity, file) for file in file_identities(name, tokens, chain)] == files
+
+    on_mlx(engine, work)
+
+
+def test_a_file_read_by_any_safetensors_library_holds_each_layers_keys_and_values(engine: Engine) -> None:
+    def work(_: EngineWorker) -> None:
+        kv = sequence([300])
+        layout = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=2, key_dim=64, value_dim=64)
+        identity = identity_pb2.KvIdentity(
+            weights_digest="0" * 64, layers=[layout] * 2, policy=default_policy("float32")
+        )
+        tensors = safetensors.numpy.load(kv.to_file(identity, FileIdentity("tail", "0" * 64, 256, 44, "0" * 64)))
+        for index in range(2):
+            for letter, given in zip("kv", rows(300, index), strict=True):
+                parts = [tensors[f"layer_{index}_{letter}_{part}"] for part in ("weights", "scales", "biases")]
+                expected = mx.quantize(given[0, :, 256:], group_size=64, bits=4)
+                for found, made in zip(parts, expected, strict=True):
+                    assert np.array_equal(found, np.array(made).astype(found.dtype))
 
     on_mlx(engine, work)
 

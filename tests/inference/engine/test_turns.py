@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.block_file import parse_header
+from kvasir.block_file import FileIdentity, parse_header
+from kvasir.block_hash import chain_hash
 from kvasir.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 
 from inference_svc.engine import Engine
@@ -23,7 +24,6 @@ from inference_svc.plan import (
     Started,
     Tokens,
 )
-from inference_svc.tensor_files import chain_hashes, file_identities
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
@@ -250,9 +250,14 @@ def test_blocks_may_be_published_while_the_turn_still_runs(driver: Driver) -> No
 
 def test_tensor_files_say_whose_tokens_they_hold(driver: Driver) -> None:
     key, state = driver.remember(600)
-    kv = driver.engine.model.kv_identity_hash
-    expected = file_identities(kv, state.token_ids, chain_hashes(kv, state.token_ids))
-    assert [parse_header(data, len(data)).identity for data in driver.files(key)] == expected
+    kv, tokens = driver.engine.model.kv_identity_hash, state.token_ids
+    first = chain_hash(kv, "", tokens[:256])
+    second = chain_hash(kv, first, tokens[256:512])
+    assert [parse_header(data, len(data)).identity for data in driver.files(key)] == [
+        FileIdentity("block", kv, 0, 256, first),
+        FileIdentity("block", kv, 256, 256, second),
+        FileIdentity("tail", kv, 512, 88, chain_hash(kv, second, tokens[512:])),
+    ]
 
 
 def test_a_prompt_beyond_the_context_is_refused_with_numbers(driver: Driver) -> None:
