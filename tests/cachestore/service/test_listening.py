@@ -201,7 +201,7 @@ def test_two_stores_never_share_a_port(home: StoreHome, tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_it_in_order_and_the_socket_goes(home: StoreHome) -> None:
-    running = home.start()
+    running = home.start("--stop-grace-s", "60")
     turn = SyntheticAgent(SMALL, 2).turn(300)
     with running.client() as client:
         publish(client, "ada", turn, 0)
@@ -231,7 +231,7 @@ def test_neither_text_nor_tokens_are_logged(home: StoreHome, tmp_path: Path) -> 
     with running.client(tokens["all"]) as client:
         publish(client, "ada", turn, 0)
         with pytest.raises(InvalidArgument):
-            client.put_manifest(turn.manifest_bytes[:-5])
+            client.commit("ada", client.put_manifest(turn.manifest_bytes[:-5]), 1)
     running.stop()
     log = running.log
     assert "store.started" in log
