@@ -346,7 +346,7 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCapabilities(self, request, context):
-        """Returns limits and formats of this store. No credential needed beyond the transport's. No side effect.
+        """Returns limits and formats of this store, and who the caller is to it. Roles: any. No side effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
