@@ -42,6 +42,8 @@ _LOG = structlog.get_logger(__name__)
 _DEFAULT_MAX_TOKENS = 512
 # Hot memory may be dropped, and a file refused, between planning and running: plan again this often.
 _PLANS = 4
+# The agent may get another newest version meanwhile: serve a turn from its beginning this often.
+_SERVINGS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class TurnLimits:
     publish_timeout_s: float = 30.0
     max_turns: int = 256
     """Turns that may wait or run at once."""
+
+
+class _MemoryMovedError(Exception):
+    """The agent's newest version is no longer the one that the turn was planned on."""
 
 
 class TurnService:
@@ -137,8 +143,17 @@ class TurnService:
     # --- one turn ---
 
     async def _serve(self, turn: TurnState) -> None:
-        request = turn.request
         budget = Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
+        for _ in range(_SERVINGS):
+            try:
+                return await self._serve_once(turn, budget)
+            except _MemoryMovedError:
+                turn.damage = None  # it was of the memory before
+        raise _moved_away()
+
+    async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
+        """Raises _MemoryMovedError when nothing has happened yet and all must be looked at again."""
+        request = turn.request
         recollection = await self._recall.newest(turn.key, budget) if turn.key else NOTHING_REMEMBERED
         memory = recollection.memory
         is_retry = memory is not None and replay.is_retry(request, memory)
@@ -183,14 +198,14 @@ class TurnService:
             except errors.FailedPrecondition as error:
                 if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
                     raise
-                recollection = await self._recall.newest(turn.key, budget)
+                recollection = _same_version(recollection, await self._recall.newest(turn.key, budget))
             except errors.DataLoss as error:
                 # The bytes are those of their digest and still not what they must be. The stored tokens are known:
                 # from there on they are prefilled again.
                 usable_files = int(error.metadata.get("blob", "0"))
                 turn.damage = Miss(MissReason.BLOB_DAMAGED, f"tensor file {usable_files} of the memory was refused")
                 _LOG.warning("restore.refused", request_id=turn.request.request_id, blob=usable_files)
-        raise errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)
+        raise _moved_away()
 
     async def _run_plan(self, turn: TurnState, prepared: Prepared) -> Ended:
         plan = self._plan(turn, prepared)
@@ -282,3 +297,22 @@ class TurnService:
                 turn.running.outbox.put(TurnDelta(text, ids))
             case _:
                 pass
+
+
+def _same_version(planned: Recollection, found: Recollection) -> Recollection:
+    """What is found now of the version that a turn was planned on. Raises _MemoryMovedError when another is newest: the
+    turn's words were made from this one's, and its parent was checked against this one.
+    """
+    if found.head is None:
+        # The store cannot be asked now: the turn still extends what it was planned on, and the swap decides at the end.
+        return replace(found, head=planned.head)
+    if planned.head is None or (found.head.version, found.head.manifest) != (
+        planned.head.version,
+        planned.head.manifest,
+    ):
+        raise _MemoryMovedError
+    return found
+
+
+def _moved_away() -> errors.Unavailable:
+    return errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)
