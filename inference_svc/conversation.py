@@ -76,13 +76,15 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation. Raises InvalidArgument when the model's template refuses it."""
+    """The text of a conversation. Raises InvalidArgument when the template refuses it, or makes of it what is no text."""
     try:
-        return template(
+        text = template(
             [_message_fields(message) for message in messages],
             [_tool_fields(tool) for tool in tools] or None,
             add_generation_prompt,
         )
+        text.encode()  # half of a surrogate pair is no text, and what comes after this counts on text
+        return text
     except InvalidArgument:
         raise
     except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
@@ -138,8 +140,9 @@ def parse_tool_calls(
         except Exception:  # noqa: BLE001, S112 - a model may write anything, and a parser may raise anything on it
             continue
         for fields in parsed if isinstance(parsed, list) else [parsed]:
-            if isinstance(fields, Mapping) and isinstance(fields.get("name"), str):
-                calls.append(_tool_call(f"{id_prefix}{len(calls)}", fields))
+            call = _tool_call(f"{id_prefix}{len(calls)}", fields)
+            if call is not None:
+                calls.append(call)
     return calls
 
 
@@ -185,10 +188,16 @@ def _between(text: str, start: str, end: str) -> Iterator[str]:
         at = text.find(start, stop) if end else -1
 
 
-def _tool_call(call_id: str, fields: Mapping[str, Any]) -> manifest_pb2.ToolCall:
-    arguments = fields.get("arguments", {})
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)
+def _tool_call(call_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
+    """A call as a parser gave it; None when it is none, or when its name or arguments are no text."""
+    try:
+        if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+            return None
+        arguments = fields.get("arguments", {})
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)
+    except Exception:  # noqa: BLE001 - a parser may give anything: values that JSON cannot say, text that UTF-8 cannot
+        return None
 
 
 def _message_fields(message: manifest_pb2.Message) -> dict[str, Any]:
@@ -220,6 +229,11 @@ def _tool_fields(tool: Tool) -> dict[str, Any]:
 def _json_object(text: str, field: str) -> None:
     try:
         value = json.loads(text or "{}")
+        if isinstance(value, dict):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        # JSON can spell half of a surrogate pair (\ud800); no prompt can hold it.
+        raise InvalidArgument(f"{field}: expected text, got half of a surrogate pair", field=field) from None
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):

@@ -8,7 +8,15 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from inference_svc.conversation import Tool, check_messages, input_digest, parse_tool_calls, render, reply_message
+from inference_svc.conversation import (
+    Tool,
+    check_messages,
+    check_tools,
+    input_digest,
+    parse_tool_calls,
+    render,
+    reply_message,
+)
 from inference_svc.models import kvasir_tiny
 from inference_svc.prompting import Prompting
 from inference_svc.token_text import TokenText
@@ -78,6 +86,35 @@ def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
             [message("user", "x"), message("assistant", "", tool_calls=[call("{}"), call("[1]")])], "messages"
         )
     assert refused.value.field == "messages[1].tool_calls[1].arguments_json"
+
+
+HALF = '{"a": "\\ud800"}'  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
+
+
+def test_a_tool_call_that_is_no_text_is_none_and_harms_no_other() -> None:
+    broken = [f'{{"name": "x", "arguments": {HALF}}}', '{"name": "\\ud800", "arguments": {}}']
+    reply = "".join(f"<tool_call>{inner}</tool_call>" for inner in broken) + CALL
+    assert [each.name for each in parse_tool_calls(reply, None, id_prefix="r-")] == ["weather"]
+
+
+@pytest.mark.parametrize("parsed", [None, 7, "text", ["text", None], {"name": 7}, {"name": "x", "arguments": {1, 2}}])
+def test_a_parser_that_gives_no_calls_raises_nothing(parsed: object) -> None:
+    assert parse_tool_calls(CALL, lambda _: parsed, id_prefix="r-") == []
+
+
+def test_json_that_spells_no_text_is_refused_with_its_place() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        check_messages([message("assistant", "", tool_calls=[call(HALF)])], "messages")
+    assert refused.value.field == "messages[0].tool_calls[0].arguments_json"
+    with pytest.raises(InvalidArgument) as refused:
+        check_tools([Tool("x", "", HALF)])
+    assert refused.value.field == "tools[0].parameters_json"
+
+
+def test_a_template_that_makes_no_text_is_refused() -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        render(lambda messages, tools, add_generation_prompt: "\ud800", [message("user", "x")], [])
+    assert refused.value.field == "messages"
 
 
 def test_every_part_of_an_input_changes_its_digest() -> None:
