@@ -4,9 +4,15 @@ import mlx.core as mx
 
 from inference_svc.plan import SamplingParams
 
+# Below it the next likeliest token has no chance left, and a division by it may leave float32's range.
+_LEAST_TEMPERATURE = 1e-4
+
 
 class Sampler:
-    """Draws the tokens of one request. Filters apply to the untempered distribution, in mlx-lm's order: p, min-p, k."""
+    """Draws the tokens of one request. Filters apply to the untempered distribution, in mlx-lm's order: p, min-p, k.
+
+    A temperature below 1e-4 is greedy, as 0 is.
+    """
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -15,7 +21,7 @@ class Sampler:
     def next_token(self, logits: mx.array) -> int:
         """The next token from logits [1, 1, vocabulary]. Evaluates."""
         row = logits[0, -1].astype(mx.float32)
-        if self._params.temperature == 0:
+        if self._params.temperature < _LEAST_TEMPERATURE:
             return _index(mx.argmax(row))
         logprobs = _filtered(row - mx.logsumexp(row), self._params)
         self._key, key = mx.random.split(self._key)
