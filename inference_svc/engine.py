@@ -168,7 +168,7 @@ class Engine:
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
     def fork_hot(self, source: SequenceKey, target: SequenceKey) -> "Future[bool]":
-        """Give `target` the memory of `source`, tag included, without copying rows until one of them writes. Waits
+        """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
         until no turn of `source` runs. False if there is none.
         """
         return self._when_idle(source, lambda worker: worker.fork(source, target))

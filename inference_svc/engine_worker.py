@@ -74,10 +74,10 @@ class EngineWorker:
             self._when_idle.setdefault(key, []).append(work)
 
     def fork(self, source: SequenceKey, target: SequenceKey) -> bool:
-        """Give `target` the memory of `source`; False if there is none."""
+        """Give `target` the memory of `source`, untagged: a tag is one agent's. False if there is none."""
         memory = self.memories.get(source)
         if memory is not None:
-            self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain, memory.tag))
+            self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
         return memory is not None
 
     def snapshot(self, key: SequenceKey, first_block: int) -> Snapshot | None:

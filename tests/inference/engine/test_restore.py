@@ -126,6 +126,14 @@ def test_a_fork_goes_its_own_way_and_leaves_its_source_alone(driver: Driver) -> 
     assert driver.reply(alone) == driver.reply(forked)
 
 
+def test_a_fork_takes_no_tag_along(driver: Driver) -> None:
+    key, _ = driver.remember(20)
+    driver.engine.tag_hot(key, ["one agent's, and it changes"])
+    hot = driver.engine.hot_memory(driver.fork(key))
+    assert hot is not None
+    assert hot.tag is None
+
+
 @pytest.mark.parametrize("length", [600, 512])
 def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: Driver, length: int) -> None:
     """What makes a block shareable: another agent with the same beginning would have computed these very bytes."""
