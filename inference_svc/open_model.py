@@ -72,13 +72,6 @@ def _shown_name(name: str | Path, directory: Path) -> str:
     return directory.name if Path(name).is_dir() else str(name)
 
 
-def _public_name(asked: str | Path, directory: Path) -> str:
-    """What clients call the model: a repository's name, a directory's last part, never a path."""
-    if directory.resolve() == kvasir_tiny.path().resolve():
-        return "kvasir-tiny"
-    return directory.name if Path(asked).is_dir() else str(asked)
-
-
 def _context_tokens(config: dict[str, Any], asked: int | None) -> int:
     own = config.get("max_position_embeddings") or config.get("n_positions") or _DEFAULT_CONTEXT_TOKENS
     return min(int(own), asked) if asked else int(own)
