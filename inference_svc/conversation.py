@@ -57,6 +57,23 @@ def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None
             _json_object(call.arguments_json, f"{field}[{index}].tool_calls[{number}].arguments_json")
 
 
+def check_no_control_tokens(messages: Sequence[manifest_pb2.Message], field: str, special_texts: Sequence[str]) -> None:
+    """Raise InvalidArgument, the field named, when a message spells one of the model's special tokens: rendered, it
+    would be that token, and a user's words could end their message and begin a system's.
+
+    What assistants said is not looked at: a model may have said such a token itself.
+    """
+    for index, message in enumerate(messages):
+        content = "" if message.role == "assistant" else message.content
+        parts = (("content", content), ("name", message.name), ("tool_call_id", message.tool_call_id))
+        for part, text in parts:
+            if found := next((special for special in special_texts if special in text), None):
+                where = f"{field}[{index}].{part}"
+                raise InvalidArgument(
+                    f"{where}: expected plain text, got {found!r}, a special token of the model", field=where
+                )
+
+
 def check_tools(tools: Sequence[Tool]) -> None:
     """Raise InvalidArgument, the field named, unless every tool has a name and a schema that is a JSON object."""
     if len(tools) > _MAX_TOOLS:
@@ -76,7 +93,7 @@ def render(
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation. Raises InvalidArgument when the template refuses it, or makes of it what is no text."""
+    """The text of a conversation. Raises InvalidArgument when the template refuses it, or what it makes is no text."""
     try:
         text = template(
             [_message_fields(message) for message in messages],

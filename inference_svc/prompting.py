@@ -35,6 +35,9 @@ class Prompting:
         self._tokenizer = tokenizer
         self._token_text = token_text
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self.special_texts = tuple(str(token) for token in added if token.special and str(token).strip())
+        """How the tokens are spelled that are no text but structure, such as a message's end."""
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, work: Callable[[], T]) -> T:

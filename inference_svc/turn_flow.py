@@ -26,6 +26,7 @@ from inference_svc.publishing import BlockStream
 from inference_svc.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
 from inference_svc.remote_cache import Budget, RemoteCache
 from inference_svc.service_data import (
+    MessagesInput,
     Miss,
     MissReason,
     PromptInput,
@@ -179,6 +180,10 @@ class TurnService:
         context = self._engine.model.context_tokens
         if (fewest := self._prompting.fewest_tokens(len(text.encode()))) > context:
             raise too_long(f"at least {fewest}", context)
+        if isinstance(request.input, MessagesInput):
+            given, specials = request.input, self._prompting.special_texts
+            field = "append_messages.messages" if given.is_append else "messages.messages"
+            await self._prompting.run(lambda: conversation.check_no_control_tokens(given.messages, field, specials))
         return text
 
     async def _generate(
