@@ -63,6 +63,7 @@ class Budget:
     """The time that one turn may lose to the store without progress; received bytes earn more of it."""
 
     def __init__(self, seconds: float, min_bytes_per_s: float, clock: Callable[[], float]) -> None:
+        self.seconds = seconds
         self._allowed_s = seconds
         self._min_bytes_per_s = min_bytes_per_s
         self._clock = clock
@@ -129,6 +130,10 @@ class Breaker:
                 delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
             except errors.KvasirError:
                 break  # it refuses, so it answers
+            except Exception:  # noqa: BLE001 - it has no reader but the log
+                # A prober that ends would leave the breaker open for good.
+                _LOG.exception("store.probe_failed")
+                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
             else:
                 break
         self.reset()
@@ -252,14 +257,19 @@ class RemoteCache:
         """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
         if self._breaker.is_open:
             raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
-        if budget.remaining_s <= 0:
+        if (given_s := budget.remaining_s) <= 0:
             raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
         try:
             with budget.spending():
-                async with asyncio.timeout(budget.remaining_s):
-                    return await self._noting(call())
-        except TimeoutError:
+                async with asyncio.timeout(given_s):
+                    return await call()
+        except errors.Unavailable as error:
             self._breaker.trip()
+            raise StoreMiss(_miss(error)) from error
+        except (TimeoutError, errors.DeadlineExceeded):
+            # A call that was left the last few milliseconds says nothing about the store.
+            if given_s >= budget.seconds / 2:
+                self._breaker.trip()
             raise StoreMiss(
                 Miss(MissReason.STORE_TIMEOUT, "no answer within the turn's budget for the store")
             ) from None
