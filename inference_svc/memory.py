@@ -34,6 +34,12 @@ class Kept:
     tail: Digest | None = None
     # Set when a commit was sent and its answer was lost: a head with this manifest is then ours after all.
     attempted: Digest | None = None
+    # The same of the memories that this one extends: a head with such a manifest is this one's parent.
+    attempted_before: frozenset[Digest] = frozenset()
+    # Another writer's version that came first: neither this memory nor one that extends it may follow it.
+    lost_to: str = ""
+    # Of the first publication. One that is tried again names the same manifest, so that the store knows it again.
+    created_unix_ms: int = 0
     publication: "asyncio.Task[SnapshotOutcome] | None" = None
 
     @property
@@ -68,9 +74,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     )
 
 
-def to_manifest(
-    memory: AgentMemory, model: ModelInfo, blocks: Sequence[Digest], tail: Digest | None, created_unix_ms: int
-) -> bytes:
+def to_manifest(memory: AgentMemory, model: ModelInfo, blocks: Sequence[Digest], tail: Digest | None) -> bytes:
     """The manifest of a memory whose tensors are stored under these digests."""
     head = memory.kept.head
     return manifests.build(
@@ -86,5 +90,5 @@ def to_manifest(
         template_digest=model.template_digest,
         parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
         turn=memory.turn,
-        created_unix_ms=created_unix_ms,
+        created_unix_ms=memory.kept.created_unix_ms,
     )

@@ -15,7 +15,7 @@ from kvasir.digest import Digest
 from inference_svc.engine import Engine
 from inference_svc.memory import AgentMemory, Kept, to_manifest
 from inference_svc.plan import SequenceKey, Snapshot
-from inference_svc.remote_cache import NO_HEAD, Budget, RemoteCache, StoreMiss
+from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import SnapshotOutcome, SnapshotState
 
 _LOG = structlog.get_logger(__name__)
@@ -116,6 +116,7 @@ class Publisher:
         store lacks. `previous`: what the turn extended, whose own publication may still run. `stream`: what was sent
         while the turn ran.
         """
+        memory.kept.created_unix_ms = memory.kept.created_unix_ms or self._now_ms()
         task = asyncio.create_task(self._publish(key, memory, snapshot, store, previous, stream))
         memory.kept.publication = task
         self._running.add(task)
@@ -174,15 +175,19 @@ class Publisher:
                 sent_bytes = stream.sent_bytes if stream is not None else 0
                 return await self._until_committed(key, memory, snapshot, store, sent_bytes)
         except TimeoutError:
-            return self._failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")
+            return self.failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")
         except errors.Conflict as error:
             self._drop(key, memory)
-            newest = error.metadata.get("head_version", "another")
-            return self._failed(key, kept, f"another writer was first: version {newest} is the agent's newest")
+            kept.lost_to = error.metadata.get("head_version", "another")
+            return self.failed(key, kept, f"another writer was first: version {kept.lost_to} is the agent's newest")
         except errors.KvasirError as error:
-            return self._failed(key, kept, f"{type(error).__name__}: {error.message}")
+            return self.failed(key, kept, f"{type(error).__name__}: {error.message}")
         except StoreMiss as error:
-            return self._failed(key, kept, error.miss.detail)
+            return self.failed(key, kept, error.miss.detail)
+        except Exception as error:  # noqa: BLE001 - it has no reader but the log
+            # The reply was told already: whatever came of storing it, the turn itself did not fail.
+            _LOG.exception("publish.failed", namespace=key.namespace)
+            return self.failed(key, kept, f"an answer was not understood ({type(error).__name__})")
         finally:
             self._held_bytes -= held_bytes
 
@@ -203,19 +208,30 @@ class Publisher:
 
     async def _follow(self, previous: Kept | None, kept: Kept) -> None:
         """The agent's publication before this one comes first: its version is this one's parent."""
-        if previous is None or previous.publication is None:
+        if previous is None:
             return
-        if not previous.publication.done():
+        if previous.is_being_published and previous.publication is not None:
             await asyncio.wait({previous.publication})
-            kept.head = previous.head
+        if previous.lost_to:
+            raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
+        # Also if it ended before this one began: between the end of a turn and its publication others go on.
+        kept.head = previous.head
+        attempted = {previous.attempted} if previous.attempted is not None else set()
+        kept.attempted_before = previous.attempted_before | attempted
+        if previous.head is None and previous.expected_version is not None:
+            kept.expected_version = previous.expected_version
 
     async def _know_head(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
         if kept.head is None:
-            budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
-            heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
-            kept.head = heads.ours if heads is not None else NO_HEAD
-            if kept.expected_version not in (None, kept.head.version):
-                raise errors.Conflict("the head moved", metadata={"head_version": str(kept.head.version)})
+            head = await self._newest(key, store)
+            if kept.expected_version not in (None, head.version):
+                raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
+            kept.head = head
+
+    async def _newest(self, key: SequenceKey, store: RemoteCache) -> Head:
+        budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
+        heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+        return heads.ours if heads is not None else NO_HEAD
 
     async def _commit(
         self,
@@ -235,12 +251,20 @@ class Publisher:
         count = len(snapshot.blocks)
         blocks = [*kept.blocks[: snapshot.first_block], *digests[:count]]
         tail = digests[count] if snapshot.tail is not None else None
-        manifest = to_manifest(memory, self._engine.model, blocks, tail, self._now_ms())
+        manifest = to_manifest(memory, self._engine.model, blocks, tail)
         digest = Digest.of(manifest)
         kept.attempted = digest
         parent_version = kept.head.version if kept.head is not None else 0
         try:
             head = await store.commit(key.agent_id, manifest, parent_version, timeout_s)
+        except errors.Conflict:
+            head = await self._newest(key, store)
+            if head.manifest != digest:
+                if is_second_try or head.manifest not in kept.attempted_before:
+                    raise
+                # The version before this one is there after all; its answer was lost.
+                kept.head = head
+                return await self._commit(key, memory, snapshot, store, sent_bytes + tensor_bytes, is_second_try=True)
         except errors.FailedPrecondition:
             if is_second_try:
                 raise
@@ -257,7 +281,10 @@ class Publisher:
         hot = self._engine.hot_memory(key)
         if hot is None or hot.tag is not memory:
             return None
-        return await asyncio.wrap_future(self._engine.snapshot(key, 0))
+        snapshot = await asyncio.wrap_future(self._engine.snapshot(key, 0))
+        # A newer turn may have gone on from it meanwhile.
+        is_its_own = snapshot is not None and tuple(snapshot.state.token_ids) == tuple(memory.words.token_ids)
+        return snapshot if is_its_own else None
 
     def _drop(self, key: SequenceKey, memory: AgentMemory) -> None:
         """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""
@@ -265,7 +292,8 @@ class Publisher:
         if hot is not None and hot.tag is memory:
             self._engine.drop_hot(key)
 
-    def _failed(self, key: SequenceKey, kept: Kept, reason: str) -> SnapshotOutcome:
+    def failed(self, key: SequenceKey, kept: Kept, reason: str) -> SnapshotOutcome:
+        """Say that a memory was not stored, and why; its turn succeeded all the same."""
         _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)
         return SnapshotOutcome(SnapshotState.FAILED, _version(kept), reason)
 

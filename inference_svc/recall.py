@@ -276,13 +276,20 @@ async def _wait(kept: Kept, budget: Budget) -> None:
 
 def is_current(kept: Kept, ours: Head) -> bool:
     """Whether a hot memory is, or extends, what the store calls newest. Learns what a lost answer had hidden."""
-    if kept.head is None and not kept.is_being_published:
-        # Made while the store was away, from what the caller sent whole: it follows whatever is there.
-        kept.head = ours
+    if kept.lost_to:
+        return False
     if kept.attempted is not None and kept.attempted == ours.manifest:
         kept.head, kept.is_head, kept.attempted = ours, True, None
     if kept.is_being_published:
         return True
+    if kept.head is None:
+        if kept.expected_version not in (None, ours.version):
+            return False
+        # Made while the store was away, from what the caller sent whole: it follows what the caller named as its
+        # parent, or whatever is there.
+        kept.head = ours
+    if not kept.is_head and ours.manifest in kept.attempted_before:
+        kept.head = ours
     return kept.head is not None and (kept.head.version, kept.head.manifest) == (ours.version, ours.manifest)
 
 

@@ -156,8 +156,12 @@ class TurnEnding:
         previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
         # Awaited before the next turn of the agent may begin: the copies are this turn's.
         taken = turn.snapshot or self._engine.snapshot(key, len(memory.kept.blocks))
-        snapshot = await asyncio.wrap_future(taken)
-        self._publisher.publish(key, memory, snapshot, store, previous, turn.stream)
+        copying = asyncio.wrap_future(taken)
+        await asyncio.wait({copying})
+        if copying.cancelled() or (error := copying.exception()) is not None:
+            name = "it was given up" if copying.cancelled() else type(error).__name__
+            return self._publisher.failed(key, memory.kept, f"the memory could not be copied ({name})")
+        self._publisher.publish(key, memory, copying.result(), store, previous, turn.stream)
         return await self._publisher.outcome(memory, store)
 
     async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:

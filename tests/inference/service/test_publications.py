@@ -1,0 +1,295 @@
+"""Publications against a store that loses answers, is late, or talks nonsense: no version is lost, none is overrun."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.digest import Digest
+
+from inference_svc import remote_cache
+from inference_svc.memory import AgentMemory, Kept
+from inference_svc.plan import SequenceKey, SequenceState, Snapshot
+from inference_svc.prefix_matching import Memory
+from inference_svc.publishing import Publisher, PublishingLimits
+from inference_svc.recall import is_current
+from inference_svc.remote_cache import NO_HEAD, AgentHeads, Breaker, Budget, Head, RemoteCache, StoreMiss
+from inference_svc.service_data import SnapshotState
+from inference_svc.turn_ending import TurnEnding
+
+KEY = SequenceKey("default", "a")
+LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
+POLICY = identity_pb2.KvPolicy(
+    key_bits=4, value_bits=4, group_size=64, scale_type="SCALE_TYPE_FLOAT16", key_rotation="KEY_ROTATION_NONE"
+)
+IDENTITY = identity_pb2.KvIdentity(weights_digest="ab" * 32, layers=[LAYER], policy=POLICY)
+OTHERS = Head(7, Digest.of(b"another writer's"), 6)
+
+
+class Engine:
+    """One hot memory, and whatever snapshot it is told to give."""
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(
+            kv_identity=IDENTITY,
+            kv_identity_hash="cd" * 32,
+            tokenizer_digest="",
+            template_digest="",
+        )
+        self.hot: Any = None
+        self.taken: Future[Snapshot | None] = Future()
+
+    def hot_memory(self, _key: SequenceKey) -> Any:
+        return self.hot
+
+    def drop_hot(self, _key: SequenceKey) -> None:
+        self.hot = None
+
+    def snapshot(self, _key: SequenceKey, _first_block: int) -> "Future[Snapshot | None]":
+        return self.taken
+
+
+class Store:
+    """A line with a compare-and-swap; `lost_answers` commits take effect and are not heard of."""
+
+    is_reachable = True
+
+    def __init__(self, head: Head = NO_HEAD) -> None:
+        self.head = head
+        self.lost_answers = 0
+        self.goes_away = False  # with the answer
+        self.refusals: list[Exception] = []
+        self.up = asyncio.Event()
+        self.up.set()
+
+    async def until_reachable(self) -> None:
+        await self.up.wait()
+
+    async def until_unreachable(self) -> None:
+        await asyncio.Event().wait()
+
+    async def write_tensors(self, files: list[bytes], _timeout_s: float) -> tuple[list[Digest], int]:
+        return [Digest.of(data) for data in files], 0
+
+    async def heads(self, *_asked: object) -> AgentHeads:
+        return AgentHeads(self.head, None)
+
+    async def commit(self, _agent: str, manifest: bytes, parent: int, _timeout_s: float) -> Head:
+        if self.refusals:
+            raise self.refusals.pop()
+        digest = Digest.of(manifest)
+        if (self.head.manifest, self.head.parent_version) == (digest, parent):
+            return self.head
+        if parent != self.head.version:
+            raise errors.Conflict("moved", metadata={"head_version": str(self.head.version)})
+        self.head = Head(parent + 1, digest, parent)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            if self.goes_away:
+                self.up.clear()
+            raise errors.Unavailable("the answer was lost")
+        return self.head
+
+
+class House:
+    def __init__(self, head: Head = NO_HEAD, timeout_s: float = 5.0) -> None:
+        self.engine: Any = Engine()
+        self.store: Any = Store(head)
+        ticks = iter(range(1, 1000))
+        limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s)
+        self.publisher = Publisher(cast("Any", self.engine), limits, lambda: 0.0, lambda: next(ticks))
+
+    def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
+        before = previous.kept if previous is not None else None
+        return self.publisher.publish(KEY, memory, taken(memory), self.store, before, None)
+
+
+def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
+    kept = Kept(head, is_head=False, expected_version=expected_version)
+    words = Memory(text, [1] * len(text), [1] * len(text))
+    return AgentMemory(words, (), manifest_pb2.Turn(), 0, "", kept)
+
+
+def taken(memory: AgentMemory) -> Any:
+    state = SequenceState(tuple(memory.words.token_ids), tuple(memory.words.token_chars), 0)
+    tail: Any = (None, memory.words.text.encode())
+    return Snapshot(0, (), tail, state)
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(), 10)
+
+    asyncio.run(bounded())
+
+
+def test_a_commit_whose_answer_was_lost_is_not_another_writers() -> None:
+    async def scenario() -> None:
+        house = House()
+        house.store.lost_answers = 2
+        outcome = await house.publish(remembered("one", NO_HEAD))
+        assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 1)
+        assert outcome.manifest == house.store.head.manifest
+
+    run(scenario)
+
+
+def test_a_conflict_with_ones_own_version_is_a_commit() -> None:
+    async def scenario() -> None:
+        house = House()
+        house.store.lost_answers = 1
+        real = house.store.commit
+
+        async def forgetful(agent: str, manifest: bytes, parent: int, timeout_s: float) -> Head:
+            if parent != house.store.head.version:
+                raise errors.Conflict("moved", metadata={"head_version": "1"})
+            return cast("Head", await real(agent, manifest, parent, timeout_s))
+
+        house.store.commit = forgetful
+        outcome = await house.publish(remembered("one", NO_HEAD))
+        assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 1)
+
+    run(scenario)
+
+
+def test_a_version_whose_answer_never_came_is_the_next_turns_parent() -> None:
+    async def scenario() -> None:
+        house = House(timeout_s=0.05)
+        house.store.lost_answers, house.store.goes_away = 1, True
+        first, second = remembered("one", NO_HEAD), remembered("one two", NO_HEAD)
+        assert (await house.publish(first)).state is SnapshotState.FAILED
+        assert house.store.head.version == 1
+        house.store.up.set()
+        outcome = await house.publish(second, first)
+        assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 2)
+
+    run(scenario)
+
+
+def test_a_turn_that_ended_while_its_predecessor_committed_follows_it() -> None:
+    async def scenario() -> None:
+        house = House()
+        first = remembered("one", NO_HEAD)
+        publishing = house.publish(first)
+        second = remembered("one two", first.kept.head)
+        await publishing
+        outcome = await house.publish(second, first)
+        assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 2)
+
+    run(scenario)
+
+
+def test_what_extends_a_memory_that_lost_loses_too() -> None:
+    async def scenario() -> None:
+        house = House(OTHERS)
+        house.store.up.clear()
+        first, second = remembered("one", None, expected_version=5), remembered("one two", None)
+        both = house.publish(first), house.publish(second, first)
+        house.store.up.set()
+        assert [outcome.state for outcome in await asyncio.gather(*both)] == [SnapshotState.FAILED] * 2
+        assert house.store.head == OTHERS
+        assert first.kept.head is None
+        assert not is_current(second.kept, OTHERS)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("expected_version", "expected"), [(None, True), (7, True), (5, False), (0, False)])
+def test_a_memory_made_without_the_store_follows_the_version_that_its_caller_named(
+    expected_version: int | None, expected: bool
+) -> None:
+    kept = Kept(None, is_head=False, expected_version=expected_version)
+    assert is_current(kept, OTHERS) is expected
+    assert kept.head == (OTHERS if expected else None)
+
+
+def test_a_malformed_answer_to_a_commit_is_a_failed_snapshot_with_a_reason() -> None:
+    async def scenario() -> None:
+        house = House()
+        house.store.refusals = [ValueError("hash: expected 64 hex")]
+        memory = remembered("one", NO_HEAD)
+        house.publish(memory)
+        outcome = await house.publisher.outcome(memory, house.store)
+        assert outcome.state is SnapshotState.FAILED
+        assert "ValueError" in outcome.reason
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_cancelled", [True, False])
+def test_a_memory_that_cannot_be_copied_is_a_failed_snapshot_with_a_reason(is_cancelled: bool) -> None:
+    async def scenario() -> None:
+        house = House()
+        house.engine.taken.cancel() if is_cancelled else house.engine.taken.set_exception(RuntimeError("device"))
+        unused: Any = None
+        ending = TurnEnding(house.engine, unused, house.publisher, {"default": house.store}, lambda: 0.0)
+        turn: Any = SimpleNamespace(snapshot=None, stream=None)
+        recollection: Any = SimpleNamespace(kv_from=None, memory=None)
+        outcome = await ending._keep(turn, KEY, recollection, remembered("one", NO_HEAD))
+        assert outcome.state is SnapshotState.FAILED
+        assert "copied" in outcome.reason
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("hot_text", "expected"), [("one", SnapshotState.COMMITTED), ("two!", SnapshotState.FAILED)])
+def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
+    hot_text: str, expected: SnapshotState
+) -> None:
+    async def scenario() -> None:
+        house = House()
+        house.store.refusals = [errors.FailedPrecondition("a block is gone")]
+        memory = remembered("one", NO_HEAD)
+        house.engine.hot = SimpleNamespace(tag=memory)
+        house.engine.taken.set_result(taken(remembered(hot_text, NO_HEAD)))
+        assert (await house.publish(memory)).state is expected
+
+    run(scenario)
+
+
+def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_cache, "_FIRST_PROBE_DELAY_S", 0.001)
+
+    async def scenario() -> None:
+        answers = iter((ValueError("nonsense"), None))
+
+        async def probe() -> None:
+            if (failure := next(answers)) is not None:
+                raise failure
+
+        breaker = Breaker(probe)
+        breaker.trip()
+        await asyncio.wait_for(breaker.closed.wait(), 1)
+        await breaker.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(("spent_s", "is_reachable"), [(0.0, False), (0.045, True)])
+@pytest.mark.parametrize("times_out_itself", [True, False])
+def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
+    spent_s: float, is_reachable: bool, times_out_itself: bool
+) -> None:
+    async def scenario() -> None:
+        async def slow(_agent: str) -> None:
+            if times_out_itself:
+                raise errors.DeadlineExceeded("slow")
+            await asyncio.Event().wait()
+
+        async def nothing() -> None:
+            await asyncio.sleep(0)
+
+        client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
+        store = RemoteCache(client)
+        budget = Budget(0.05, 1000, lambda: 0.0)
+        budget.spent_s = spent_s
+        with pytest.raises(StoreMiss, match="budget"):
+            await store.heads("a", "cd" * 32, budget)
+        assert store.is_reachable is is_reachable
+        await store.close()
+
+    run(scenario)
