@@ -37,6 +37,29 @@ class ModelInfo:
     cell_tokens: int
     compute_type: str  # "float32", "float16" or "bfloat16"
     stop_token_ids: tuple[int, ...]  # the model's own end tokens
+    has_states: bool = False  # some layers do not keep all tokens: KV is resumed at snapshot points only
+
+
+class Priority(Enum):
+    """Who is served first when not all can be. Waiting raises a turn: nobody waits for ever."""
+
+    INTERACTIVE = "interactive"  # a person waits for it
+    BACKGROUND = "background"
+
+
+class ConstraintKind(Enum):
+    """In which language a constraint is written."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the whole reply must match. Already compiled once, so that it is known to be one."""
+
+    kind: ConstraintKind
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +74,11 @@ class SamplingParams:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    repetition_penalty: float = 1.0  # above 1, tokens among the last `repetition_tokens` become less likely
+    repetition_tokens: int = 64
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    logprobs: int | None = None  # tell each token's log probability and those of this many likeliest; None: neither
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +112,7 @@ class Restored:
     token_ids: tuple[int, ...]
     keep_tokens: int
     shareable_tokens: int = 0
+    state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states cannot do without
 
 
 Reuse: TypeAlias = Cold | Hot | Restored
@@ -99,6 +128,8 @@ class TurnPlan:
     reuse: Reuse = field(default_factory=Cold)
     key: SequenceKey | None = None  # None: nothing is remembered
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
+    priority: Priority = Priority.INTERACTIVE
+    namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody
 
 
 class FinishReason(Enum):
@@ -146,6 +177,14 @@ class BlocksFull:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log of a drawn token's probability before temperature and filters, and the likeliest tokens with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Tokens generated since the last event, and the text that is now certain to belong to the reply (may lag behind: a
     character or a possible stop string is held back until it is whole or ruled out). A stop token is among `ids`, its
@@ -154,6 +193,7 @@ class Tokens:
 
     ids: tuple[int, ...]
     text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if they were asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +203,7 @@ class SequenceState:
     token_ids: tuple[int, ...]
     token_chars: tuple[int, ...]
     shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
+    points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,10 +251,11 @@ class HotMemory:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if it was asked for and
-    there is one.
+    there is one. Of a model with states also the state file of each of the sequence's points.
     """
 
     first_block: int
     blocks: tuple[tuple[FileIdentity, bytes], ...]
     tail: tuple[FileIdentity, bytes] | None
     state: SequenceState  # as of the snapshot
+    states: tuple[tuple[FileIdentity, bytes], ...] = ()
