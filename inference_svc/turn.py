@@ -16,6 +16,7 @@ from inference_svc.plan import (
     SequenceState,
     Started,
     Timings,
+    TokenLogprobs,
     Tokens,
     TurnPlan,
 )
@@ -95,7 +96,7 @@ class Turn:
         """The last token was computed."""
         self._advance(len(self.token_ids))
 
-    def accept(self, token_id: int) -> None:
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """A token was drawn. Sets `finish_reason` if it is the last."""
         if len(self.token_ids) == self.prompt_tokens:
             self._first_token_s = self._clock()
@@ -104,7 +105,8 @@ class Turn:
         self._spelled.append(text)
         if self._stream.is_whole:
             self._whole_tokens = len(self._spelled)
-        self._events.append(Tokens((token_id,), self._tell(token_id, text)))
+        told = self._tell(token_id, text)
+        self._events.append(Tokens((token_id,), told, () if logprobs is None else (logprobs,)))
 
     @property
     def remembered(self) -> int:
