@@ -8,6 +8,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_INTERACTIVE: _ClassVar[Priority]
+    PRIORITY_BACKGROUND: _ClassVar[Priority]
+
 class CacheSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     CACHE_SOURCE_UNSPECIFIED: _ClassVar[CacheSource]
@@ -54,6 +60,9 @@ class SnapshotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SNAPSHOT_STATE_COMMITTED: _ClassVar[SnapshotState]
     SNAPSHOT_STATE_PENDING: _ClassVar[SnapshotState]
     SNAPSHOT_STATE_FAILED: _ClassVar[SnapshotState]
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_INTERACTIVE: Priority
+PRIORITY_BACKGROUND: Priority
 CACHE_SOURCE_UNSPECIFIED: CacheSource
 CACHE_SOURCE_COLD: CacheSource
 CACHE_SOURCE_HOT: CacheSource
@@ -88,7 +97,7 @@ SNAPSHOT_STATE_PENDING: SnapshotState
 SNAPSHOT_STATE_FAILED: SnapshotState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "parent_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial")
+    __slots__ = ("request_id", "model", "agent_id", "parent_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +108,7 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TOOLS_FIELD_NUMBER: _ClassVar[int]
     KEEP_PARTIAL_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -109,7 +119,8 @@ class GenerateRequest(_message.Message):
     sampling: Sampling
     tools: _containers.RepeatedCompositeFieldContainer[Tool]
     keep_partial: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., parent_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ...) -> None: ...
+    priority: Priority
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., parent_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class MessageList(_message.Message):
     __slots__ = ("messages",)
@@ -251,6 +262,106 @@ class SnapshotOutcome(_message.Message):
     written_bytes: int
     def __init__(self, state: _Optional[_Union[SnapshotState, str]] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., written_bytes: _Optional[int] = ...) -> None: ...
 
+class WarmRequest(_message.Message):
+    __slots__ = ("model", "agent_id", "prompt", "messages", "append_messages", "tools")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    APPEND_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    agent_id: str
+    prompt: str
+    messages: MessageList
+    append_messages: MessageList
+    tools: _containers.RepeatedCompositeFieldContainer[Tool]
+    def __init__(self, model: _Optional[str] = ..., agent_id: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...) -> None: ...
+
+class WarmResponse(_message.Message):
+    __slots__ = ("model", "tokens", "cached_tokens", "computed_tokens", "source", "reason", "miss", "match", "version", "restore_s", "prefill_s")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MISS_FIELD_NUMBER: _ClassVar[int]
+    MATCH_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    source: CacheSource
+    reason: str
+    miss: MissReason
+    match: PrefixMatch
+    version: int
+    restore_s: float
+    prefill_s: float
+    def __init__(self, model: _Optional[str] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., version: _Optional[int] = ..., restore_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+
+class CountTokensRequest(_message.Message):
+    __slots__ = ("model", "prompt", "messages", "tools")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    TOOLS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    prompt: str
+    messages: MessageList
+    tools: _containers.RepeatedCompositeFieldContainer[Tool]
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...) -> None: ...
+
+class CountTokensResponse(_message.Message):
+    __slots__ = ("tokens", "context_tokens")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    context_tokens: int
+    def __init__(self, tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("model", "drop_unstored")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DROP_UNSTORED_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drop_unstored: bool
+    def __init__(self, model: _Optional[str] = ..., drop_unstored: bool = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model", "left")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    model: Model
+    left: MemoriesLeft
+    def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ..., left: _Optional[_Union[MemoriesLeft, _Mapping]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("model", "drop_unstored")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    DROP_UNSTORED_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    drop_unstored: bool
+    def __init__(self, model: _Optional[str] = ..., drop_unstored: bool = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ("left",)
+    LEFT_FIELD_NUMBER: _ClassVar[int]
+    left: MemoriesLeft
+    def __init__(self, left: _Optional[_Union[MemoriesLeft, _Mapping]] = ...) -> None: ...
+
+class MemoriesLeft(_message.Message):
+    __slots__ = ("stored", "dropped")
+    STORED_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    stored: int
+    dropped: int
+    def __init__(self, stored: _Optional[int] = ..., dropped: _Optional[int] = ...) -> None: ...
+
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -274,7 +385,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type")
+    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "is_loaded")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +398,7 @@ class Model(_message.Message):
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     CELL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TYPE_FIELD_NUMBER: _ClassVar[int]
+    IS_LOADED_FIELD_NUMBER: _ClassVar[int]
     name: str
     kv_identity: _identity_pb2.KvIdentity
     kv_identity_hash: str
@@ -299,14 +411,15 @@ class Model(_message.Message):
     layer_count: int
     cell_tokens: int
     compute_type: str
-    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ...) -> None: ...
+    is_loaded: bool
+    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., is_loaded: bool = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "device", "blas", "store_is_reachable", "max_prompt_bytes", "kv_memory_bytes", "kv_memory_used_bytes", "misses")
+    __slots__ = ("version", "device", "blas", "store_is_reachable", "max_prompt_bytes", "kv_memory_bytes", "kv_memory_used_bytes", "misses", "max_request_bytes", "max_turns", "max_turns_per_namespace", "max_turns_per_caller", "max_unread_bytes")
     class MissesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -322,6 +435,11 @@ class GetCapabilitiesResponse(_message.Message):
     KV_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     KV_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
     MISSES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_PER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_PER_CALLER_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     blas: str
@@ -330,4 +448,114 @@ class GetCapabilitiesResponse(_message.Message):
     kv_memory_bytes: int
     kv_memory_used_bytes: int
     misses: _containers.ScalarMap[str, int]
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., store_is_reachable: bool = ..., max_prompt_bytes: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    max_request_bytes: int
+    max_turns: int
+    max_turns_per_namespace: int
+    max_turns_per_caller: int
+    max_unread_bytes: int
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., store_is_reachable: bool = ..., max_prompt_bytes: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., max_request_bytes: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_turns_per_namespace: _Optional[int] = ..., max_turns_per_caller: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ...) -> None: ...
+
+class GetStatsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetStatsResponse(_message.Message):
+    __slots__ = ("model", "uptime_s", "namespaces", "engine")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    NAMESPACES_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    uptime_s: float
+    namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
+    engine: EngineStats
+    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., engine: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+
+class NamespaceStats(_message.Message):
+    __slots__ = ("namespace", "turns", "turn_ends", "refusals", "prefilled_tokens", "cached_tokens", "decoded_tokens", "sources", "misses", "publications", "published_bytes", "waiting_turns", "running_turns", "kv_memory_used_bytes")
+    class TurnEndsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class RefusalsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class SourcesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class MissesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class PublicationsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    TURN_ENDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    PREFILLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DECODED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    PUBLICATIONS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITING_TURNS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_TURNS_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    namespace: str
+    turns: int
+    turn_ends: _containers.ScalarMap[str, int]
+    refusals: _containers.ScalarMap[str, int]
+    prefilled_tokens: int
+    cached_tokens: int
+    decoded_tokens: int
+    sources: _containers.ScalarMap[str, int]
+    misses: _containers.ScalarMap[str, int]
+    publications: _containers.ScalarMap[str, int]
+    published_bytes: int
+    waiting_turns: int
+    running_turns: int
+    kv_memory_used_bytes: int
+    def __init__(self, namespace: _Optional[str] = ..., turns: _Optional[int] = ..., turn_ends: _Optional[_Mapping[str, int]] = ..., refusals: _Optional[_Mapping[str, int]] = ..., prefilled_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., sources: _Optional[_Mapping[str, int]] = ..., misses: _Optional[_Mapping[str, int]] = ..., publications: _Optional[_Mapping[str, int]] = ..., published_bytes: _Optional[int] = ..., waiting_turns: _Optional[int] = ..., running_turns: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ...) -> None: ...
+
+class EngineStats(_message.Message):
+    __slots__ = ("kv_memory_bytes", "kv_memory_used_bytes", "hot_memories", "restoring_bytes", "publishing_bytes", "prompt_bytes", "computed_tokens", "preemptions", "model_loads")
+    KV_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOT_MEMORIES_FIELD_NUMBER: _ClassVar[int]
+    RESTORING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PUBLISHING_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_LOADS_FIELD_NUMBER: _ClassVar[int]
+    kv_memory_bytes: int
+    kv_memory_used_bytes: int
+    hot_memories: int
+    restoring_bytes: int
+    publishing_bytes: int
+    prompt_bytes: int
+    computed_tokens: int
+    preemptions: int
+    model_loads: int
+    def __init__(self, kv_memory_bytes: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., hot_memories: _Optional[int] = ..., restoring_bytes: _Optional[int] = ..., publishing_bytes: _Optional[int] = ..., prompt_bytes: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., model_loads: _Optional[int] = ...) -> None: ...

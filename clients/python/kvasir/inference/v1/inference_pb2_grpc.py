@@ -39,10 +39,30 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Warm = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/Warm',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+                _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/CountTokens',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/kvasir.inference.v1.InferenceService/ListModels',
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+                _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/LoadModel',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/UnloadModel',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.UnloadModelResponse.FromString,
                 _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/kvasir.inference.v1.InferenceService/GetModel',
@@ -54,6 +74,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetCapabilitiesRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetCapabilitiesResponse.FromString,
                 _registered_method=True)
+        self.GetStats = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/GetStats',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer(object):
@@ -64,22 +89,63 @@ class InferenceServiceServicer(object):
         becomes the next version of the agent's memory; requests of one agent run in order. A cancel, deadline or disconnect frees the row within one
         step, and the agent remembers nothing beyond its last whole turn unless keep_partial was said. A retry with the same request_id and
         input as the agent's last turn is answered from memory, not done again. A store that cannot be reached is a miss, never an error.
-        Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory or queue; with numbers), ABORTED
-        (the agent's newest version is not parent_version), FAILED_PRECONDITION (append to an agent that remembers no messages).
+        A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
+        Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
+        READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not parent_version), FAILED_PRECONDITION (append to an agent
+        that remembers no messages; a model that is not loaded).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Warm(self, request, context):
+        """Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt; generates nothing and makes
+        no version. Side effect: the memory is hot and counts as used, so others may be dropped for it. What the store cannot give is
+        computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
+        took. Errors: as Generate's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountTokens(self, request, context):
+        """Counts the tokens of a prompt, or of messages and tools after the model's chat template: the prompt_tokens of a turn with this
+        input and no memory. No side effect. Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), FAILED_PRECONDITION (not loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Lists the models that this engine serves. No side effect.
+        """Lists the models that configuration names, loaded or not. No side effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def LoadModel(self, request, context):
+        """Loads a model that configuration names; no path or repository is taken from the wire. Role: admin. Side effect: another loaded model is
+        unloaded first, as UnloadModel does; turns are refused (UNAVAILABLE) meanwhile. It goes on when the caller goes away. A model that cannot
+        be loaded leaves the one before loaded again. Errors: NOT_FOUND (no such name), FAILED_PRECONDITION (MEMORIES_NOT_STORED, or
+        what is wrong with the model), UNAVAILABLE (another load or unload is under way).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Unloads the loaded model: running turns end, or are ended when the grace of a stop is over; memories that are hot and not stored yet
+        are stored; then weights and KV are freed. Agents' lines stay: when the model is loaded again, they go on. Role: admin. It goes on
+        when the caller goes away. Unloading what is not loaded changes nothing. Errors: NOT_FOUND (no such name), FAILED_PRECONDITION
+        (MEMORIES_NOT_STORED: the store did not take them; the model stays loaded), UNAVAILABLE (another load or unload is under way).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """Describes one model: layout, KV policy and how much of it is applied, limits. No side effect. Errors: NOT_FOUND.
+        """Describes one model: layout, KV policy and how much of it is applied, limits; of one that is not loaded, its name alone. No side
+        effect. Errors: NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -87,6 +153,13 @@ class InferenceServiceServicer(object):
 
     def GetCapabilities(self, request, context):
         """Returns limits of this engine and whether it reaches its store. No side effect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStats(self, request, context):
+        """Returns counters since the start and what is under way: of the caller's namespace, or of all for the role admin. No side effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -100,10 +173,30 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'Warm': grpc.unary_unary_rpc_method_handler(
+                    servicer.Warm,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.UnloadModelRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.UnloadModelResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -114,6 +207,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.GetCapabilities,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetCapabilitiesRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetCapabilitiesResponse.SerializeToString,
+            ),
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -154,6 +252,60 @@ class InferenceService(object):
             _registered_method=True)
 
     @staticmethod
+    def Warm(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/Warm',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/CountTokens',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ListModels(request,
             target,
             options=(),
@@ -170,6 +322,60 @@ class InferenceService(object):
             '/kvasir.inference.v1.InferenceService/ListModels',
             kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/LoadModel',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/UnloadModel',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.UnloadModelRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -224,6 +430,33 @@ class InferenceService(object):
             '/kvasir.inference.v1.InferenceService/GetCapabilities',
             kvasir_dot_inference_dot_v1_dot_inference__pb2.GetCapabilitiesRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_inference__pb2.GetCapabilitiesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStats(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/GetStats',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.GetStatsRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,
