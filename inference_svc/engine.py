@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -63,14 +64,15 @@ class Engine:
         context_tokens: int | None = None,
         compute_type: str | None = None,
         max_open_turns: int = 256,
+        name: str = "",
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
         by file identity. `memory_budget_bytes` bounds all KV, hot and running. `policy`: None for the default (4 bits,
-        groups of 64). `compute_type`: None for float32 on a CPU, else the model's own. Raises NotFound (no such model),
-        FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument
-        (policy, compute type).
+        groups of 64). `compute_type`: None for float32 on a CPU, else the model's own. `name`: what callers know the
+        model by; empty: what its path says. Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT,
+        the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
         made: list[tuple[OpenedModel, EngineWorker]] = []
@@ -79,6 +81,7 @@ class Engine:
             opened, runner = open_model(
                 model, cache_dir=cache_dir, policy=policy, context_tokens=context_tokens, compute_type=compute_type
             )
+            opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             worker = EngineWorker(runner, opened.info, memory_budget_bytes)
             made.append((opened, worker))
             return worker
@@ -122,6 +125,14 @@ class Engine:
     def memory_used_bytes(self) -> int:
         """KV allocated after the last step, hot and running."""
         return self._worker.memory_used_bytes
+
+    def hot_sizes(self) -> dict[SequenceKey, int]:
+        """Allocated KV bytes of each hot memory, those that running turns extend included."""
+        return self._worker.memories.sizes()
+
+    def needed_bytes(self, plan: TurnPlan) -> int:
+        """KV that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
+        return turn_bytes(plan, self.model)
 
     def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, at most once per step, with all events of that step,
@@ -218,7 +229,7 @@ class Engine:
                 reason="CONTEXT_EXCEEDED",
                 metadata={"needed_tokens": str(needed_tokens), "context_tokens": str(self.model.context_tokens)},
             )
-        needed_bytes = turn_bytes(plan, self.model)
+        needed_bytes = self.needed_bytes(plan)
         if needed_bytes > self.memory_budget_bytes:
             raise ResourceExhausted(
                 f"memory: the turn's KV may need {needed_bytes} bytes; the engine has {self.memory_budget_bytes}",

@@ -64,6 +64,10 @@ class HotMemories(Generic[KvT]):
         self._uses.pop(key, None)
         return self._memories.pop(key, None) is not None
 
+    def sizes(self) -> dict[SequenceKey, int]:
+        """Allocated bytes of each memory. From any thread; not counted as a use."""
+        return {key: memory.kv.allocated_bytes for key, memory in list(self._memories.items())}
+
     def used_bytes(self, busy: Collection[SequenceKey] = ()) -> int:
         """KV of all memories but those of `busy` keys."""
         return sum(memory.kv.allocated_bytes for key, memory in self._memories.items() if key not in busy)
