@@ -184,17 +184,20 @@ class Engine:
         """
         return self._when_idle(source, lambda worker: worker.fork(source, target))
 
-    def snapshot(self, key: SequenceKey, first_block: int, *, blocks_only: bool = False) -> "Future[Snapshot | None]":
+    def snapshot(
+        self, key: SequenceKey, first_block: int, *, blocks_only: bool = False, max_blocks: int | None = None
+    ) -> "Future[Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
         of it runs.
 
-        With `blocks_only`, full blocks alone, at once, and of the running turn if one runs. Bytes are copies: later
+        With `max_blocks`, at most so many blocks, and the tail only if they are the last: a long memory is taken in
+        pieces, and other turns go on between them. With `blocks_only`, full blocks alone, at once, and of the running turn if one runs. Bytes are copies: later
         turns do not change them. Rows from a turn's `cached_tokens` on may differ from those before it, even for equal
         tokens: publish from block `cached_tokens // 256`.
         """
         if blocks_only:
-            return self._thread.post(lambda worker: worker.running_blocks(key, first_block))
-        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block))
+            return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
+        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block, max_blocks))
 
     def close(self) -> None:
         """Fail what runs with Unavailable, free the model, end the thread cleanly; blocks until it has. Idempotent."""

@@ -80,25 +80,30 @@ class EngineWorker:
             self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
         return memory is not None
 
-    def snapshot(self, key: SequenceKey, first_block: int) -> Snapshot | None:
-        """Blocks from `first_block` on, and the tail, of the key's memory."""
+    def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+        """Blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail, of the key's memory."""
         memory = self.memories.get(key)
         if memory is None:
             return None
-        files = self._files(memory.kv, memory.state.token_ids, memory.chain, first_block)
-        tail = files.pop() if len(memory.state.token_ids) % BLOCK_TOKENS else None
+        tokens, last_block = memory.state.token_ids, len(memory.chain)
+        if max_blocks is not None and first_block + max_blocks < last_block:
+            last_block = first_block + max_blocks
+            tokens = tokens[: last_block * BLOCK_TOKENS]
+        files = self._files(memory.kv, tokens, memory.chain[:last_block], first_block)
+        tail = files.pop() if len(tokens) % BLOCK_TOKENS else None
         return Snapshot(first_block, tuple(files), tail, memory.state)
 
-    def running_blocks(self, key: SequenceKey, first_block: int) -> Snapshot | None:
-        """Full blocks from `first_block` on: of the key's running turn, else of its memory."""
+    def running_blocks(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+        """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
         running = self._running_of(key)
         if running is None:
-            whole = self.snapshot(key, first_block)
+            whole = self.snapshot(key, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
         turn = running.turn
         tokens = turn.token_ids[: turn.full_blocks * BLOCK_TOKENS]
         running.chain = chain_hashes(self._model.kv_identity_hash, tokens, running.chain)
-        files = self._files(running.kv, tokens, running.chain, first_block)
+        last_block = len(running.chain) if max_blocks is None else min(first_block + max_blocks, len(running.chain))
+        files = self._files(running.kv, tokens[: last_block * BLOCK_TOKENS], running.chain[:last_block], first_block)
         return Snapshot(first_block, tuple(files), None, turn.state())
 
     def _files(
