@@ -46,11 +46,6 @@ def schema_hash(text: str) -> str:
     return blake3(text.encode()).hexdigest()
 
 
-def schema_tensors(text: str) -> tuple[TensorSpec, ...]:
-    """The tensors of a schema_text."""
-    return tuple(TensorSpec(name, dtype, tuple(shape)) for name, dtype, *shape in json.loads(text))
-
-
 def check_for(kind: BlobKind, size_bytes: int) -> BlobCheck:
     """The check for a blob of this kind that will have this many bytes."""
     return TensorCheck(size_bytes) if kind is BlobKind.TENSORS else ManifestCheck()

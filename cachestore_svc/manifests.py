@@ -8,14 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvasir import manifest as manifests
-from kvasir.block_file import FileIdentity, TensorSpec, expected_tensors, layer_tensors
+from kvasir.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
 from kvasir.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
 
-from cachestore_svc.blob_checks import schema_tensors, schema_text
-
-_KEEPS_SOME = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
+from cachestore_svc.blob_checks import schema_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class NamedBlob:
     start: int
     tokens: int
     chain: str
-    schema: str | None  # schema_text; None for a state, whose rows and recurrent shapes are its model's
+    schema: str | None  # schema_text; None for a state: a manifest may name many, each with rows of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,34 +68,20 @@ def unfit(need: NamedBlob, found: FileIdentity, facts: ManifestFacts) -> str | N
     return None
 
 
-def unfit_state(tensors: Sequence[TensorSpec], identity: identity_pb2.KvIdentity) -> str | None:
-    """Why tensors are not the memory of exactly the layers that do not keep all tokens; None when they are."""
-    stateful = {index for index, layer in enumerate(identity.layers) if layer.kind in _KEEPS_SOME}
-    found = {_layer_of(tensor): [t for t in tensors if _layer_of(t) == _layer_of(tensor)] for tensor in tensors}
-    if set(found) != stateful:
-        return f"layers: expected {sorted(stateful)}, found {sorted(found)}"
-    for index, own in found.items():
-        layer = identity.layers[index]
-        if layer.kind == identity_pb2.LAYER_KIND_STATE:
-            if any("_state_" not in tensor.name for tensor in own):
-                return f"layer {index}: expected recurrent state"
-            continue
-        rows = own[0].shape[1] if len(own[0].shape) == 3 else 0
-        if not 1 <= rows <= layer.window or own != layer_tensors(identity, index, rows):
-            return f"layer {index}: expected K and V of at most {layer.window} tokens of the layout"
-    return None
-
-
 def unfit_schema(need: NamedBlob, schema: str, identity: identity_pb2.KvIdentity) -> str | None:
     """Why a blob's tensors are not those of the KV identity; None when they are."""
     if need.schema is None:
-        return unfit_state(schema_tensors(schema), identity)
+        return unfit_state(need, schema, identity)
     return None if schema == need.schema else "tensors: not those of the layout"
 
 
-def _layer_of(tensor: TensorSpec) -> int:
-    # The header check let only layer_N_… pass.
-    return int(tensor.name.split("_")[1])
+def unfit_state(need: NamedBlob, schema: str, identity: identity_pb2.KvIdentity) -> str | None:
+    """Why tensors are not the memory, after `need.tokens` tokens, of exactly the layers that do not keep all tokens."""
+    try:
+        expected = schema_text(expected_state_tensors(identity, need.tokens))
+    except HeaderError as error:
+        return f"tensors: {error}"
+    return None if schema == expected else f"tensors: not those of a state of {need.tokens} tokens of the layout"
 
 
 def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBlob]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from blake3 import blake3
-from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_tensors, layer_tensors
+from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 from kvasir.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
@@ -39,7 +39,11 @@ def _mixed() -> identity_pb2.KvIdentity:
     window = identity_pb2.LayerLayout(
         kind=identity_pb2.LAYER_KIND_WINDOW, window=128, kv_heads=1, key_dim=64, value_dim=64
     )
-    state = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, kv_heads=2, key_dim=16, value_dim=8)
+    tensors = [
+        identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_FLOAT32, shape=[2, 16, 8]),
+        identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_FLOAT16, shape=[3, 32]),
+    ]
+    state = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=tensors)
     return kv_identity("mixed", [*full_layers(1, 1, 64), window, state])
 
 
@@ -210,17 +214,12 @@ def _tensor_file(
 
 def state_file(identity: identity_pb2.KvIdentity, token_ids: Sequence[int], engine_seed: int = 0) -> bytes:
     """Memory of the window and recurrent layers after the tokens."""
-    specs: list[TensorSpec] = []
-    for index, layer in enumerate(identity.layers):
-        if layer.kind == identity_pb2.LAYER_KIND_WINDOW:
-            specs += layer_tensors(identity, index, min(layer.window, len(token_ids)))
-        elif layer.kind == identity_pb2.LAYER_KIND_STATE:
-            specs.append(TensorSpec(f"layer_{index}_state_0", "F32", (layer.kv_heads, layer.key_dim, layer.value_dim)))
     kv_hash = kv_identity_hash(identity)
     chain = ""
     for start in range(0, len(token_ids), BLOCK_TOKENS):
         chain = chain_hash(kv_hash, chain, token_ids[start : start + BLOCK_TOKENS])
     name = FileIdentity("state", kv_hash, 0, len(token_ids), chain)
+    specs = expected_state_tensors(identity, len(token_ids))
     return encode(name, random_tensors(specs, f"{engine_seed}/state/{chain}"))
 
 

@@ -41,7 +41,9 @@ def tokens(count: int, first: int = 1) -> list[int]:
 
 
 def identity(name: str) -> identity_pb2.KvIdentity:
-    """Two geometries: one small and plain, one with every kind of layer and an uneven policy."""
+    """Three geometries: one small and plain, one with every kind of layer and an uneven policy, and one whose recurrent
+    layers describe their states.
+    """
     full = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
     policy = identity_pb2.KvPolicy(
         key_bits=4,
@@ -52,6 +54,14 @@ def identity(name: str) -> identity_pb2.KvIdentity:
     )
     if name == "small":
         return identity_pb2.KvIdentity(weights_digest=Digest.of(b"small").hash, layers=[full], policy=policy)
+    if name == "hybrid":
+        states = [
+            identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_BFLOAT16, shape=[3, 96]),
+            identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_FLOAT32, shape=[2, 16, 8]),
+        ]
+        recurrent = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=states)
+        layers = [recurrent, full, recurrent]
+        return identity_pb2.KvIdentity(weights_digest=Digest.of(b"hybrid").hash, layers=layers, policy=policy)
     policy.value_bits = 8
     policy.scale_type = identity_pb2.SCALE_TYPE_BFLOAT16
     policy.key_rotation = identity_pb2.KEY_ROTATION_HADAMARD
@@ -129,7 +139,7 @@ def kv_identities() -> dict[str, Any]:
             "serialized_base64": b64(identity(name).SerializeToString(deterministic=True)),
             "kv_identity_hash": kv_identity_hash(identity(name)),
         }
-        for name in ("small", "mixed")
+        for name in ("small", "mixed", "hybrid")
     ]
     return {"about": "kv_identity is protobuf's JSON form.", "cases": cases}
 

@@ -63,6 +63,26 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no window": (set_("kv_identity.layers.1.window", 0), "kv_identity.layers[1].window"),
     "no heads": (set_("kv_identity.layers.0.kv_heads", 0), "kv_identity.layers[0].kv_heads"),
     "a dimension of a billion": (set_("kv_identity.layers.0.key_dim", 1 << 30), "kv_identity.layers[0].key_dim"),
+    "a state of what keeps all": (
+        lambda m: m.kv_identity.layers[0].state_tensors.add(type=1, shape=[1]),
+        "kv_identity.layers[0].state_tensors",
+    ),
+    "a state's type": (
+        set_("kv_identity.layers.2.state_tensors.0.type", 0),
+        "kv_identity.layers[2].state_tensors[0].type",
+    ),
+    "a state without a shape": (
+        lambda m: m.kv_identity.layers[2].state_tensors[1].ClearField("shape"),
+        "kv_identity.layers[2].state_tensors[1].shape",
+    ),
+    "a state without end": (
+        lambda m: m.kv_identity.layers[2].state_tensors[0].shape.append(1 << 30),
+        "kv_identity.layers[2].state_tensors[0].shape",
+    ),
+    "states without number": (
+        lambda m: m.kv_identity.layers[2].state_tensors.extend([identity_pb2.StateTensor(type=1, shape=[1])] * 20),
+        "kv_identity.layers[2].state_tensors",
+    ),
     "bits": (set_("kv_identity.policy.key_bits", 3), "kv_identity.policy.key_bits"),
     "group": (set_("kv_identity.policy.group_size", 0), "kv_identity.policy.group_size"),
     "scales": (set_("kv_identity.policy.scale_type", 0), "kv_identity.policy.scale_type"),

@@ -118,7 +118,25 @@ def test_kv_identities() -> None:
             as_bytes(layers),
             as_bytes(numbers),
             as_bytes(list(policy.exact_layers)),
+            *described_states(identity),
         )
+    cases = {case["name"]: case["kv_identity_hash"] for case in load("kv_identities")["cases"]}
+    assert cases["small"] == "5a0194376e47b3dfe19ce5346ada2623c3940c696e5942bb1f9c55a1a4d47912", (
+        "a hash given before states were described"
+    )
+    assert cases["mixed"] == "2f492355a7ce15b1547d6658ad6603207c45c2d570336c6f06106927375e0fcc", (
+        "a hash given before states were described"
+    )
+
+
+def described_states(identity: identity_pb2.KvIdentity) -> list[bytes]:
+    numbers: list[int] = []
+    for index, layer in enumerate(identity.layers):
+        if layer.state_tensors:
+            numbers += [index, len(layer.state_tensors)]
+        for tensor in layer.state_tensors:
+            numbers += [tensor.type, len(tensor.shape), *tensor.shape]
+    return [b"states" + as_bytes(numbers)] if numbers else []
 
 
 def test_frames() -> None:

@@ -24,6 +24,11 @@ _ALIGNMENT = 64
 _NAME = re.compile(r"layer_(0|[1-9][0-9]{0,3})_(?:[kv](?:_weights|_scales|_biases)?|state_(0|[1-9][0-9]?))")
 _ITEM_BYTES = {"U32": 4, "F16": 2, "BF16": 2, "F32": 4}
 _SCALE_DTYPE = {identity_pb2.SCALE_TYPE_FLOAT16: "F16", identity_pb2.SCALE_TYPE_BFLOAT16: "BF16"}
+_STATE_DTYPE = {
+    identity_pb2.TENSOR_TYPE_FLOAT32: "F32",
+    identity_pb2.TENSOR_TYPE_FLOAT16: "F16",
+    identity_pb2.TENSOR_TYPE_BFLOAT16: "BF16",
+}
 _KINDS = ("block", "tail", "state")
 
 
@@ -91,6 +96,37 @@ def expected_tensors(identity: identity_pb2.KvIdentity, rows: int) -> tuple[Tens
         if layer.kind in kept:
             specs += layer_tensors(identity, index, rows)
     return tuple(specs)
+
+
+def expected_state_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
+    """Tensors of a state after `tokens` tokens, of the layers that do not keep all tokens, in order: the rows of a
+    window that the next token sees, and recurrent states.
+
+    Raises HeaderError when the identity does not describe a recurrent layer's state: then no file can be one.
+    """
+    specs: list[TensorSpec] = []
+    for index, layer in enumerate(identity.layers):
+        if layer.kind == identity_pb2.LAYER_KIND_WINDOW:
+            if rows := window_rows(layer.window, tokens):
+                specs += layer_tensors(identity, index, rows)
+        elif layer.kind == identity_pb2.LAYER_KIND_STATE:
+            specs += recurrent_tensors(layer, index)
+    return tuple(specs)
+
+
+def window_rows(window: int, tokens: int) -> int:
+    """Rows that a window layer keeps after `tokens` tokens: those that the next token sees besides itself."""
+    return min(window - 1, tokens)
+
+
+def recurrent_tensors(layer: identity_pb2.LayerLayout, index: int) -> list[TensorSpec]:
+    """One recurrent layer's state, as `layer_N_state_M`. Raises HeaderError when the layout does not describe it."""
+    if not layer.state_tensors:
+        raise HeaderError(f"layer {index}: the layout does not describe its recurrent state")
+    return [
+        TensorSpec(f"layer_{index}_state_{part}", _STATE_DTYPE[tensor.type], tuple(tensor.shape))
+        for part, tensor in enumerate(layer.state_tensors)
+    ]
 
 
 def layer_tensors(identity: identity_pb2.KvIdentity, index: int, rows: int) -> list[TensorSpec]:
@@ -179,8 +215,9 @@ def parse_header(data: bytes | memoryview, file_size_bytes: int) -> Header:
 
 
 def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
-    """Raise HeaderError unless a block's or tail's tensors are exactly those of the KV identity."""
-    expected = expected_tensors(identity, header.identity.tokens)
+    """Raise HeaderError unless a file's tensors are exactly those of the KV identity."""
+    schema = expected_state_tensors if header.identity.kind == "state" else expected_tensors
+    expected = schema(identity, header.identity.tokens)
     if header.tensors != expected:
         wrong = next((f for f, e in zip(header.tensors, expected, strict=False) if f != e), None)
         raise HeaderError(f"tensors: expected {len(expected)} of the layout, got {len(header.tensors)}; first: {wrong}")

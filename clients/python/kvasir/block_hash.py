@@ -15,6 +15,7 @@ BLOCK_TOKENS = 256
 
 _BLOCK_TAG = b"kvasir.block.v1"
 _IDENTITY_TAG = b"kvasir.kv_identity.v1"
+_STATES_TAG = b"states"
 
 
 def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:
@@ -45,7 +46,11 @@ def chain_hash(kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> 
 
 
 def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
-    """Hash of a KV identity. Fields in the order of the .proto; numbers are 4 bytes little-endian."""
+    """Hash of a KV identity. Fields in the order of the .proto; numbers are 4 bytes little-endian.
+
+    What identities had no word for at first is a field of its own behind the others, tagged, and absent while unused:
+    so the hash of an identity that does without never changes.
+    """
     policy = identity.policy
     layers = (
         _numbers(layer.kind, layer.window, layer.kv_heads, layer.key_dim, layer.value_dim) for layer in identity.layers
@@ -56,7 +61,19 @@ def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
         b"".join(layers),
         _numbers(policy.key_bits, policy.value_bits, policy.group_size, policy.scale_type, policy.key_rotation),
         _numbers(*policy.exact_layers),
+        *_state_fields(identity.layers),
     )
+
+
+def _state_fields(layers: Iterable[identity_pb2.LayerLayout]) -> Iterable[bytes]:
+    """The recurrent states that layers describe: index, count, and each tensor's type, axes and shape."""
+    described = [(index, layer.state_tensors) for index, layer in enumerate(layers) if layer.state_tensors]
+    if described:
+        yield _STATES_TAG + b"".join(
+            _numbers(index, len(tensors))
+            + b"".join(_numbers(tensor.type, len(tensor.shape), *tensor.shape) for tensor in tensors)
+            for index, tensors in described
+        )
 
 
 def differing_field(ours: identity_pb2.KvIdentity, theirs: identity_pb2.KvIdentity) -> str | None:

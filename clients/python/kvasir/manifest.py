@@ -27,12 +27,19 @@ MAX_LAYERS = 1024
 MAX_STATES = 1024
 MAX_MESSAGES = 100_000
 MAX_DIMENSION = 1 << 20
+MAX_STATE_TENSORS = 16
+MAX_STATE_AXES = 7
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 FINISH_REASONS = frozenset({"", "stop", "length", "stop_sequence", "tool_calls", "cancelled"})
 _BITS = (4, 8, 16)
 
 _KEEPS_ALL = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
 _KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
+_STATE_TYPES = (
+    identity_pb2.TENSOR_TYPE_FLOAT32,
+    identity_pb2.TENSOR_TYPE_FLOAT16,
+    identity_pb2.TENSOR_TYPE_BFLOAT16,
+)
 
 
 def build(
@@ -208,6 +215,20 @@ def _check_layer(field: str, layer: identity_pb2.LayerLayout) -> None:
     for name, least in (("kv_heads", smallest), ("key_dim", smallest), ("value_dim", 0)):
         if not least <= getattr(layer, name) <= MAX_DIMENSION:
             raise _wrong(f"{field}.{name}", f"expected {least} to {MAX_DIMENSION}, got {getattr(layer, name)}")
+    _check_state_tensors(f"{field}.state_tensors", layer)
+
+
+def _check_state_tensors(field: str, layer: identity_pb2.LayerLayout) -> None:
+    if layer.state_tensors and layer.kind != identity_pb2.LAYER_KIND_STATE:
+        raise _wrong(field, "expected none: the layer is not recurrent")
+    if len(layer.state_tensors) > MAX_STATE_TENSORS:
+        raise _wrong(field, f"expected at most {MAX_STATE_TENSORS}, got {len(layer.state_tensors)}")
+    for index, tensor in enumerate(layer.state_tensors):
+        if tensor.type not in _STATE_TYPES:
+            raise _wrong(f"{field}[{index}].type", f"expected FLOAT32, FLOAT16 or BFLOAT16, got {tensor.type}")
+        shape = list(tensor.shape)
+        if not 1 <= len(shape) <= MAX_STATE_AXES or not all(1 <= size <= MAX_DIMENSION for size in shape):
+            raise _wrong(f"{field}[{index}].shape", f"expected 1 to {MAX_STATE_AXES} sizes of 1 to {MAX_DIMENSION}")
 
 
 def _check_messages(manifest: manifest_pb2.Manifest) -> None:

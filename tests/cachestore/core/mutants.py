@@ -167,6 +167,13 @@ MUTANTS = (
         "commits",
     ),
     Mutant(
+        "the tensors of a state are not compared with the layout",
+        "manifests.py",
+        'return None if schema == expected else f"tensors: not those of a state',
+        'return None if expected else f"tensors: not those of a state',
+        "commits",
+    ),
+    Mutant(
         "generated blocks are shared, too",
         "store.py",
         "facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]",

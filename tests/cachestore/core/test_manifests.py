@@ -25,6 +25,9 @@ LAYER = st.builds(
     kv_heads=NUMBERS,
     key_dim=NUMBERS,
     value_dim=NUMBERS,
+    state_tensors=st.lists(
+        st.builds(identity_pb2.StateTensor, type=st.integers(-1, 4), shape=st.lists(NUMBERS, max_size=9)), max_size=2
+    ),
 )
 POLICY = st.builds(
     identity_pb2.KvPolicy,

@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
+from kvasir.block_file import encode, parse_header
 from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
@@ -13,7 +15,17 @@ from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidAr
 from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
-from tests.synthetic import MIXED, SMALL, TINY, SyntheticAgent, full_layers, kv_identity, state_file, tensor_file
+from tests.synthetic import (
+    MIXED,
+    SMALL,
+    TINY,
+    SyntheticAgent,
+    full_layers,
+    kv_identity,
+    random_tensors,
+    state_file,
+    tensor_file,
+)
 
 KV = kv_identity_hash(SMALL)
 
@@ -221,6 +233,22 @@ def test_a_state_of_another_moment_refuses_the_commit(store: Store) -> None:
     manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
     manifest.states[0].digest.CopyFrom(Digest.of(early).to_proto())
     refuse_unfit(store, manifest, Digest.of(early), "tokens: expected 512, found 300")
+
+
+def test_a_state_with_a_row_too_many_refuses_the_commit(store: Store) -> None:
+    """It says that it is of this moment, and holds one token more of the window (LESSONS 12)."""
+    content = SyntheticAgent(MIXED, 1).turn(TOKENS)
+    upload(store, content)
+    state = Digest.from_proto(content.manifest.states[0].digest)
+    header = parse_header(content.new_blobs[state], state.size_bytes)
+    later = [replace(spec, shape=(1, 128, *spec.shape[2:])) for spec in header.tensors if spec.shape[1:2] == (127,)]
+    specs = [*later, *header.tensors[len(later) :]]
+    assert (len(later), len(specs)) == (6, 8)
+    wrong = encode(header.identity, random_tensors(specs, "later"))
+    write(store, Digest.of(wrong), wrong, BlobKind.TENSORS)
+    manifest = manifest_pb2.Manifest.FromString(content.manifest_bytes)
+    manifest.states[0].digest.CopyFrom(Digest.of(wrong).to_proto())
+    refuse_unfit(store, manifest, Digest.of(wrong), "tensors: not those of a state of 512 tokens")
 
 
 def _without_chars(message: manifest_pb2.Manifest) -> None:

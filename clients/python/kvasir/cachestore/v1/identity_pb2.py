@@ -24,23 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kvasir/cachestore/v1/identity.proto\x12\x14kvasir.cachestore.v1\"\x87\x01\n\nKvIdentity\x12\x16\n\x0eweights_digest\x18\x01 \x01(\t\x12\x31\n\x06layers\x18\x02 \x03(\x0b\x32!.kvasir.cachestore.v1.LayerLayout\x12.\n\x06policy\x18\x03 \x01(\x0b\x32\x1e.kvasir.cachestore.v1.KvPolicy\"\x82\x01\n\x0bLayerLayout\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.kvasir.cachestore.v1.LayerKind\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x0f\n\x07key_dim\x18\x04 \x01(\r\x12\x11\n\tvalue_dim\x18\x05 \x01(\r\"\xc8\x01\n\x08KvPolicy\x12\x10\n\x08key_bits\x18\x01 \x01(\r\x12\x12\n\nvalue_bits\x18\x02 \x01(\r\x12\x12\n\ngroup_size\x18\x03 \x01(\r\x12\x33\n\nscale_type\x18\x04 \x01(\x0e\x32\x1f.kvasir.cachestore.v1.ScaleType\x12\x37\n\x0ckey_rotation\x18\x05 \x01(\x0e\x32!.kvasir.cachestore.v1.KeyRotation\x12\x14\n\x0c\x65xact_layers\x18\x06 \x03(\r*\x80\x01\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fLAYER_KIND_FULL\x10\x01\x12\x15\n\x11LAYER_KIND_WINDOW\x10\x02\x12\x15\n\x11LAYER_KIND_LATENT\x10\x03\x12\x14\n\x10LAYER_KIND_STATE\x10\x04*X\n\tScaleType\x12\x1a\n\x16SCALE_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12SCALE_TYPE_FLOAT16\x10\x01\x12\x17\n\x13SCALE_TYPE_BFLOAT16\x10\x02*]\n\x0bKeyRotation\x12\x1c\n\x18KEY_ROTATION_UNSPECIFIED\x10\x00\x12\x15\n\x11KEY_ROTATION_NONE\x10\x01\x12\x19\n\x15KEY_ROTATION_HADAMARD\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#kvasir/cachestore/v1/identity.proto\x12\x14kvasir.cachestore.v1\"\x87\x01\n\nKvIdentity\x12\x16\n\x0eweights_digest\x18\x01 \x01(\t\x12\x31\n\x06layers\x18\x02 \x03(\x0b\x32!.kvasir.cachestore.v1.LayerLayout\x12.\n\x06policy\x18\x03 \x01(\x0b\x32\x1e.kvasir.cachestore.v1.KvPolicy\"\xbc\x01\n\x0bLayerLayout\x12-\n\x04kind\x18\x01 \x01(\x0e\x32\x1f.kvasir.cachestore.v1.LayerKind\x12\x0e\n\x06window\x18\x02 \x01(\r\x12\x10\n\x08kv_heads\x18\x03 \x01(\r\x12\x0f\n\x07key_dim\x18\x04 \x01(\r\x12\x11\n\tvalue_dim\x18\x05 \x01(\r\x12\x38\n\rstate_tensors\x18\x06 \x03(\x0b\x32!.kvasir.cachestore.v1.StateTensor\"L\n\x0bStateTensor\x12.\n\x04type\x18\x01 \x01(\x0e\x32 .kvasir.cachestore.v1.TensorType\x12\r\n\x05shape\x18\x02 \x03(\r\"\xc8\x01\n\x08KvPolicy\x12\x10\n\x08key_bits\x18\x01 \x01(\r\x12\x12\n\nvalue_bits\x18\x02 \x01(\r\x12\x12\n\ngroup_size\x18\x03 \x01(\r\x12\x33\n\nscale_type\x18\x04 \x01(\x0e\x32\x1f.kvasir.cachestore.v1.ScaleType\x12\x37\n\x0ckey_rotation\x18\x05 \x01(\x0e\x32!.kvasir.cachestore.v1.KeyRotation\x12\x14\n\x0c\x65xact_layers\x18\x06 \x03(\r*u\n\nTensorType\x12\x1b\n\x17TENSOR_TYPE_UNSPECIFIED\x10\x00\x12\x17\n\x13TENSOR_TYPE_FLOAT32\x10\x01\x12\x17\n\x13TENSOR_TYPE_FLOAT16\x10\x02\x12\x18\n\x14TENSOR_TYPE_BFLOAT16\x10\x03*\x80\x01\n\tLayerKind\x12\x1a\n\x16LAYER_KIND_UNSPECIFIED\x10\x00\x12\x13\n\x0fLAYER_KIND_FULL\x10\x01\x12\x15\n\x11LAYER_KIND_WINDOW\x10\x02\x12\x15\n\x11LAYER_KIND_LATENT\x10\x03\x12\x14\n\x10LAYER_KIND_STATE\x10\x04*X\n\tScaleType\x12\x1a\n\x16SCALE_TYPE_UNSPECIFIED\x10\x00\x12\x16\n\x12SCALE_TYPE_FLOAT16\x10\x01\x12\x17\n\x13SCALE_TYPE_BFLOAT16\x10\x02*]\n\x0bKeyRotation\x12\x1c\n\x18KEY_ROTATION_UNSPECIFIED\x10\x00\x12\x15\n\x11KEY_ROTATION_NONE\x10\x01\x12\x19\n\x15KEY_ROTATION_HADAMARD\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvasir.cachestore.v1.identity_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LAYERKIND']._serialized_start=536
-  _globals['_LAYERKIND']._serialized_end=664
-  _globals['_SCALETYPE']._serialized_start=666
-  _globals['_SCALETYPE']._serialized_end=754
-  _globals['_KEYROTATION']._serialized_start=756
-  _globals['_KEYROTATION']._serialized_end=849
+  _globals['_TENSORTYPE']._serialized_start=671
+  _globals['_TENSORTYPE']._serialized_end=788
+  _globals['_LAYERKIND']._serialized_start=791
+  _globals['_LAYERKIND']._serialized_end=919
+  _globals['_SCALETYPE']._serialized_start=921
+  _globals['_SCALETYPE']._serialized_end=1009
+  _globals['_KEYROTATION']._serialized_start=1011
+  _globals['_KEYROTATION']._serialized_end=1104
   _globals['_KVIDENTITY']._serialized_start=62
   _globals['_KVIDENTITY']._serialized_end=197
   _globals['_LAYERLAYOUT']._serialized_start=200
-  _globals['_LAYERLAYOUT']._serialized_end=330
-  _globals['_KVPOLICY']._serialized_start=333
-  _globals['_KVPOLICY']._serialized_end=533
+  _globals['_LAYERLAYOUT']._serialized_end=388
+  _globals['_STATETENSOR']._serialized_start=390
+  _globals['_STATETENSOR']._serialized_end=466
+  _globals['_KVPOLICY']._serialized_start=469
+  _globals['_KVPOLICY']._serialized_end=669
 # @@protoc_insertion_point(module_scope)

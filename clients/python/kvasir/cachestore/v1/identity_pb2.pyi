@@ -6,6 +6,13 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class TensorType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TENSOR_TYPE_UNSPECIFIED: _ClassVar[TensorType]
+    TENSOR_TYPE_FLOAT32: _ClassVar[TensorType]
+    TENSOR_TYPE_FLOAT16: _ClassVar[TensorType]
+    TENSOR_TYPE_BFLOAT16: _ClassVar[TensorType]
+
 class LayerKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     LAYER_KIND_UNSPECIFIED: _ClassVar[LayerKind]
@@ -25,6 +32,10 @@ class KeyRotation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     KEY_ROTATION_UNSPECIFIED: _ClassVar[KeyRotation]
     KEY_ROTATION_NONE: _ClassVar[KeyRotation]
     KEY_ROTATION_HADAMARD: _ClassVar[KeyRotation]
+TENSOR_TYPE_UNSPECIFIED: TensorType
+TENSOR_TYPE_FLOAT32: TensorType
+TENSOR_TYPE_FLOAT16: TensorType
+TENSOR_TYPE_BFLOAT16: TensorType
 LAYER_KIND_UNSPECIFIED: LayerKind
 LAYER_KIND_FULL: LayerKind
 LAYER_KIND_WINDOW: LayerKind
@@ -48,18 +59,28 @@ class KvIdentity(_message.Message):
     def __init__(self, weights_digest: _Optional[str] = ..., layers: _Optional[_Iterable[_Union[LayerLayout, _Mapping]]] = ..., policy: _Optional[_Union[KvPolicy, _Mapping]] = ...) -> None: ...
 
 class LayerLayout(_message.Message):
-    __slots__ = ("kind", "window", "kv_heads", "key_dim", "value_dim")
+    __slots__ = ("kind", "window", "kv_heads", "key_dim", "value_dim", "state_tensors")
     KIND_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
     KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     KEY_DIM_FIELD_NUMBER: _ClassVar[int]
     VALUE_DIM_FIELD_NUMBER: _ClassVar[int]
+    STATE_TENSORS_FIELD_NUMBER: _ClassVar[int]
     kind: LayerKind
     window: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., window: _Optional[int] = ..., kv_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ...) -> None: ...
+    state_tensors: _containers.RepeatedCompositeFieldContainer[StateTensor]
+    def __init__(self, kind: _Optional[_Union[LayerKind, str]] = ..., window: _Optional[int] = ..., kv_heads: _Optional[int] = ..., key_dim: _Optional[int] = ..., value_dim: _Optional[int] = ..., state_tensors: _Optional[_Iterable[_Union[StateTensor, _Mapping]]] = ...) -> None: ...
+
+class StateTensor(_message.Message):
+    __slots__ = ("type", "shape")
+    TYPE_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    type: TensorType
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, type: _Optional[_Union[TensorType, str]] = ..., shape: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvPolicy(_message.Message):
     __slots__ = ("key_bits", "value_bits", "group_size", "scale_type", "key_rotation", "exact_layers")
