@@ -10,7 +10,8 @@ from kvasir.errors import FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from inference_svc.kv.codec import QuantizedCodec, layer_codecs
+from inference_svc.kv.applied import keys_are_stored_as_said
+from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.sampling import Sampler
@@ -38,10 +39,8 @@ class ModelRunner:
         """Raise InvalidArgument for a policy that cannot be had, FailedPrecondition for a layer that cannot have it."""
         for index, layer in enumerate(self.layers):
             for codec, dim in zip(layer_codecs(policy, index), (layer.key_dim, layer.value_dim), strict=True):
-                if isinstance(codec, QuantizedCodec) and dim % codec.group_size:
-                    raise _not_kept(
-                        self._model, index, f"head dimension {dim} is no multiple of the group size {codec.group_size}"
-                    )
+                if why := codec.problem(dim):
+                    raise _not_kept(self._model, index, why)
 
     def new_kv(self, policy: identity_pb2.KvPolicy) -> SequenceKV:
         return SequenceKV.empty(policy, len(self.layers))
@@ -68,8 +67,10 @@ class ModelRunner:
         """Layers whose live KV, after a probe, is stored exactly as the identity's policy says."""
         kv = self.new_kv(identity.policy)
         self.prefill(kv, _PROBE_TOKENS[1][0])
+        exact = _probe(self._model)
         return sum(
             _live_tensors(layer, index) == layer_tensors(identity, index, layer.offset)
+            and keys_are_stored_as_said(layer, identity.policy, exact[index].keys[..., : layer.offset, :])
             for index, layer in enumerate(kv.layers)
         )
 

@@ -1,4 +1,5 @@
-"""How rows of K or V are stored, as a KV policy says: quantized in groups along the head, or exact in 16 bits.
+"""How rows of K or V are stored, as a KV policy says: quantized in groups along the head, plain or rotated, or exact in
+16 bits.
 
 Encoding goes row by row, so rows can be cut, moved and copied without ever being quantized again. Scales and biases are
 16-bit, live and in files alike: the live ones are the stored ones.
@@ -31,6 +32,10 @@ class Codec(Protocol):
         """Arrays that rows are stored in."""
         ...
 
+    def problem(self, dim: int) -> str:
+        """Why rows of this head dimension cannot be stored; empty when they can."""
+        ...
+
     def encode(self, rows: mx.array) -> Parts: ...
 
     def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array: ...
@@ -48,6 +53,11 @@ class QuantizedCodec:
     def part_count(self) -> int:
         return 3
 
+    def problem(self, dim: int) -> str:
+        if dim % self.group_size:
+            return f"head dimension {dim} is no multiple of the group size {self.group_size}"
+        return ""
+
     def encode(self, rows: mx.array) -> Parts:
         codes, scales, biases = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
         return codes, scales.astype(self.scale_type), biases.astype(self.scale_type)
@@ -58,6 +68,39 @@ class QuantizedCodec:
         return mx.dequantize(
             codes, scales.astype(dtype), biases.astype(dtype), group_size=self.group_size, bits=self.bits
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedCodec:
+    """Quantization behind a Hadamard rotation along the head, as in QuaRot: a channel much larger than its neighbours
+    would take its group's whole range for itself; rotated, it is spread over all of them.
+
+    Decoding rotates back, so attention and RoPE know nothing of it. The rotation is orthonormal and its own inverse.
+    """
+
+    inner: QuantizedCodec
+
+    @property
+    def bits(self) -> int:
+        return self.inner.bits
+
+    @property
+    def part_count(self) -> int:
+        return self.inner.part_count
+
+    def problem(self, dim: int) -> str:
+        # MLX has transforms of a few other sizes, but those are not all their own inverse; of sizes that it does not
+        # have, its CPU back-end writes outside its buffers instead of raising.
+        if dim < 2 or dim & (dim - 1):
+            return f"head dimension {dim} is no power of two, which the Hadamard rotation of keys needs"
+        return self.inner.problem(dim)
+
+    def encode(self, rows: mx.array) -> Parts:
+        # In 32 bits: a sum of `dim` values in 16 would round what is quantized next.
+        return self.inner.encode(mx.hadamard_transform(rows.astype(mx.float32)))
+
+    def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
+        return mx.hadamard_transform(self.inner.decode(parts, mx.float32)).astype(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +117,9 @@ class ExactCodec:
     def part_count(self) -> int:
         return 1
 
+    def problem(self, dim: int) -> str:  # noqa: ARG002 - a protocol's; 16 bits store any dimension
+        return ""
+
     def encode(self, rows: mx.array) -> Parts:
         return (rows.astype(self.scale_type),)
 
@@ -83,11 +129,17 @@ class ExactCodec:
 
 def layer_codecs(policy: identity_pb2.KvPolicy, layer: int) -> tuple[Codec, Codec]:
     """Codecs of one layer's K and V. Raises InvalidArgument for what this engine cannot do."""
-    if policy.key_rotation != identity_pb2.KEY_ROTATION_NONE:
-        raise InvalidArgument("key rotation: this engine stores keys unrotated", field="policy.key_rotation")
+    if policy.key_rotation not in (identity_pb2.KEY_ROTATION_NONE, identity_pb2.KEY_ROTATION_HADAMARD):
+        raise InvalidArgument("key rotation: expected none or Hadamard", field="policy.key_rotation")
     if policy.scale_type not in SCALE_TYPES:
         raise InvalidArgument("scale type: expected float16 or bfloat16", field="policy.scale_type")
-    return _codec(policy, layer, policy.key_bits, "key_bits"), _codec(policy, layer, policy.value_bits, "value_bits")
+    keys = _codec(policy, layer, policy.key_bits, "key_bits")
+    if policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD:
+        if policy.key_bits == 16:
+            raise InvalidArgument("key rotation: keys of 16 bits are stored as they are", field="policy.key_rotation")
+        if isinstance(keys, QuantizedCodec):
+            keys = RotatedCodec(keys)
+    return keys, _codec(policy, layer, policy.value_bits, "value_bits")
 
 
 def _codec(policy: identity_pb2.KvPolicy, layer: int, bits: int, field: str) -> Codec:

@@ -60,6 +60,8 @@ def test_the_model_that_ships_is_restored(tmp_path: Path) -> None:
         {"exact_layers": [2]},
         {"group_size": 32},
         {"scale_type": identity_pb2.SCALE_TYPE_BFLOAT16},
+        {"key_rotation": identity_pb2.KEY_ROTATION_HADAMARD},
+        {"key_rotation": identity_pb2.KEY_ROTATION_HADAMARD, "exact_layers": [0, 2]},
     ],
     ids=str,
 )
@@ -94,7 +96,8 @@ def test_another_policy_gives_other_replies(driver: Driver, model_dir: Path, tmp
         ({"key_bits": 3}, "policy.key_bits"),
         ({"group_size": 48}, "policy.group_size"),
         ({"scale_type": identity_pb2.SCALE_TYPE_UNSPECIFIED}, "policy.scale_type"),
-        ({"key_rotation": identity_pb2.KEY_ROTATION_HADAMARD}, "policy.key_rotation"),
+        ({"key_rotation": identity_pb2.KEY_ROTATION_UNSPECIFIED}, "policy.key_rotation"),
+        ({"key_rotation": identity_pb2.KEY_ROTATION_HADAMARD, "key_bits": 16}, "policy.key_rotation"),
     ],
     ids=str,
 )
