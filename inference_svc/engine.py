@@ -191,9 +191,9 @@ class Engine:
         of it runs.
 
         With `max_blocks`, at most so many blocks, and the tail only if they are the last: a long memory is taken in
-        pieces, and other turns go on between them. With `blocks_only`, full blocks alone, at once, and of the running turn if one runs. Bytes are copies: later
-        turns do not change them. Rows from a turn's `cached_tokens` on may differ from those before it, even for equal
-        tokens: publish from block `cached_tokens // 256`.
+        pieces, and other turns go on between them. With `blocks_only`, full blocks alone, at once, and of the running
+        turn if one runs. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may
+        differ from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
         if blocks_only:
             return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))

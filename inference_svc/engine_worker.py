@@ -81,7 +81,7 @@ class EngineWorker:
         return memory is not None
 
     def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
-        """Blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail, of the key's memory."""
+        """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail."""
         memory = self.memories.get(key)
         if memory is None:
             return None
