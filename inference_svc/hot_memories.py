@@ -1,11 +1,16 @@
-"""The memories that the engine keeps between turns, and the budget that they and the running turns share. Pure."""
+"""The memories that the engine keeps between turns, and the budget that they and the running turns share. Pure.
 
-from collections.abc import Collection
+What is dropped for room: background agents' memories first, then by `expected_use`; never one that a running turn
+extends, and nothing if it would not make enough room.
+"""
+
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
-from itertools import count
 from typing import Generic, Protocol, TypeVar
 
-from inference_svc.plan import HotMemory, SequenceKey, SequenceState
+from inference_svc.expected_use import ExpectedUse
+from inference_svc.memory_ledger import MemoryLedger
+from inference_svc.plan import HotMemory, Priority, SequenceKey, SequenceState
 
 
 class Sized(Protocol):
@@ -26,32 +31,56 @@ class Memory(Generic[KvT]):
     state: SequenceState
     chain: tuple[str, ...]
     tag: object = None
+    priority: Priority = Priority.INTERACTIVE  # of the turn that left it
+
+    @property
+    def shareable_tokens(self) -> int:
+        return self.state.shareable_tokens
 
 
 class HotMemories(Generic[KvT]):
-    """Memories by key, least recently used first to go. Changed on the MLX thread only, but for tags and uses."""
+    """Memories by key, and the ledger of their bytes and the running turns'. Changed on the MLX thread only, but for
+    tags and uses.
+
+    A turn's way through it: `reserve` before it begins; then `leave` (its memory is the key's now) or `release` (what
+    it extended is as it was before; after `drop` of it, gone).
+    """
 
     def __init__(self, budget_bytes: int) -> None:
-        self.budget_bytes = budget_bytes
+        self.ledger: MemoryLedger[Hashable, SequenceKey] = MemoryLedger(budget_bytes)
         self._memories: dict[SequenceKey, Memory[KvT]] = {}
-        self._uses: dict[SequenceKey, int] = {}
-        self._clock = count()
+        self._lent: dict[Hashable, SequenceKey] = {}
+        self._expected: ExpectedUse[SequenceKey] = ExpectedUse()
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.ledger.total_bytes
+
+    # --- memories ---
 
     def get(self, key: SequenceKey) -> Memory[KvT] | None:
-        """Counts as a use."""
-        memory = self._memories.get(key)
-        if memory is not None:
-            self._uses[key] = next(self._clock)
-        return memory
+        return self._memories.get(key)
 
     def described(self, key: SequenceKey) -> HotMemory | None:
-        """Counts as a use. From any thread."""
-        memory = self.get(key)
-        return None if memory is None else HotMemory(memory.state, memory.tag)
+        """For planning a turn of the key: the memory is about to be used, and is dropped later than others. From any
+        thread.
+        """
+        memory = self._memories.get(key)
+        if memory is None:
+            return None
+        self._expected.plans(key)
+        return HotMemory(memory.state, memory.tag)
 
-    def put(self, key: SequenceKey, memory: Memory[KvT]) -> None:
+    def put(self, key: SequenceKey, memory: Memory[KvT]) -> bool:
+        """The key's memory, made outside a turn (a fork). Makes room for it; False, and the key keeps what it had, if
+        there is none.
+        """
+        before = self.ledger.residents.get(key, 0)
+        if self.ledger.is_lent(key) or not self._make_room(memory.kv.allocated_bytes - before, {key}):
+            return False
+        self._expected.speaks(key)
         self._memories[key] = memory
-        self._uses[key] = next(self._clock)
+        return self.ledger.keep(key, memory.kv.allocated_bytes)
 
     def tag(self, key: SequenceKey, tag: object) -> None:
         """From any thread. Without effect if there is no memory."""
@@ -60,25 +89,118 @@ class HotMemories(Generic[KvT]):
             memory.tag = tag
 
     def drop(self, key: SequenceKey) -> bool:
-        """Forget it; True if there was one."""
-        self._uses.pop(key, None)
+        """Forget it; True if there was one. The bytes of one that a running turn extends stay with the turn."""
+        self.ledger.drop(key)
         return self._memories.pop(key, None) is not None
 
     def sizes(self) -> dict[SequenceKey, int]:
         """Allocated bytes of each memory. From any thread; not counted as a use."""
         return {key: memory.kv.allocated_bytes for key, memory in list(self._memories.items())}
 
+    def idle(self, namespace: str) -> list[tuple[SequenceKey, str, Memory[KvT]]]:
+        """Memories of a namespace that no running turn extends, as `PrefixGate.donor_of` takes them."""
+        return [
+            (key, namespace, memory)
+            for key, memory in self._memories.items()
+            if key.namespace == namespace and not self.ledger.is_lent(key)
+        ]
+
+    # --- turns ---
+
+    def reserve(
+        self,
+        owner: Hashable,
+        needed_bytes: int,
+        key: SequenceKey | None = None,
+        *,
+        extends: bool = False,
+        spare: Collection[Hashable] = (),
+    ) -> bool:
+        """Hold `needed_bytes` for a turn of `key`, which `extends` the key's hot memory or begins without it. Drops
+        idle memories, except those of `spare`, if that makes enough room. False, and nothing changed, if it does not.
+
+        `needed_bytes`: the KV of all tokens that it may come to have, and what its plan holds besides (restored blobs,
+        saved rows).
+        """
+        lent = key if extends else None
+        kept = {*spare, *([lent] if lent is not None else [])}
+        if not self._make_room(self.ledger.charge(needed_bytes, lent)[1], kept):
+            return False
+        self.ledger.reserve(owner, needed_bytes, lent)
+        if lent is not None and lent in self._memories:
+            self._lent[owner] = lent
+        if key is not None:
+            self._expected.speaks(key)
+        return True
+
+    def missing_bytes(self, needed_bytes: int, key: SequenceKey | None = None, *, extends: bool = False) -> int:
+        """What running turns would have to give up for a reservation that `reserve` refused; 0 if dropping idle
+        memories, spared or not, is enough.
+        """
+        lent = key if extends else None
+        held, missing = self.ledger.charge(needed_bytes, lent)
+        own = held - missing
+        return max(0, missing - self.ledger.free_bytes - (self.ledger.resident_bytes - own))
+
+    def resize(self, owner: Hashable, needed_bytes: int) -> bool:
+        """Hold more or less for a turn that runs: less once its plan's blobs are gone, more if there is room or
+        dropping idle memories makes it. False, and nothing changed, if there is none.
+        """
+        more = needed_bytes - self.ledger.reserved_by(owner)
+        return self._make_room(more, ()) and self.ledger.resize(owner, needed_bytes)
+
+    def release(self, owner: Hashable) -> None:
+        """The turn ended without a memory, was undone, or gave up its rows. What it extended is resident again, unless
+        it was dropped or its buffers grew so far that it does not fit any more: then it is gone.
+        """
+        self.ledger.release(owner)
+        key = self._lent.pop(owner, None)
+        if key is not None and (memory := self._memories.get(key)):
+            self._keep(key, memory)
+
+    def leave(self, owner: Hashable, key: SequenceKey, memory: Memory[KvT]) -> bool:
+        """The turn ended, and `memory` is the key's now. False if it does not fit (the turn used more than it had
+        reserved, and nothing else can go): then the key has none.
+        """
+        self.ledger.release(owner)
+        self._lent.pop(owner, None)
+        return self._keep(key, memory)
+
+    def _keep(self, key: SequenceKey, memory: Memory[KvT]) -> bool:
+        self.ledger.drop(key)
+        size = memory.kv.allocated_bytes
+        self._make_room(size, {key})
+        if self.ledger.keep(key, size):
+            self._memories[key] = memory
+            return True
+        self._memories.pop(key, None)
+        return False
+
+    def _make_room(self, missing_bytes: int, kept: Collection[Hashable]) -> bool:
+        """Drop idle memories but those of `kept` until `missing_bytes` are free, if that can be."""
+        sizes = {key: size for key, size in self.ledger.residents.items() if key not in kept}
+        if missing_bytes > self.ledger.free_bytes + sum(sizes.values()):
+            return False
+        for key in sorted(sizes, key=self._keeping_order):
+            if missing_bytes <= self.ledger.free_bytes:
+                break
+            self.drop(key)
+        return True
+
+    def _keeping_order(self, key: SequenceKey) -> tuple[bool, int]:
+        return self._memories[key].priority is Priority.INTERACTIVE, -self._expected.turns_until(key)
+
+    # --- as the engine's worker still calls it ---
+
     def used_bytes(self, busy: Collection[SequenceKey] = ()) -> int:
         """KV of all memories but those of `busy` keys."""
         return sum(memory.kv.allocated_bytes for key, memory in self._memories.items() if key not in busy)
 
     def make_room(self, needed_bytes: int, running_bytes: int, busy: Collection[SequenceKey]) -> bool:
-        """Whether `needed_bytes` fit beside the running turns. Drops idle memories, least recently used first, but only
-        if that makes enough room.
-        """
+        """Whether `needed_bytes` fit beside the running turns. Drops idle memories, but only if that makes enough."""
         if running_bytes + needed_bytes > self.budget_bytes:
             return False
-        idle = sorted((key for key in self._memories if key not in busy), key=lambda key: self._uses.get(key, 0))
+        idle = sorted((key for key in self._memories if key not in busy), key=self._keeping_order)
         while idle and running_bytes + needed_bytes + self.used_bytes(busy) > self.budget_bytes:
             self.drop(idle.pop(0))
         return True

@@ -1,6 +1,7 @@
 """One turn as it runs: what is computed, what was generated, what may be told, and what will be remembered. Pure."""
 
 from collections.abc import Callable, Hashable
+from functools import cached_property
 
 from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.errors import KvasirError
@@ -8,11 +9,14 @@ from kvasir.errors import KvasirError
 from inference_svc.grid import cell_end, shareable_after
 from inference_svc.plan import (
     BlocksFull,
+    Cold,
     Ended,
     Event,
     Failed,
     FinishReason,
+    Hot,
     Prefilled,
+    Priority,
     SequenceState,
     Started,
     Timings,
@@ -21,6 +25,7 @@ from inference_svc.plan import (
     TurnPlan,
 )
 from inference_svc.stop_strings import StopScanner
+from inference_svc.tensor_files import chain_hashes
 from inference_svc.token_text import TokenText
 
 
@@ -34,8 +39,10 @@ class Turn:
         stop_token_ids: frozenset[int],
         cell_tokens: int,
         clock: Callable[[], float],
+        kv_identity_hash: str = "",
     ) -> None:
         self.plan = plan
+        self._kv_identity_hash = kv_identity_hash
         self.token_ids = list(plan.token_ids)
         self.computed = 0  # leading tokens whose KV exists
         self.cached = 0  # of those, the reused ones
@@ -65,6 +72,54 @@ class Turn:
     @property
     def is_prefilling(self) -> bool:
         return self.computed < self.prompt_tokens
+
+    # --- as the scheduler sees it ---
+
+    @property
+    def priority(self) -> Priority:
+        return self.plan.priority
+
+    @property
+    def namespace(self) -> str | None:
+        return self.plan.namespace
+
+    @property
+    def memory_key(self) -> Hashable | None:
+        """The hot memory that the plan extends."""
+        return self.plan.key if isinstance(self.plan.reuse, Hot) else None
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Leading tokens that the plan reuses. The last prompt token is always computed: the reply begins with what
+        follows it.
+        """
+        keep = 0 if isinstance(self.plan.reuse, Cold) else self.plan.reuse.keep_tokens
+        return min(keep, self.prompt_tokens - 1)
+
+    @cached_property
+    def chain(self) -> tuple[str, ...]:
+        """Chain hashes of the prompt's full blocks; of none without a namespace, since nobody shares them."""
+        return () if self.namespace is None else chain_hashes(self._kv_identity_hash, self.plan.token_ids)
+
+    @property
+    def final_shareable(self) -> int:
+        """What `shareable` will be once the prompt is computed: a turn that left the grid stays off it."""
+        is_on_grid = self.shareable == self.computed and self.computed % self._cell_tokens == 0
+        whole_cells = self.prompt_tokens // self._cell_tokens * self._cell_tokens
+        return max(self.shareable, whole_cells) if is_on_grid else self.shareable
+
+    @property
+    def is_warm(self) -> bool:
+        return self.cached > 0
+
+    @property
+    def rest_tokens(self) -> int:
+        """Prompt tokens left to compute."""
+        return max(0, self.prompt_tokens - self.computed)
+
+    @property
+    def next_cell_tokens(self) -> int:
+        return cell_end(self.computed, self.prompt_tokens, self._cell_tokens) - self.computed
 
     @property
     def full_blocks(self) -> int:

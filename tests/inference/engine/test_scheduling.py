@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from inference_svc.grid import cell_end, shareable_after
 from inference_svc.hot_memories import HotMemories, Memory
 from inference_svc.kv.capacity import capacity_rows
-from inference_svc.plan import SequenceKey, SequenceState
+from inference_svc.plan import Priority, SequenceKey, SequenceState
 from inference_svc.scheduler import Scheduler
 
 
@@ -20,6 +20,22 @@ class Job:
     line: Hashable | None = None
     cells: int = 1
     tokens: int = 1
+    priority: Priority = Priority.INTERACTIVE
+    is_cancelled: bool = False
+    is_warm: bool = False
+    memory_key: Hashable | None = None
+    namespace: str | None = None
+    chain: tuple[str, ...] = ()
+    prompt_tokens: int = 0
+    computed: int = 0
+    reusable_tokens: int = 0
+    shareable: int = 0
+    final_shareable: int = 0
+    next_cell_tokens: int = 256
+
+    @property
+    def rest_tokens(self) -> int:
+        return self.cells * 256
 
     @property
     def is_prefilling(self) -> bool:
@@ -160,9 +176,7 @@ def test_the_longest_unused_memory_goes_first_and_a_busy_one_never() -> None:
     busy, old, young = keys(3)
     for key in (busy, old, young):
         memories.put(key, memory(30))
-    memories.get(old)
-    memories.put(young, memory(30))
-    memories.get(old)
+    memories.described(old)
     assert memories.make_room(needed_bytes=40, running_bytes=30, busy={busy})
     assert (memories.get(young), memories.get(busy) is not None, memories.get(old) is not None) == (None, True, True)
 

@@ -1,0 +1,56 @@
+"""Which hot memory to drop first: the one whose agent is expected last.
+
+An agent is expected again after as many turns, of all agents, as lay between its last two. One that spoke once, or is
+overdue, is expected after as long as it has been silent. So among strangers the least recently used goes first; but of
+agents that take turns in a ring too large for the budget the one that has just spoken goes, and the others stay: least
+recently used would drop each one just before its turn, and nobody would ever find its memory (LESSONS 27).
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+_REMEMBERED = 4_096  # agents whose rhythm is known, with and without a memory
+_PLANNED_TURNS = 16  # a plan that was read is submitted within so many turns of others, or never
+
+
+@dataclass
+class _Rhythm:
+    last: int  # turn number of the agent's last turn
+    interval: int | None = None  # turns between its last two
+    planned: int | None = None  # turn number at which its next turn was planned
+
+
+class ExpectedUse(Generic[KeyT]):
+    """Counts turns; knows each agent's rhythm."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._rhythms: dict[KeyT, _Rhythm] = {}  # last turn first to go
+
+    def speaks(self, key: KeyT) -> None:
+        """A turn of the agent begins."""
+        self._now += 1
+        before = self._rhythms.pop(key, None)
+        self._rhythms[key] = _Rhythm(self._now, None if before is None else self._now - before.last)
+        if len(self._rhythms) > _REMEMBERED:
+            del self._rhythms[next(iter(self._rhythms))]
+
+    def plans(self, key: KeyT) -> None:
+        """A turn of the agent is being planned: its memory is about to be used."""
+        if rhythm := self._rhythms.get(key):
+            rhythm.planned = self._now
+
+    def turns_until(self, key: KeyT) -> int:
+        """After how many turns of all agents this one is expected; more for one that is not known."""
+        rhythm = self._rhythms.get(key)
+        if rhythm is None:
+            return self._now + 1
+        if rhythm.planned is not None and self._now - rhythm.planned < _PLANNED_TURNS:
+            return -1
+        silent = self._now - rhythm.last
+        if rhythm.interval is not None and silent <= rhythm.interval:
+            return rhythm.interval - silent
+        return silent
