@@ -5,11 +5,17 @@ which is why a restored sequence goes on as if it had never left. Only the first
 leaves nothing that could be attended to.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from inference_svc.kv.codec import Codec
+from inference_svc.kv.codec import Codec, Parts
 from inference_svc.kv.row_buffer import RowBuffer
+
+if TYPE_CHECKING:
+    from inference_svc.kv.batch_kv import BatchQuantizedKVCache
 
 
 class LayerKV:
@@ -22,10 +28,19 @@ class LayerKV:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows [1, kv_heads, rows, dim]; return all rows as attention is to see them, in the same type."""
-        self.keys.write(self.offset, self.keys.codec.encode(keys))
-        self.values.write(self.offset, self.values.codec.encode(values))
-        self.offset += keys.shape[2]
-        return self.keys.decoded(self.offset, keys.dtype), self.values.decoded(self.offset, values.dtype)
+        self.append((*self.keys.codec.encode(keys), *self.values.codec.encode(values)))
+        return self.decoded(keys.dtype, values.dtype)
+
+    def append(self, codes: Parts) -> None:
+        """Store encoded rows: the parts of K, then those of V."""
+        split = self.keys.codec.part_count
+        self.keys.write(self.offset, codes[:split])
+        self.values.write(self.offset, codes[split:])
+        self.offset += codes[0].shape[2]
+
+    def decoded(self, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """All rows as attention is to see them, [1, kv_heads, offset, dim] each."""
+        return self.keys.decoded(self.offset, key_type), self.values.decoded(self.offset, value_type)
 
     def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """Causal mask of `rows` new tokens behind the stored ones, as mlx-lm's own caches give it."""
@@ -62,6 +77,16 @@ class LayerKV:
         rows = min(rows, self.offset)
         self.offset -= rows
         return rows
+
+    def batched(self) -> "BatchQuantizedKVCache":
+        """An empty batch for layers like this one."""
+        from inference_svc.kv.batch_kv import BatchQuantizedKVCache  # which is made of these
+
+        return BatchQuantizedKVCache()
+
+    def merge(self, caches: "Sequence[LayerKV]") -> "BatchQuantizedKVCache":
+        """A batch of sequences; mlx-lm asks the first of them for it."""
+        return type(self.batched()).merge(caches)
 
     def fork(self) -> "LayerKV":
         other = LayerKV(self.keys.codec, self.values.codec)

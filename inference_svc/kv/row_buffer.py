@@ -30,6 +30,14 @@ class RowBuffer:
     def allocated_bytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
+    @property
+    def values_per_row(self) -> int:
+        """Values that a row decodes to, all heads together; 0 before the first write."""
+        if not self.parts:
+            return 0
+        codes = self.parts[0]
+        return int(codes.shape[1] * codes.shape[3] * codes.itemsize * 8 // self.codec.bits)
+
     def write(self, start: int, rows: Parts) -> None:
         """Put rows at [start, start + rows). What lies before `start` is kept; what lies behind is free."""
         stop = start + rows[0].shape[2]

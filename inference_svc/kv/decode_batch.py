@@ -1,0 +1,85 @@
+"""All sequences that are being decoded, one token each per forward pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from inference_svc.kv.sequence_kv import SequenceKV
+
+
+class DecodeBatch:
+    """Sequences by slot. A sequence's KV stays its own while it is here, but lags behind until it is settled.
+
+    `forward` maps tokens [slots, n] and the layers' batched caches to logits [slots, 1, vocabulary].
+    `decoded_budget` bounds the values in the decoded copies of all layers together; beyond it attention decodes on
+    read.
+    """
+
+    def __init__(self, forward: Callable[[mx.array, list[Any]], mx.array], decoded_budget: int) -> None:
+        self._forward = forward
+        self._decoded_budget = decoded_budget
+        self._sequences: list[SequenceKV] = []
+        self._layers: list[Any] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, kv: SequenceKV) -> bool:
+        return any(kv is other for other in self._sequences)
+
+    @property
+    def sequences(self) -> Sequence[SequenceKV]:
+        """In the order of slots."""
+        return self._sequences
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the batch holds beside its sequences' own buffers."""
+        return sum(layer.scratch_bytes for layer in self._layers)
+
+    def join(self, kv: SequenceKV) -> None:
+        """Take a sequence in. It must not be used elsewhere until it leaves."""
+        if not self._layers:
+            self._layers = [layer.batched() for layer in kv.layers]
+        for batch, layer in zip(self._layers, kv.layers, strict=True):
+            batch.join(layer)
+        self._sequences.append(kv)
+
+    def leave(self, kv: SequenceKV) -> None:
+        """Let a sequence go on alone, with all its rows in its own buffers. Without effect if it is not here."""
+        if kv not in self:
+            return
+        slot = self._slot(kv)
+        for batch in self._layers:
+            batch.leave(slot)
+        last = self._sequences.pop()
+        if last is not kv:
+            self._sequences[slot] = last
+        mx.eval(kv.state)
+
+    def settle(self, kv: SequenceKV) -> None:
+        """Bring a sequence's own buffers up to date, so that they can be read. It stays."""
+        if kv in self:
+            for batch in self._layers:
+                batch.settle(self._slot(kv))
+            mx.eval(kv.state)
+
+    def step(self, token_ids: Sequence[int]) -> mx.array:
+        """Compute one more token of each sequence, in the order of slots; logits [slots, vocabulary], not evaluated."""
+        self._stay_within_budget()
+        logits = self._forward(mx.array([[token] for token in token_ids], dtype=mx.uint32), self._layers)
+        return logits[:, -1]
+
+    def discard(self) -> list[SequenceKV]:
+        """After a failed step: drop all scratch. The layers of the sequences returned may disagree on their length."""
+        sequences, self._sequences, self._layers = self._sequences, [], []
+        return sequences
+
+    def _slot(self, kv: SequenceKV) -> int:
+        return next(slot for slot, other in enumerate(self._sequences) if other is kv)
+
+    def _stay_within_budget(self) -> None:
+        is_kept = sum(layer.decoded_values for layer in self._layers) <= self._decoded_budget
+        for layer in self._layers:
+            layer.keep_decoded(is_kept)

@@ -1,0 +1,78 @@
+"""Arrays that several sequences share, one slot each: written at every slot's own position, read as one batch.
+
+Nothing moves when a sequence joins or leaves but its own slot and, so that used slots stay together, the last one.
+"""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from inference_svc.kv.capacity import STEP_ROWS
+from inference_svc.kv.codec import Parts
+
+
+class SlotArrays:
+    """Arrays [slots, heads, capacity, …] of equal slots and capacity. Who reads says how many rows are valid."""
+
+    def __init__(self, step_rows: int = STEP_ROWS) -> None:
+        self.arrays: Parts = ()
+        self._step_rows = step_rows
+
+    @property
+    def slots(self) -> int:
+        return self.arrays[0].shape[0] if self.arrays else 0
+
+    @property
+    def capacity(self) -> int:
+        return self.arrays[0].shape[2] if self.arrays else 0
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(array.nbytes for array in self.arrays)
+
+    def reserve(self, slots: int, capacity: int, like: Parts) -> None:
+        """Make room, in steps, for `slots` of `capacity` rows that look like `like` [any, heads, any, …]."""
+        if slots <= self.slots and capacity <= self.capacity:
+            return
+        new_slots = max(slots, self.slots if slots <= self.slots else 2 * self.slots)
+        new_capacity = max(-(-capacity // self._step_rows) * self._step_rows, self.capacity)
+        grown = [mx.zeros((new_slots, part.shape[1], new_capacity, *part.shape[3:]), dtype=part.dtype) for part in like]
+        for new, old in zip(grown, self.arrays, strict=False):
+            new[: old.shape[0], :, : old.shape[2]] = old
+        self.arrays = tuple(grown)
+
+    def put(self, slot: int, start: int, rows: Parts) -> None:
+        """Write rows [1, heads, n, …] of one slot from position `start` on."""
+        for array, new in zip(self.arrays, rows, strict=True):
+            array[slot : slot + 1, :, start : start + new.shape[2]] = new
+
+    def put_each(self, positions: Sequence[int], rows: Parts) -> None:
+        """Write one row [slots', heads, 1, …] of each of the first slots, at that slot's own position."""
+        count = len(positions)
+        if count == self.slots:
+            index = mx.array(list(positions))[:, None, None, None]
+            self.arrays = tuple(
+                mx.put_along_axis(array, mx.broadcast_to(index, new.shape), new, axis=2)
+                for array, new in zip(self.arrays, rows, strict=True)
+            )
+            return
+        slots, index = mx.arange(count), mx.array(list(positions))
+        for array, new in zip(self.arrays, rows, strict=True):
+            array[slots, :, index] = new[:, :, 0]
+
+    def read(self, slots: int, rows: int) -> Parts:
+        """The first `rows` rows of the first `slots` slots."""
+        return tuple(array[:slots, :, :rows] for array in self.arrays)
+
+    def read_slot(self, slot: int, rows: int) -> Parts:
+        """The first `rows` rows of one slot, [1, heads, rows, …]."""
+        return tuple(array[slot : slot + 1, :, :rows] for array in self.arrays)
+
+    def move(self, source: int, target: int, rows: int) -> None:
+        """Copy the first `rows` rows of a slot over another."""
+        if source != target and rows:
+            self.put(target, 0, tuple(mx.contiguous(part) for part in self.read_slot(source, rows)))
+
+    def clear(self) -> None:
+        """Give the memory back."""
+        self.arrays = ()

@@ -1,0 +1,33 @@
+"""The model that the conformance suite of KV backends runs."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from inference_svc.kv.row_exact import make_row_exact
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model_identity import default_policy
+from inference_svc.models.loading import load
+from tests.inference.engine.tiny_models import LLAMA, write_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Three layers of random, sharpened weights: every token of the context matters."""
+    loaded = load(write_model(tmp_path_factory.mktemp("llama"), LLAMA), "float32").model
+    make_row_exact(loaded)
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def new_kv(model: Any) -> Callable[[], SequenceKV]:
+    policy = default_policy("float32")
+    return lambda: SequenceKV.empty(policy, len(model.layers))
+
+
+@pytest.fixture(autouse=True)
+def _give_memory_back() -> Iterator[None]:
+    yield
+    mx.clear_cache()
