@@ -39,6 +39,9 @@ IMPORTS = (
             "inference_svc/sampling.py",
             "inference_svc/kv/*",
             "inference_svc/models/*",
+            # They measure MLX itself: mlx-lm on a thread of its own, and the peaks of a process.
+            "inference_svc/bench/peer_thread.py",
+            "inference_svc/bench/memory_probe.py",
         ),
         "streams belong to the MLX thread; everything else must be testable without MLX",
     ),

@@ -1,15 +1,28 @@
 """`kvasir bench …`: what the services do beside what this machine's wire, disk and hash could, in one run."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from kvasir.bench import engine as engine_bench
+from kvasir.bench import engine_keys, engine_plots
 from kvasir.bench import store as store_bench
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
+
+EngineCase = Enum("EngineCase", [(name, name) for name in engine_keys.CASES], type=str)  # type: ignore[misc]
+
+
+class Peer(StrEnum):
+    """What else can do the engine's work."""
+
+    MLX_LM = "mlx-lm"
 
 
 @app.callback()
@@ -34,3 +47,60 @@ def store(
     caller.out.file.write("\n".join(said) + "\n")
     if not quick and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
+
+
+@app.command("engine", epilog=engine_keys.help_text())
+def engine(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
+    ] = "",
+    only: Annotated[list[EngineCase] | None, typer.Option(help="Measure this alone. May be repeated.")] = None,
+    peer: Annotated[Peer | None, typer.Option(help="Put the same work through this too, alternating.")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="How often; medians are told. 5 if left out.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write a PNG for each case into this directory.")] = None,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure less, and once, for a look.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Decode, first token, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
+
+    Needs a quiet machine: everything is told as ratios within one run, but a run that is disturbed in its middle says
+    little. Names in the JSON are below, and stay.
+    """
+    caller = caller_of(context, as_json)
+    with _progress(caller, "measuring the engine; minutes at full size") as say:
+        results = engine_bench.run(
+            model=model,
+            cases=[case.value for case in only or ()],
+            peer=peer.value if peer else "",
+            repeats=repeats,
+            is_quick=quick,
+            say=say,
+        )
+    if plots is not None:
+        _plot(caller, results, plots)
+    show = engine_bench.markdown if as_markdown else engine_bench.table
+    caller.result(results, lambda out: out.print(show(results), markup=False))
+    if not quick and not all(target["is_met"] for target in results["targets"]):
+        raise typer.Exit(PROBLEMS)
+
+
+@contextmanager
+def _progress(caller: Caller, title: str) -> Iterator[Callable[[str], None]]:
+    """What is being measured: one line that changes at a terminal, many lines elsewhere, nothing for scripts."""
+    if caller.shows_progress:
+        with caller.err.status(title) as status:
+            yield status.update
+    else:
+        caller.say(f"{title} …")
+        yield caller.say
+
+
+def _plot(caller: Caller, results: dict[str, Any], directory: Path) -> None:
+    try:
+        written = engine_plots.plot(results, directory)
+    except ImportError:
+        caller.say("no pictures without matplotlib: install kvasir[all]")
+        return
+    caller.say(f"wrote {', '.join(str(path) for path in written)}")

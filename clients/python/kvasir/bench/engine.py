@@ -1,0 +1,127 @@
+"""`kvasir bench engine`: has the engine measured by a program of its own, and shows what it found.
+
+The SDK does not import the service: `python -m inference_svc.bench` measures and prints JSON.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from kvasir.errors import FailedPrecondition
+
+_SECONDS = "_s"
+_SPREAD = "_spread"
+
+
+def run(
+    *,
+    model: str = "",
+    cases: Sequence[str] = (),
+    peer: str = "",
+    repeats: int | None = None,
+    is_quick: bool = False,
+    say: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure; `say` is given progress, a line each. What comes back is named in `kvasir.bench.engine_keys`.
+
+    Raises FailedPrecondition, with the program's last line, when it could not measure.
+    """
+    argv = [sys.executable, "-m", "inference_svc.bench"]
+    argv += ["--model", model] if model else []
+    argv += ["--only", *cases] if cases else []
+    argv += ["--peer", peer] if peer else []
+    argv += ["--repeats", str(repeats)] if repeats is not None else []
+    argv += ["--quick"] if is_quick else []
+    last = ""
+    with tempfile.TemporaryFile("w+") as out:
+        with subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            for line in process.stderr:
+                last = line.strip() or last
+                say(line.rstrip())
+        if process.returncode:
+            hint = "; install kvasir[engine]" if "No module named" in last else ""
+            raise FailedPrecondition(f"the engine could not be measured: {last}{hint}")
+        out.seek(0)
+        results: dict[str, Any] = json.load(out)
+    return results
+
+
+def table(results: Mapping[str, Any]) -> str:
+    """What was found, as plain text."""
+    return "\n".join(_lines(results, _text_table, "{}"))
+
+
+def markdown(results: Mapping[str, Any]) -> str:
+    """The same as Markdown, for the project's pages."""
+    return "\n".join(_lines(results, _markdown_table, "### {}\n"))
+
+
+def _lines(results: Mapping[str, Any], show: Callable[[list[list[str]]], list[str]], heading: str) -> Iterator[str]:
+    yield f"{_machine(results)}\n"
+    for case in results["cases"].values():
+        yield heading.format(case["title"])
+        yield from show(cells(case["rows"]))
+        yield ""
+    if results["targets"]:
+        yield heading.format("Targets")
+        targets = [["", "found", "wanted", "what"]]
+        targets += [
+            ["met" if row["is_met"] else "NOT MET", _number(row["found"]), row["wanted"], row["what"]]
+            for row in results["targets"]
+        ]
+        yield from show(targets)
+
+
+def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """A heading and a row for each row, as text. A spread stands behind its median, as ±half of it in percent."""
+    keys = [key for key in rows[0] if not key.endswith(_SPREAD)]
+    return [[key.replace("_", " ") for key in keys], *([_cell(row, key) for key in keys] for row in rows)]
+
+
+def _cell(row: Mapping[str, Any], key: str) -> str:
+    value, spread = row[key], row.get(key + _SPREAD)
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if key.endswith("_bytes"):
+        return f"{value / 1e6:,.1f} MB"
+    unit = " ms" if key.endswith(_SECONDS) and value < 1 and not key.endswith("_per_s") else ""
+    text = f"{_number(value * 1000 if unit else value)}{unit}"
+    text += " s" if key.endswith(_SECONDS) and not unit and not key.endswith("_per_s") else ""
+    return text if spread is None else f"{text} ±{50 * spread:.0f}%"
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def _machine(results: Mapping[str, Any]) -> str:
+    machine, model, settings = results["machine"], results["model"], results["settings"]
+    blas = f", {machine['blas']}" if machine["blas"] else ""
+    return (
+        f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{blas}; {machine['platform']}; "
+        f"Python {machine['python']}, mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}; "
+        f"load {machine['load_before']} before, {machine['load_after']} after. "
+        f"{model['name']}: {model['layers']} layers, {model['compute_type']}, K {model['key_bits']} and "
+        f"V {model['value_bits']} bits, {model['kv_bytes_per_token']} bytes a token, cells of {model['cell_tokens']}. "
+        f"Medians of {settings['repeats']}{', quick' if settings['is_quick'] else ''}; ± is half the spread."
+    )
+
+
+def _text_table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _markdown_table(rows: list[list[str]]) -> list[str]:
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return [lines[0], "|" + "---:|" * len(rows[0]), *lines[1:]]

@@ -1,0 +1,111 @@
+"""The names in the JSON of `kvasir bench engine`, and what each means. They stay: scripts read them.
+
+The measuring program (`python -m inference_svc.bench`) prints no other ones, and the command line shows these in its
+help.
+"""
+
+from collections.abc import Mapping
+
+TOP: Mapping[str, str] = {
+    "machine": "platform, processor, cores, device, blas, versions, and the load average before and after",
+    "model": "name, layers, bytes of KV per token, cell size, compute type, KV policy",
+    "settings": "is_quick, repeats",
+    "cases": "by case: title, and rows of the keys below",
+    "targets": "case, what, found, wanted, is_met",
+}
+
+CASES: Mapping[str, Mapping[str, str]] = {
+    "decode": {
+        "context": "tokens that each row has before it; 200-4000 is a mix",
+        "batch": "rows that decode together",
+        "tokens_per_s": "of all rows, while all of them decode",
+        "tokens_per_s_spread": "",
+        "ratio_to_one": "tokens_per_s / that of one row, same context (of a mix: the mean context)",
+    },
+    "peer": {
+        "context": "as in decode",
+        "batch": "as in decode",
+        "engine_tokens_per_s": "decoded, after all prompts are computed",
+        "peer_tokens_per_s": "the same by mlx-lm's BatchGenerator with its own KV caches",
+        "ratio": "engine / peer",
+        "ratio_spread": "",
+        "engine_total_s": "prompts and tokens, from the first submit to the last end",
+        "peer_total_s": "the same by mlx-lm",
+        "total_ratio": "peer_total_s / engine_total_s: above 1 the engine is faster",
+    },
+    "first_token": {
+        "context_tokens": "that are remembered; 48 new ones follow",
+        "cold_s": "to the first token, everything computed",
+        "cold_s_spread": "",
+        "warm_s": "restored from tensor files",
+        "warm_s_spread": "",
+        "hot_s": "from the engine's own memory",
+        "hot_s_spread": "",
+        "cold_to_warm": "cold_s / warm_s",
+        "cold_to_hot": "cold_s / hot_s",
+    },
+    "staggered": {
+        "sequential_s": "from B's arrival, at a third of A's tokens, to B's first token when B waits for A's end",
+        "staggered_s": "the same when B joins at once",
+        "ratio": "sequential_s / staggered_s",
+        "ratio_spread": "",
+        "longest_gap_s": "between two tokens of A",
+        "allowed_gap_s": "budget_s + cell_s + step_s",
+        "gap_ratio": "longest_gap_s / allowed_gap_s",
+        "budget_s": "a step's time budget beside decoding",
+        "cell_s": "the longest cell of B's prompt, alone",
+        "step_s": "a step that decodes A and B",
+    },
+    "gaps": {
+        "beside": "what another turn does while a stream runs: nothing, prefill, restore",
+        "tokens": "that it prefills or restores",
+        "median_gap_s": "between two tokens of the stream",
+        "longest_gap_s": "the longest of them",
+        "longest_gap_s_spread": "",
+        "ratio_to_nothing": "longest_gap_s / that beside nothing",
+    },
+    "cancel": {
+        "during": "decode, or prefill of a prompt of so many tokens, at so many of them",
+        "median_s": "from cancel() until the turn's failure is told and its row is gone",
+        "longest_s": "the longest of the repeats",
+    },
+    "memory": {
+        "how": "whose KV, and in which pieces the prompt is computed",
+        "prompt_tokens": "computed, each row in a process of its own",
+        "peak_bytes": "most memory that MLX held, the weights among it",
+        "resident_bytes": "held after the turn, without the weights",
+        "kv_bytes_per_token": "resident_bytes / tokens",
+        "peak_ratio": "peak_bytes / that of one chunk",
+        "resident_ratio": "resident_bytes / that of 16-bit KV",
+    },
+    "matching": {
+        "chat": "messages (through the model's template) or transcript (lines of plain text)",
+        "turn": "of the chat; the last row is their sum",
+        "prompt_tokens": "of the whole prompt",
+        "by_characters": "tokens reused when texts are compared",
+        "by_tokens": "tokens reused when the prompt is tokenized anew and tokens are compared",
+        "ratio": "by_characters / by_tokens; none where that is 0",
+    },
+    "shared_prefix": {
+        "sharing": "whether the agents are of one namespace",
+        "agents": "that arrive together, with one prefix and 64 tokens each of their own",
+        "prefix_tokens": "of the shared prefix",
+        "prefilled_tokens": "computed for all of them",
+        "mean_first_token_s": "over the agents",
+        "last_first_token_s": "until every agent has its first token",
+        "prefilled_ratio": "prefilled_tokens / that without sharing",
+        "time_ratio": "last_first_token_s without sharing / this",
+    },
+}
+SPREAD = "…_spread: (largest − smallest) / median over the repeats"
+
+
+def help_text() -> str:
+    """All names, a paragraph for each case."""
+    paragraphs = [_paragraph("JSON", TOP), *(_paragraph(case, keys) for case, keys in CASES.items()), SPREAD]
+    return "\n\n".join(paragraphs)
+
+
+def _paragraph(name: str, keys: Mapping[str, str]) -> str:
+    told = "; ".join(f"{key}: {meaning}" for key, meaning in keys.items() if meaning)
+    return f"{name}: {told}."

@@ -1,0 +1,78 @@
+"""What is made of measured times: medians, spreads, rates, gaps, and whether a target is met. Pure."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A number that was asked for: at least it, or with `is_most` at most it."""
+
+    what: str
+    found: float
+    limit: float
+    is_most: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        return self.found <= self.limit if self.is_most else self.found >= self.limit
+
+    def row(self, case: str) -> dict[str, Any]:
+        return {
+            "case": case,
+            "what": self.what,
+            "found": rounded(self.found),
+            "wanted": f"{'<=' if self.is_most else '>='} {rounded(self.limit)}",
+            "is_met": self.is_met,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """Repeats of one measurement. `spread` is (largest − smallest) / median, 0 when the median is."""
+
+    median: float
+    smallest: float
+    largest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Summary":
+        """Raises ValueError when there are none."""
+        if not values:
+            raise ValueError("repeats: expected at least one")
+        return cls(statistics.median(values), min(values), max(values))
+
+    @property
+    def spread(self) -> float:
+        return (self.largest - self.smallest) / self.median if self.median else 0.0
+
+
+def rounded(value: float) -> float:
+    """Four significant digits: more would claim to be known."""
+    return float(f"{value:.4g}")
+
+
+def told(row: Any) -> dict[str, Any]:
+    """A row of a case, numbers rounded; counts stay as they are."""
+    return {key: rounded(value) if isinstance(value, float) else value for key, value in asdict(row).items()}
+
+
+def rate_of_all(rows: Sequence[Sequence[float]]) -> float:
+    """Tokens per second while all rows decode, from the times (s) of each row's tokens.
+
+    Counted from the moment that the last row had its first token until the first row had its last. Raises ValueError
+    when they never ran together.
+    """
+    began = max(times[0] for times in rows)
+    ended = min(times[-1] for times in rows)
+    if ended <= began:
+        raise ValueError("the rows did not decode together: more tokens are needed")
+    return sum(began < time <= ended for times in rows for time in times) / (ended - began)
+
+
+def gaps(times: Sequence[float], start: float, stop: float) -> list[float]:
+    """Seconds between consecutive times, of those pairs that touch [start, stop]."""
+    return [later - earlier for earlier, later in pairwise(times) if later >= start and earlier <= stop]

@@ -1,0 +1,41 @@
+"""How long a cancelled turn still runs: while it decodes, and in the middle of a long prompt."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from inference_svc.bench.arithmetic import Summary, Target
+from inference_svc.bench.lab import Case, Lab, Run
+
+_MOST_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """When the cancel came; keys as in `kvasir.bench.engine_keys`."""
+
+    during: str
+    median_s: float
+    longest_s: float
+
+
+def run(lab: Lab) -> Case:
+    """Cancelled right after a step told its events, so that the next one is whole: the worst moment."""
+    tokens = 600 if lab.is_quick else lab.shortened(8192)
+    cells = -(-tokens // lab.engine.model.cell_tokens)
+    moments: dict[str, tuple[int, Callable[[Run], bool]]] = {"decode": (256, lambda run: len(run.token_times) >= 8)}
+    for cell in sorted({cells // 2, cells - 1}):
+        at = f"prefill of {tokens}, at {cell * lab.engine.model.cell_tokens}"
+        moments[at] = (tokens, lambda run, cell=cell: len(run.cell_times) >= cell)  # type: ignore[misc]
+    found: dict[str, list[float]] = {during: [] for during in moments}
+    for counts in lab.rounds("cancelling"):
+        for during, (prompt_tokens, has_come) in moments.items():
+            seconds = _cancelled(lab, prompt_tokens, has_come)
+            found[during] += [seconds] if counts else []
+    rows = [Row(during, Summary.of(each).median, max(each)) for during, each in found.items()]
+    return Case("Cancel", rows, [Target(f"cancel during {row.during}, s", row.median_s, _MOST_S, True) for row in rows])
+
+
+def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) -> float:
+    turn = lab.start(lab.prompts.tokens(prompt_tokens, 0), 64)
+    turn.wait_until(has_come)
+    return turn.cancel()

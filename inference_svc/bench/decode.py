@@ -1,0 +1,67 @@
+"""Decode throughput by rows in the batch, with equal and mixed lengths."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from inference_svc.bench.arithmetic import Summary, Target, rate_of_all
+from inference_svc.bench.lab import Case, Lab, Memory
+from inference_svc.bench.prompts import mixed_lengths
+
+MIXED = "200-4000"
+_LEAST_RATIO = 3.0  # 8 rows to one, at 128 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A context and a batch; keys as in `kvasir.bench.engine_keys`."""
+
+    context: str
+    batch: int
+    tokens_per_s: float
+    tokens_per_s_spread: float
+    ratio_to_one: float
+
+
+def run(lab: Lab) -> Case:
+    """Tokens per second through the engine."""
+    batches, contexts, tokens = ((1, 2), ("64",), 6) if lab.is_quick else ((1, 2, 4, 8, 16), ("128", "512", "2048"), 48)
+    rows: list[Row] = []
+    for context in (*contexts, MIXED)[: 1 if lab.is_quick else None]:
+        rows += _rows(lab, context, batches, tokens)
+    ratios = [row.ratio_to_one for row in rows if (row.context, row.batch) == ("128", 8)]
+    targets = [Target("8 rows / 1 row, 128 tokens of context", ratio, _LEAST_RATIO) for ratio in ratios]
+    return Case("Decode throughput", rows, targets)
+
+
+def lengths_of(context: str, batch: int) -> list[int]:
+    """How many tokens each row has before it. One row of a mix has the mix's mean."""
+    if context != MIXED:
+        return [int(context)] * batch
+    return mixed_lengths(batch) if batch > 1 else [sum(mixed_lengths(2)) // 2]
+
+
+def decode_rate(lab: Lab, memories: Sequence[Memory], tokens: int) -> float:
+    """Tokens per second of all memories going on at once, about `tokens` each while all of them do."""
+    forks = [lab.fork(memory) for memory in memories]
+    # Rows join one after another, a suffix of one token each: as many steps pass until the last has joined.
+    runs = [lab.resume(fork, fork.tokens[:1], tokens + len(forks)) for fork in forks]
+    for each in runs:
+        each.end()
+    lab.forget(forks)
+    return rate_of_all([each.token_times for each in runs])
+
+
+def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[Row]:
+    wanted = {length for batch in batches for length in lengths_of(context, batch)}
+    numbers = range(max(batches) if context != MIXED else 1)
+    known = {(length, n): lab.remember(lab.prompts.tokens(length, n)) for length in sorted(wanted) for n in numbers}
+    rates: dict[int, list[float]] = {batch: [] for batch in batches}
+    for counts in lab.rounds(f"decode at {context} tokens"):
+        for batch in batches:
+            chosen = [known[length, n % len(numbers)] for n, length in enumerate(lengths_of(context, batch))]
+            rate = decode_rate(lab, chosen, tokens)
+            rates[batch] += [rate] if counts else []
+    lab.forget(known.values())
+    found = {batch: Summary.of(values) for batch, values in rates.items()}
+    one = found[batches[0]].median
+    return [Row(context, batch, each.median, each.spread, each.median / one) for batch, each in found.items()]

@@ -1,0 +1,245 @@
+"""The engine under measurement, and turns of it whose every event is timed."""
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.bench.arithmetic import Target
+from inference_svc.bench.prompts import Prompts
+from inference_svc.engine import Engine, TurnHandle
+from inference_svc.plan import (
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    Hot,
+    ModelInfo,
+    Prefilled,
+    Restored,
+    Reuse,
+    SamplingParams,
+    SequenceKey,
+    SequenceState,
+    Tokens,
+    TurnPlan,
+)
+
+_PATIENCE_S = 1800.0
+_NAMESPACE = "bench"
+
+
+class MeasuredEngine(Engine):
+    """An engine whose turns end at `max_tokens` alone, so that all runs do the same work; and whose cells can be made
+    of another size.
+    """
+
+    cell_tokens = 0  # 0: the engine's own
+
+    @property
+    def model(self) -> ModelInfo:
+        info = super().model
+        return replace(info, stop_token_ids=(), cell_tokens=self.cell_tokens or info.cell_tokens)
+
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """The model's own end tokens, for turns that are to end as in earnest."""
+        return super().model.stop_token_ids
+
+    @classmethod
+    def opened(
+        cls,
+        model: str | Path,
+        cache_dir: Path,
+        memory_budget_bytes: int,
+        policy: identity_pb2.KvPolicy | None = None,
+        cell_tokens: int = 0,
+    ) -> "MeasuredEngine":
+        """As `Engine.open`."""
+        engine = cls.open(model, cache_dir=cache_dir, memory_budget_bytes=memory_budget_bytes, policy=policy)
+        assert isinstance(engine, MeasuredEngine)
+        engine.cell_tokens = cell_tokens
+        return engine
+
+
+class Run:
+    """A turn in flight: when each of its events was told, on the lab's clock (s)."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.submitted_s = clock()
+        self.token_times: list[float] = []
+        self.cell_times: list[float] = []  # of Prefilled events
+        self.told_s = 0.0  # of the last event
+        self._clock = clock
+        self._handle: TurnHandle | None = None
+        self._last: Ended | Failed | None = None
+        self._at: tuple[Callable[[Run], bool], Callable[[], None]] | None = None
+        self._changed = threading.Condition()
+
+    def when(self, has_come: Callable[["Run"], bool], action: Callable[[], None]) -> "Run":
+        """Do `action` once, on the MLX thread, in the step in which `has_come` of this run becomes true."""
+        self._at = (has_come, action)
+        return self
+
+    def begin(self, engine: Engine, plan: TurnPlan) -> "Run":
+        self.submitted_s = self._clock()
+        self._handle = engine.submit(plan, self._listen)
+        return self
+
+    def _listen(self, events: list[Event]) -> None:
+        now = self._clock()
+        with self._changed:
+            for event in events:
+                if isinstance(event, Tokens):
+                    self.token_times += [now] * len(event.ids)
+                elif isinstance(event, Prefilled):
+                    self.cell_times.append(now)
+                elif isinstance(event, Ended | Failed):
+                    self._last = event
+            self.told_s = now
+            self._changed.notify_all()
+        if self._at is not None and self._at[0](self):
+            action, self._at = self._at[1], None
+            action()
+
+    @property
+    def first_token_s(self) -> float:
+        """From submit to the first token."""
+        return self.token_times[0] - self.submitted_s
+
+    def wait_until(self, has_come: Callable[["Run"], bool]) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._last is not None or has_come(self), _PATIENCE_S):
+                raise TimeoutError("the engine did not come so far")
+        if isinstance(self._last, Failed) and not has_come(self):
+            raise self._last.error
+
+    def end(self) -> Ended:
+        """Wait for the turn's end; raises what it failed with."""
+        self.wait_until(lambda _: False)
+        assert isinstance(self._last, Ended)
+        return self._last
+
+    def cancel(self) -> float:
+        """Cancel the turn; returns the seconds until its end was told."""
+        assert self._handle is not None
+        began = self._clock()
+        self._handle.cancel()
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._last is not None, _PATIENCE_S):
+                raise TimeoutError("the cancelled turn did not end")
+        return self.told_s - began
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An agent that the engine remembers, and what it remembers."""
+
+    key: SequenceKey
+    state: SequenceState
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.state.token_ids
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a case found: rows of the keys in `kvasir.bench.engine_keys`, and the targets that the project has set."""
+
+    title: str
+    rows: Sequence[object]
+    targets: Sequence[Target] = ()
+
+
+class Lab:
+    """An engine, a clock (s), how often to repeat, and whether a look is enough."""
+
+    def __init__(
+        self,
+        engine: MeasuredEngine,
+        model: str | Path,
+        clock: Callable[[], float],
+        *,
+        repeats: int,
+        is_quick: bool,
+        say: Callable[[str], None],
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.clock = clock
+        self.repeats = repeats
+        self.is_quick = is_quick
+        self.say = say
+        self.prompts = Prompts(engine.tokenizer)
+        self._agents = 0
+
+    @property
+    def step_budget_s(self) -> float:
+        """What a step may take beside decoding, as the engine's scheduler has it."""
+        return 0.0
+
+    def rounds(self, what: str) -> Iterable[bool]:
+        """The repeats, behind one that warms caches and allocators: whether each counts."""
+        for repeat in range(self.repeats + 1):
+            self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
+            yield repeat > 0
+
+    def new_key(self) -> SequenceKey:
+        """An agent that nobody used before."""
+        self._agents += 1
+        return SequenceKey(_NAMESPACE, f"agent {self._agents}")
+
+    def run(self) -> Run:
+        """A turn that has not begun."""
+        return Run(self.clock)
+
+    def start(
+        self,
+        tokens: Sequence[int],
+        max_tokens: int,
+        reuse: Reuse | None = None,
+        key: SequenceKey | None = None,
+        *,
+        namespace: str | None = None,
+        stop_token_ids: tuple[int, ...] = (),
+        run: Run | None = None,
+    ) -> Run:
+        """Submit a greedy turn."""
+        sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=stop_token_ids)
+        plan = TurnPlan(tuple(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
+        return (run or self.run()).begin(self.engine, plan)
+
+    def remember(self, tokens: Sequence[int]) -> Memory:
+        """A new agent with these tokens, and the one that follows them, in memory."""
+        key = self.new_key()
+        return Memory(key, self.start(tokens, 1, key=key).end().state)
+
+    def fork(self, memory: Memory) -> Memory:
+        """The same memory for a new agent: one that a turn may use up."""
+        key = self.new_key()
+        if not self.engine.fork_hot(memory.key, key).result(_PATIENCE_S):
+            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
+        return Memory(key, memory.state)
+
+    def forget(self, memories: Iterable[Memory]) -> None:
+        for memory in memories:
+            self.engine.drop_hot(memory.key).result(_PATIENCE_S)
+
+    def resume(self, memory: Memory, suffix: Sequence[int], max_tokens: int) -> Run:
+        """A turn that extends an agent's hot memory."""
+        return self.start((*memory.tokens, *suffix), max_tokens, Hot(len(memory.tokens)), memory.key)
+
+    def restored(self, memory: Memory) -> Restored:
+        """What a store would give back of a memory."""
+        snapshot = self.engine.snapshot(memory.key, 0).result(_PATIENCE_S)
+        if snapshot is None:
+            raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
+        files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
+        return Restored(tuple(data for _, data in files), memory.tokens, len(memory.tokens))
+
+    def shortened(self, tokens: int, spare: int = 64) -> int:
+        """`tokens`, or what the model's context leaves of them when `spare` more are to follow."""
+        return min(tokens, self.engine.model.context_tokens - spare)

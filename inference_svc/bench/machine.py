@@ -1,0 +1,58 @@
+"""What was measured on: facts of the machine and of the model, so that a number can be read later."""
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from inference_svc.bench.lab import MeasuredEngine
+
+_PACKAGES = ("mlx", "mlx-lm", "mkl")
+
+
+def machine(engine: MeasuredEngine) -> dict[str, Any]:
+    """The machine as it is now, how busy it is among it."""
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "device": engine.device,
+        "blas": engine.blas,
+        "python": platform.python_version(),
+        **{name: _version(name) for name in _PACKAGES},
+        "load_before": round(os.getloadavg()[0], 2),
+    }
+
+
+def model(engine: MeasuredEngine) -> dict[str, Any]:
+    """The model as it is loaded."""
+    info = engine.model
+    policy = info.kv_identity.policy
+    return {
+        "name": info.name,
+        "layers": info.layer_count,
+        "context_tokens": info.context_tokens,
+        "compute_type": info.compute_type,
+        "cell_tokens": info.cell_tokens,
+        "kv_bytes_per_token": info.kv_bytes_per_token,
+        "key_bits": policy.key_bits,
+        "value_bits": policy.value_bits,
+        "group_size": policy.group_size,
+    }
+
+
+def _processor() -> str:
+    facts = Path("/proc/cpuinfo")
+    if facts.is_file():
+        names = [line.partition(":")[2].strip() for line in facts.read_text().splitlines() if "model name" in line]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,92 @@
+"""Most and lasting memory of one long prompt, as JSON, in a process of its own: peaks of two would mix.
+
+`python -m inference_svc.bench.memory_probe --model … --tokens … --cell … --kv q4|fp16|mlx-lm`
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.bench.lab import Lab, MeasuredEngine
+from inference_svc.bench.peer_thread import PATIENCE_S, open_peer
+from inference_svc.bench.prompts import Prompts
+from inference_svc.models import kvasir_tiny
+
+BUDGET_BYTES = 8 << 30
+PEER = "mlx-lm"
+
+
+def probed(model: str | Path, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
+    """Bytes before the prompt, at their most, and after it, with what remembers it still there."""
+    with tempfile.TemporaryDirectory() as nowhere:
+        engine = MeasuredEngine.opened(model, Path(nowhere), BUDGET_BYTES, _policy(kv), cell_tokens)
+        try:
+            if kv == PEER:
+                return _peer(model, Prompts(engine.tokenizer).tokens(tokens, 0), cell_tokens, engine)
+            lab = Lab(engine, model, time.monotonic, repeats=1, is_quick=True, say=lambda _: None)
+            prompt = lab.prompts.tokens(tokens, 0)
+            before = _restart_peak()
+            turn = lab.start(prompt, 1, key=lab.new_key())
+            turn.end()
+            engine.drop_hot(lab.new_key()).result(PATIENCE_S)  # a letter: what the last step did not need is gone
+            cells = -(-tokens // cell_tokens)
+            if len(turn.cell_times) != cells:
+                raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")
+            return _bytes(before, int(mx.get_active_memory()))
+        finally:
+            engine.close()
+
+
+def _peer(model: str | Path, prompt: tuple[int, ...], chunk_tokens: int, engine: MeasuredEngine) -> dict[str, int]:
+    compute_type = engine.model.compute_type
+    engine.close()
+    peer = open_peer(model, compute_type, time.monotonic)
+    try:
+        before = _restart_peak()
+        after = peer.post(lambda worker: worker.remember(prompt, chunk_tokens)).result(PATIENCE_S)
+        return _bytes(before, after)
+    finally:
+        peer.close()
+
+
+def _policy(kv: str) -> identity_pb2.KvPolicy | None:
+    if kv != "fp16":
+        return None
+    return identity_pb2.KvPolicy(
+        key_bits=16,
+        value_bits=16,
+        scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
+        key_rotation=identity_pb2.KEY_ROTATION_NONE,
+    )
+
+
+def _restart_peak() -> int:
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    return int(mx.get_active_memory())
+
+
+def _bytes(before: int, after: int) -> dict[str, int]:
+    return {"before_bytes": before, "peak_bytes": int(mx.get_peak_memory()), "after_bytes": after}
+
+
+def main() -> None:
+    """Print one probe's bytes to stdout."""
+    parser = argparse.ArgumentParser(prog="python -m inference_svc.bench.memory_probe", description=__doc__)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--cell", type=int, default=256)
+    parser.add_argument("--kv", choices=("q4", "fp16", PEER), default="q4")
+    arguments = parser.parse_args()
+    model = arguments.model or kvasir_tiny.path()
+    json.dump(probed(model, arguments.tokens, arguments.cell, arguments.kv), sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

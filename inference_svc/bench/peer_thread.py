@@ -1,0 +1,70 @@
+"""mlx-lm's own batching beside ours: its unmodified BatchGenerator and KV caches, on an MLX thread of its own."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+
+from inference_svc.mlx_thread import MlxThread
+from inference_svc.models.loading import find_model, load
+
+PATIENCE_S = 1800.0
+
+
+class PeerWorker:
+    """A model as mlx-lm loads and runs it. Lives on its MLX thread, and does nothing between two letters."""
+
+    def __init__(self, model: str | Path, compute_type: str, clock: Callable[[], float]) -> None:
+        self.loaded = load(find_model(model), compute_type)
+        self._clock = clock
+
+    def step(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is left to end."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
+        """Times of the start, and then of each row's tokens: a list for each prompt, the start first in all.
+
+        All prompts are computed in one batch, which is how mlx-lm is fastest.
+        """
+        started = self._clock()
+        generator: Any = BatchGenerator(
+            self.loaded.model,
+            max_tokens=max_tokens,
+            completion_batch_size=len(prompts),
+            prefill_batch_size=len(prompts),
+        )
+        try:
+            uids = generator.insert([list(prompt) for prompt in prompts])
+            times: dict[int, list[float]] = {uid: [started] for uid in uids}
+            open_rows = set(uids)
+            while open_rows:
+                _, responses = generator.next()
+                now = self._clock()
+                for response in responses:
+                    times[response.uid].append(now)
+                    if response.finish_reason is not None:
+                        open_rows.discard(response.uid)
+        finally:
+            generator.close()
+        mx.clear_cache()
+        return [times[uid] for uid in uids]
+
+    def remember(self, prompt: Sequence[int], chunk_tokens: int) -> int:
+        """Compute a prompt into mlx-lm's own caches, a chunk at a time; returns their bytes while they live."""
+        caches = make_prompt_cache(self.loaded.model)
+        for start in range(0, len(prompt), chunk_tokens):
+            self.loaded.model(mx.array([prompt[start : start + chunk_tokens]]), cache=caches)
+            mx.eval([cache.state for cache in caches])
+            mx.clear_cache()
+        return int(mx.get_active_memory())
+
+
+def open_peer(model: str | Path, compute_type: str, clock: Callable[[], float]) -> MlxThread[PeerWorker]:
+    """A thread with mlx-lm's model on it; close it."""
+    return MlxThread(lambda: PeerWorker(model, compute_type, clock), name="mlx-lm")

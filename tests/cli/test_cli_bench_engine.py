@@ -1,0 +1,131 @@
+"""`kvasir bench engine` measures every case, and says it under the names in its help. No timing is asserted."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.bench import engine_keys
+from kvasir.bench.engine import cells, markdown, table
+from kvasir.bench.engine_plots import PICTURES, plot, series
+
+from tests.cli.running import Cli
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """One quick run of everything, and where its pictures are."""
+    folder = tmp_path_factory.mktemp("bench")
+    run = Cli(folder).done("bench", "engine", "--quick", "--peer", "mlx-lm", "--plots", folder / "plots", "--json")
+    return run.value, folder / "plots"
+
+
+def test_a_quick_run_says_every_promised_name_and_no_other(found: tuple[Any, Path]) -> None:
+    results, _ = found
+    assert set(results) == set(engine_keys.TOP)
+    assert set(results["cases"]) == set(engine_keys.CASES)
+    for name, case in results["cases"].items():
+        assert case["rows"], name
+        for row in case["rows"]:
+            assert list(row) == list(engine_keys.CASES[name]), name
+    assert all(set(target) == {"case", "what", "found", "wanted", "is_met"} for target in results["targets"])
+
+
+def test_what_is_measured_is_something(found: tuple[Any, Path]) -> None:
+    cases = found[0]["cases"]
+    for name, case in cases.items():
+        for row in case["rows"]:
+            assert all(
+                value > 0 for key, value in row.items() if key.endswith(("_s", "_bytes")) and key != "budget_s"
+            ), name
+    resident = {row["how"].split(",")[0]: row["resident_bytes"] for row in cases["memory"]["rows"]}
+    assert resident["q4"] < 0.4 * resident["16 bits"] < 0.4 * resident["mlx-lm's own KV"]
+    transcript = [row for row in cases["matching"]["rows"] if row["chat"] == "transcript"]
+    assert transcript[-1]["by_characters"] == sum(row["by_characters"] for row in transcript[:-1])
+    assert transcript[-1]["by_characters"] > transcript[-1]["by_tokens"]
+
+
+def test_a_picture_is_written_for_each_case(found: tuple[Any, Path]) -> None:
+    results, plots = found
+    assert {path.stem for path in plots.iterdir()} == set(results["cases"]) == set(PICTURES)
+    assert all(path.read_bytes().startswith(PNG) for path in plots.iterdir())
+
+
+def test_the_help_names_every_key(tmp_path: Path) -> None:
+    told = re.sub(r"\s+", " ", Cli(tmp_path).done("bench", "engine", "--help").out)
+    for case, keys in engine_keys.CASES.items():
+        assert f"{case}: " in told
+        assert all(f"{key}: " in told for key, meaning in keys.items() if meaning), case
+
+
+def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
+    ended = Cli(tmp_path)("bench", "engine", "--quick", "--only", "matching", "--model", str(tmp_path))
+    assert ended.code != 0
+    assert "config.json" in ended.err
+
+
+ROWS = [
+    {"batch": 1, "tokens_per_s": 178.74, "tokens_per_s_spread": 0.1, "gap_s": 0.0123, "peak_bytes": 2_500_000},
+    {"batch": 8, "tokens_per_s": 1234.6, "tokens_per_s_spread": 0.04, "gap_s": 1.5, "peak_bytes": 12_500_000},
+]
+MACHINE = {
+    "processor": "a processor",
+    "cores": 2,
+    "device": "cpu",
+    "blas": "",
+    "platform": "Linux",
+    "python": "3.11",
+    "mlx": "0.32",
+    "mlx-lm": "0.32",
+    "load_before": 0.1,
+    "load_after": 2.0,
+}
+MODEL = {
+    "name": "tiny",
+    "layers": 8,
+    "compute_type": "float32",
+    "key_bits": 4,
+    "value_bits": 4,
+    "kv_bytes_per_token": 1152,
+    "cell_tokens": 256,
+}
+RESULTS = {
+    "machine": MACHINE,
+    "model": MODEL,
+    "settings": {"repeats": 5, "is_quick": False},
+    "cases": {"decode": {"title": "Decode | throughput", "rows": ROWS}},
+    "targets": [{"case": "decode", "what": "8 rows / 1 row", "found": 6.91, "wanted": ">= 3.0", "is_met": True}],
+}
+
+
+def test_a_table_has_units_and_spreads_beside_their_medians() -> None:
+    assert cells(ROWS) == [
+        ["batch", "tokens per s", "gap s", "peak bytes"],
+        ["1", "179 ±5%", "12.3 ms", "2.5 MB"],
+        ["8", "1,235 ±2%", "1.5 s", "12.5 MB"],
+    ]
+
+
+def test_markdown_is_the_same_table_with_its_machine_and_targets() -> None:
+    lines = markdown(RESULTS).splitlines()
+    assert "a processor, 2 cores" in lines[0]
+    assert "| batch | tokens per s | gap s | peak bytes |" in lines
+    assert "|---:|---:|---:|---:|" in lines
+    assert "| 8 | 1,235 ±2% | 1.5 s | 12.5 MB |" in lines
+    assert "| met | 6.91 | >= 3.0 | 8 rows / 1 row |" in lines
+    assert "NOT MET" in table({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]})
+
+
+def test_a_picture_has_a_line_for_each_group(tmp_path: Path) -> None:
+    rows = [
+        {"context": context, "batch": batch, "tokens_per_s": rate}
+        for context, batch, rate in (("128", 1, 1.0), ("128", 8, 4.0), ("512", 1, 0.9), ("512", 8, 3.0))
+    ]
+    lines = series(PICTURES["decode"], rows)
+    assert lines == {"context 128": ([1, 8], [1.0, 4.0]), "context 512": ([1, 8], [0.9, 3.0])}
+    two = series(PICTURES["gaps"], [{"beside": "prefill", "median_gap_s": 0.01, "longest_gap_s": 0.2}])
+    assert two == {"median gap s": (["prefill"], [0.01]), "longest gap s": (["prefill"], [0.2])}
+    [path] = plot({**RESULTS, "cases": {"decode": {"title": "", "rows": rows}}}, tmp_path)
+    assert path.read_bytes().startswith(PNG)

@@ -1,0 +1,70 @@
+"""What `kvasir bench engine` makes of measured times: with fixed numbers, so that a wrong ratio is found."""
+
+from dataclasses import dataclass
+
+import pytest
+
+from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, told
+from inference_svc.bench.matching import common_tokens
+from inference_svc.bench.prompts import mixed_lengths
+
+
+def test_a_rate_counts_only_while_all_rows_decode() -> None:
+    # The second row has its first token at 2, the first row its last at 4: within (2, 4] there are 2 + 4 tokens.
+    assert rate_of_all([[1.0, 2.0, 3.0, 4.0], [2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0]]) == 6 / 2
+
+
+def test_rows_that_never_ran_together_have_no_rate() -> None:
+    with pytest.raises(ValueError, match="together"):
+        rate_of_all([[1.0, 2.0], [2.0, 3.0]])
+
+
+def test_a_summary_tells_the_median_and_how_far_the_repeats_lie_apart() -> None:
+    summary = Summary.of([4.0, 1.0, 2.0])
+    assert (summary.median, summary.smallest, summary.largest, summary.spread) == (2.0, 1.0, 4.0, 1.5)
+    with pytest.raises(ValueError, match="at least one"):
+        Summary.of([])
+
+
+def test_gaps_are_those_that_touch_the_time_asked_for() -> None:
+    times = [0.0, 1.0, 3.0, 6.0, 10.0]
+    assert gaps(times, 2.0, 5.0) == [2.0, 3.0]
+    assert gaps(times, 0.0, 10.0) == [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("target", "is_met"),
+    [
+        (Target("at least", 3.0, 3.0), True),
+        (Target("at least", 2.9, 3.0), False),
+        (Target("at most", 0.5, 0.5, is_most=True), True),
+        (Target("at most", 0.6, 0.5, is_most=True), False),
+    ],
+)
+def test_a_target_is_met_at_its_limit(target: Target, is_met: bool) -> None:
+    row = target.row("case")
+    assert row["is_met"] is is_met
+    assert row["wanted"] == (f"<= {target.limit}" if target.is_most else f">= {target.limit}")
+
+
+@dataclass(frozen=True)
+class _Row:
+    seconds: float
+    count: int
+    ratio: float | None
+
+
+def test_a_row_is_told_with_four_digits_and_whole_counts() -> None:
+    assert told(_Row(0.123456, 123456, None)) == {"seconds": 0.1235, "count": 123456, "ratio": None}
+
+
+@pytest.mark.parametrize("rows", [2, 3, 8, 16])
+def test_mixed_lengths_span_their_range_and_none_is_left_out(rows: int) -> None:
+    lengths = mixed_lengths(rows)
+    assert sorted(lengths) == [200 + 3800 * index // (rows - 1) for index in range(rows)]
+
+
+def test_tokens_have_in_common_what_stands_before_the_first_difference() -> None:
+    assert common_tokens((1, 2, 3, 4), (1, 2, 4, 4)) == 2
+    assert common_tokens((1, 2), (1, 2, 3)) == 2
+    assert common_tokens((), (1,)) == 0
