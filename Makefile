@@ -3,7 +3,7 @@ PY ?= python3
 BIN := .venv/bin
 CONSTRAINTS := constraints.txt
 
-.PHONY: test demo lint check-generated generate install campaigns fresh help
+.PHONY: test demo bench lint check-generated generate install campaigns fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -13,6 +13,14 @@ test: install lint ## Everything CI runs: lint, types, contract, walls, tests
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
+
+# All three run, whatever the first finds; a missed target still fails the whole.
+bench: install   ## Measure store, engine and KV policies; wants a quiet machine, writes pictures to out/bench
+	@missed=0; \
+	$(BIN)/kvasir bench store || missed=1; \
+	$(BIN)/kvasir bench engine --peer mlx-lm --plots out/bench || missed=1; \
+	$(BIN)/kvasir bench quality || missed=1; \
+	exit $$missed
 
 lint: install check-generated ## ruff, mypy, buf
 	$(BIN)/ruff check .
