@@ -19,14 +19,14 @@ rest is one cell goes first, but never twice in a row before those who wait long
 waits while another prefills a prefix that both need (`prefix_gate`), for `gate_s` at most.
 """
 
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 from inference_svc.pacing import StepPace
 from inference_svc.plan import Priority
-from inference_svc.prefix_gate import Donor, PrefixGate, Sharing
+from inference_svc.prefix_gate import Donor, HotPrefix, PrefixGate, Sharing
 
 
 class Schedulable(Sharing, Hashable, Protocol):
@@ -197,16 +197,23 @@ class Scheduler(Generic[TurnT]):
 
     # --- beginning ---
 
-    def begin_waiting(self, now: float, try_begin: Callable[[TurnT, Collection[Hashable]], bool]) -> TurnT | None:
+    def begin_waiting(
+        self,
+        now: float,
+        try_begin: Callable[[TurnT, Collection[Hashable]], bool],
+        has_time: Callable[[], bool] = lambda: True,
+    ) -> TurnT | None:
         """Let waiting turns begin, in order; returns the one that found no room, if any.
 
         `try_begin(turn, spare)` says whether there is room, and if so has begun the turn. `spare`: keys of hot memories
         that it must not drop for it, because waiting turns extend them. A turn that ended in it must be removed by it.
+        `has_time` is asked before each beginning but the first: one may restore a long memory while others speak.
         """
         self._now = now
         self._awaited = set()
         blocked: TurnT | None = None
         spared: Collection[Hashable] = ()  # by `blocked`: who extends one of them takes no room that it could have
+        running_before = len(self.running)
         for turn in self._first_of_lines():
             if turn.is_cancelled or turn not in self._entries:
                 continue
@@ -216,12 +223,22 @@ class Scheduler(Generic[TurnT]):
                 continue
             if self._is_full:
                 return blocked or turn
+            if len(self.running) > running_before and not has_time():
+                return blocked
             if not self._begin(turn, self._spared_by(turn), try_begin) and blocked is None:
                 blocked, spared = turn, self._spared_by(turn)
         # While nobody runs, nobody will ever make room: then nothing is spared.
         if blocked is not None and not self.running and self._begin(blocked, (), try_begin):
             return None
         return blocked
+
+    def donor_of(
+        self, turn: TurnT, hot: Iterable[tuple[Hashable, str, HotPrefix]] = ()
+    ) -> Donor[TurnT | Hashable] | None:
+        """Whose KV a turn should begin with instead of its plan's, if it would have a cell more: a running turn or the
+        key of a hot memory (`HotMemories.idle`). To be asked in `try_begin`.
+        """
+        return self._gate.donor_of(turn, self.running, hot)
 
     def preemptions(
         self, blocked: TurnT, missing_bytes: int, held_bytes: Callable[[TurnT], int]

@@ -49,6 +49,7 @@ class Turn:
         self.shareable = 0
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
+        self._full_told = 0
         self._stop_token_ids = stop_token_ids
         self._cell_tokens = cell_tokens
         self._clock = clock
@@ -122,6 +123,12 @@ class Turn:
         return cell_end(self.computed, self.prompt_tokens, self._cell_tokens) - self.computed
 
     @property
+    def next_cell_draws(self) -> bool:
+        """The next cell ends the prompt, and the reply's first token is still to be drawn."""
+        ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
+        return ends_prompt and len(self.token_ids) == self.prompt_tokens
+
+    @property
     def full_blocks(self) -> int:
         return self.computed // BLOCK_TOKENS
 
@@ -132,13 +139,22 @@ class Turn:
     def began(self, cached: int, shareable: int) -> None:
         """The first `cached` tokens' KV is there."""
         self.cached = self.computed = cached
+        self._full_told = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
         self._events.append(Started(cached))
 
+    def resumed(self, computed: int, shareable: int) -> None:
+        """It goes on after it was preempted. The first `computed` tokens' KV is there again; 0 if it was lost. The rest
+        is computed as it was before, the prompt in its cells and the reply token by token, so that its KV is what it
+        was; nothing of it is drawn or told again.
+        """
+        self.computed = computed
+        self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
+
     def next_cell(self) -> list[int]:
         """Prompt tokens to compute next, up to an edge of the grid or the prompt's end."""
-        return self.token_ids[self.computed : cell_end(self.computed, self.prompt_tokens, self._cell_tokens)]
+        return self.token_ids[self.computed : self.computed + self.next_cell_tokens]
 
     def prefilled(self, count: int) -> None:
         """The next `count` prompt tokens were computed."""
@@ -147,9 +163,19 @@ class Turn:
         self._advance(stop)
         self._events.append(Prefilled(stop, self.prompt_tokens))
 
+    @property
+    def next_token(self) -> int:
+        """The token that a decoding turn computes next."""
+        return self.token_ids[self.computed]
+
+    @property
+    def next_token_draws(self) -> bool:
+        """Computing it says what follows: it is the last known one. Not so while a resumed turn catches up."""
+        return self.computed == len(self.token_ids) - 1
+
     def decoded(self) -> None:
-        """The last token was computed."""
-        self._advance(len(self.token_ids))
+        """The next token was computed."""
+        self._advance(self.computed + 1)
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
         """A token was drawn. Sets `finish_reason` if it is the last."""
@@ -218,9 +244,9 @@ class Turn:
         return events
 
     def _advance(self, computed: int) -> None:
-        full_before = self.full_blocks
         self.computed = computed
-        if self.full_blocks > full_before:
+        if self.full_blocks > self._full_told:
+            self._full_told = self.full_blocks
             self._events.append(BlocksFull(self.full_blocks))
 
     def _tell(self, token_id: int, text: str) -> str:
