@@ -14,6 +14,7 @@ from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.serving import EdgeServer, RefusedToStart, run
 
+from inference_svc.admission import Admission, AdmissionLimits
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.engine import Engine
 from inference_svc.models import kvasir_tiny
@@ -22,6 +23,7 @@ from inference_svc.publishing import Publisher, PublishingLimits
 from inference_svc.recall import Recall
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, new_request_id
+from inference_svc.service_stats import ServiceStats
 from inference_svc.turn_ending import TurnEnding
 from inference_svc.turn_flow import TurnLimits, TurnService
 
@@ -123,6 +125,8 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
 def _turns(
     settings: EngineSettings, engine: Engine, prompting: Prompting, stores: dict[str, RemoteCache]
 ) -> TurnService:
+    stats = ServiceStats(time.monotonic())
+    limits = AdmissionLimits(max_turns=settings.max_turns)
     publishing = PublishingLimits(commit_wait_s=settings.commit_wait_s, timeout_s=settings.publish_timeout_s)
     publisher = Publisher(engine, publishing, time.monotonic, lambda: time.time_ns() // 1_000_000)
     return TurnService(
@@ -134,8 +138,9 @@ def _turns(
         TurnLimits(
             store_budget_s=settings.store_budget_ms / 1000,
             publish_timeout_s=settings.publish_timeout_s,
-            max_turns=settings.max_turns,
         ),
+        Admission(limits, stats, time.monotonic),
+        stats,
         time.monotonic,
     )
 

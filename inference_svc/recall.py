@@ -6,7 +6,7 @@ cover. Whatever the store cannot give is a miss with its reason.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvasir import manifest as manifests
@@ -155,18 +155,21 @@ class Recall:
         *,
         namespace: str,
         budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
         usable_files: int | None = None,
     ) -> Prepared:
         """Hold the prompt against the memory, then against shared blocks, and read what of the store's KV is reused.
 
-        `usable_files`: how many leading tensor files of the memory may be used, after the engine refused the next one.
+        `hold` is awaited with the bytes that are about to be read: memory for them is another's to give, and the wait
+        for it is not the store's. `usable_files`: how many leading tensor files of the memory may be used, after the
+        engine refused the next one.
         """
         choice = await self._by_text(recollection, text)
         miss = recollection.miss or _text_miss(recollection, choice.match, text)
         store = self._stores.get(namespace)
         if store is not None and usable_files is None:
             choice = await self._by_block_hashes(store, choice, text, namespace, budget)
-        reuse, read_miss = await self._reuse(choice, usable_files, store, budget)
+        reuse, read_miss = await self._reuse(choice, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
             text=text,
@@ -242,7 +245,12 @@ class Recall:
         )
 
     async def _reuse(
-        self, choice: _Choice, usable_files: int | None, store: RemoteCache | None, budget: Budget
+        self,
+        choice: _Choice,
+        usable_files: int | None,
+        store: RemoteCache | None,
+        budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
     ) -> tuple[Reuse, Miss | None]:
         """What of the choice can be had: of the store's files, as many as come whole."""
         if choice.source is Source.HOT:
@@ -251,6 +259,7 @@ class Recall:
             return Cold(), None
         named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
         wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
+        await hold(sum(digest.size_bytes for digest in wanted))
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
         # The last file is full, or a tail that holds all the rest.
         covered = min(len(blobs) * BLOCK_TOKENS, len(choice.known_ids))

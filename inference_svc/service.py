@@ -1,10 +1,12 @@
 """The inference service on the wire: checks requests, streams turns, ends them when their reader goes away."""
 
 import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
+from kvasir.credentials import ADMIN
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
@@ -13,6 +15,7 @@ from kvasir.interceptors import current_principal
 from inference_svc import messages
 from inference_svc.engine import Engine
 from inference_svc.remote_cache import RemoteCache
+from inference_svc.service_stats import NamespaceCounters
 from inference_svc.turn_flow import TurnService
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
@@ -95,5 +98,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             max_prompt_bytes=self._max_prompt_bytes,
             kv_memory_bytes=self._memory_budget_bytes,
             kv_memory_used_bytes=self._engine.memory_used_bytes,
-            misses={reason.value: count for reason, count in self._turns.misses.items()},
+            misses=self._misses(),
         )
+
+    def _misses(self) -> dict[str, int]:
+        """By reason: of the caller's namespace, or of all for an admin."""
+        caller, counters = current_principal(), self._turns.stats.namespaces()
+        seen = counters.values() if ADMIN in caller.roles else [counters.get(caller.namespace, NamespaceCounters())]
+        return {reason.value: count for reason, count in sum((each.misses for each in seen), Counter()).items()}

@@ -9,7 +9,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
 from inference_svc.conversation import Tool
-from inference_svc.plan import SamplingParams
+from inference_svc.plan import Priority, SamplingParams
 from inference_svc.prefix_matching import Outcome
 
 
@@ -75,6 +75,9 @@ class TurnRequest:
     max_tokens_is_default: bool  # then what is left of the context bounds it, instead of refusing
     tools: Sequence[Tool] = ()
     keep_partial: bool = False
+    priority: Priority = Priority.INTERACTIVE
+    caller: str = ""  # the credential's name
+    input_bytes: int = 0
 
 
 class SnapshotState(Enum):

@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import structlog
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc import conversation, replay
+from inference_svc.admission import Admission
 from inference_svc.engine import Engine
 from inference_svc.handoff import HandOff
-from inference_svc.plan import BlocksFull, Ended, Event, Failed, Prefilled, SequenceKey, Started, Tokens, TurnPlan
+from inference_svc.outbox import Outbox, Patience
+from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
@@ -31,11 +33,10 @@ from inference_svc.service_data import (
     MissReason,
     PromptInput,
     Source,
-    TurnDelta,
-    TurnProgress,
     TurnRequest,
-    TurnStarted,
 )
+from inference_svc.service_stats import ServiceStats
+from inference_svc.telling import Telling
 from inference_svc.turn_ending import TurnEnding
 from inference_svc.turn_state import RunningTurn, TurnState, check_parent, too_long, whole_conversation
 
@@ -56,8 +57,8 @@ class TurnLimits:
     store_min_bytes_per_s: float = 20e6
     """A store that sends more slowly than this is slow, and its time counts."""
     publish_timeout_s: float = 30.0
-    max_turns: int = 256
-    """Turns that may wait or run at once."""
+    patience: Patience = field(default_factory=Patience)
+    """What a reader may leave of its turn, and for how long."""
 
 
 class _MemoryMovedError(Exception):
@@ -75,34 +76,36 @@ class TurnService:
         ending: TurnEnding,
         stores: Mapping[str, RemoteCache],
         limits: TurnLimits,
+        admission: Admission,
+        stats: ServiceStats,
         clock: Callable[[], float],
     ) -> None:
-        """Made on the event loop that will run it. `clock` gives seconds, monotonic."""
+        """Made on the event loop that will run it. `admission` and `stats` are those of all models that the service
+        loads one after the other. `clock` gives seconds, monotonic.
+        """
         self._engine = engine
         self._prompting = prompting
         self._recall = recall
         self._ending = ending
         self._stores = stores
         self._limits = limits
+        self._admission = admission
+        self.stats = stats
         self._clock = clock
         self._handoff = HandOff(asyncio.get_running_loop())
         self._running: set[asyncio.Task[None]] = set()
         self._order: dict[SequenceKey, asyncio.Lock] = {}
         self._waiting: Counter[SequenceKey] = Counter()
-        self.misses: Counter[MissReason] = Counter()
 
     def begin(self, request: TurnRequest) -> RunningTurn:
-        """Start a turn. Raises ResourceExhausted when too many wait or run already."""
-        if len(self._running) >= self._limits.max_turns:
-            raise errors.ResourceExhausted(
-                f"{len(self._running)} turns wait or run, at most {self._limits.max_turns} may",
-                reason="QUEUE_FULL",
-                retry_after_s=1.0,
-            )
-        running = RunningTurn()
+        """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
+        place = contextlib.ExitStack()
+        place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
+        running = RunningTurn(Outbox(self._limits.patience, self._clock))
         running.task = asyncio.create_task(self._run(request, running))
         self._running.add(running.task)
         running.task.add_done_callback(self._running.discard)
+        running.task.add_done_callback(lambda _: place.close())
         return running
 
     async def drain(self, patience_s: float) -> None:
@@ -112,17 +115,31 @@ class TurnService:
         await self._ending.drain(patience_s)
 
     async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
+        turn = TurnState(request, running, arrived=self._clock())
+        counters = self.stats.of(request.namespace)
+        counters.turns += 1
+        counters.waiting_turns += 1
+        end = "failed"
         try:
-            turn = TurnState(request, running, arrived=self._clock())
             async with self._in_order(request):
                 turn.queue_s = self._clock() - turn.arrived
                 await self._serve(turn)
-        except (errors.KvasirError, asyncio.CancelledError) as error:
-            running.outbox.close(errors.Cancelled("the turn was cancelled") if running.is_cancelled else error)
+        except asyncio.CancelledError:
+            end = "cancelled"
+            running.outbox.close(running.ended_by or errors.Cancelled("the turn was cancelled"))
+            raise
         except Exception as error:  # noqa: BLE001 - the reader must end whatever happens; the edge logs and names it
-            running.outbox.close(error)
+            end = "cancelled" if running.is_cancelled else end
+            running.outbox.close(running.ended_by or error)
         else:
-            running.outbox.close()
+            end = "cancelled" if running.is_cancelled else "finished"
+            running.outbox.close(running.ended_by)
+        finally:
+            counters.ends[end] += 1
+            if turn.has_begun:
+                counters.running_turns -= 1
+            else:
+                counters.waiting_turns -= 1
 
     @contextlib.asynccontextmanager
     async def _in_order(self, request: TurnRequest) -> AsyncIterator[None]:
@@ -159,6 +176,7 @@ class TurnService:
         memory = recollection.memory
         is_retry = memory is not None and replay.is_retry(request, memory)
         if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
+            self.stats.of(request.namespace).sources[Source.REPLAY] += 1
             await self._ending.tell_again(turn, recollection, memory)
             return
         if not is_retry:
@@ -191,15 +209,28 @@ class TurnService:
     ) -> tuple[Recollection, Prepared, Ended]:
         """Plan and run, planning again when what the plan stood on went away in between."""
         usable_files: int | None = None
+
+        async def hold(size_bytes: int) -> None:
+            await self._admission.restoring.wait_for(size_bytes)
+            turn.restoring_bytes += size_bytes
+
         for _ in range(_PLANS):
-            prepared = await self._recall.plan(
-                recollection, text, namespace=turn.request.namespace, budget=budget, usable_files=usable_files
-            )
-            if turn.damage is not None:
-                prepared = replace(prepared, miss=turn.damage)
-            turn.restore_s = budget.spent_s
             try:
-                return recollection, prepared, await self._run_plan(turn, prepared)
+                prepared = await self._recall.plan(
+                    recollection,
+                    text,
+                    namespace=turn.request.namespace,
+                    budget=budget,
+                    hold=hold,
+                    usable_files=usable_files,
+                )
+                if turn.damage is not None:
+                    prepared = replace(prepared, miss=turn.damage)
+                turn.restore_s = budget.spent_s
+                plan, prepared = self._plan(turn, prepared), replace(prepared, reuse=Cold())
+                running = self._run_plan(turn, prepared, plan)
+                del plan  # what was read from the store is the engine's to drop
+                return recollection, prepared, await running
             except errors.FailedPrecondition as error:
                 if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
                     raise
@@ -210,10 +241,11 @@ class TurnService:
                 usable_files = int(error.metadata.get("blob", "0"))
                 turn.damage = Miss(MissReason.BLOB_DAMAGED, f"tensor file {usable_files} of the memory was refused")
                 _LOG.warning("restore.refused", request_id=turn.request.request_id, blob=usable_files)
+            finally:
+                self._let_go(turn)
         raise _moved_away()
 
-    async def _run_plan(self, turn: TurnState, prepared: Prepared) -> Ended:
-        plan = self._plan(turn, prepared)
+    async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
         inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
         store = self._stores.get(turn.request.namespace)
         stream = (
@@ -230,25 +262,41 @@ class TurnService:
                 turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored))
             self._handoff.send(inbox.put_nowait, events)
 
-        turn.running.handle = self._engine.submit(plan, on_events)
+        needed_bytes, budget_bytes = self._engine.needed_bytes(plan), self._engine.memory_budget_bytes
+        telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
         try:
-            while True:
-                for event in await inbox.get():
-                    if isinstance(event, Ended):
-                        turn.running.is_ending = True
-                        if stream is not None:
-                            stream.stop()
-                            turn.stream = stream
-                        return event
-                    if isinstance(event, Failed):
-                        raise event.error
-                    self._tell(turn, prepared, event, stream)
+            with self._admission.kv(turn.request.namespace, needed_bytes, budget_bytes):
+                turn.running.handle = self._engine.submit(plan, on_events)
+                del plan
+                return await self._until_ended(turn, inbox, telling)
         except BaseException:
+            if turn.running.handle is not None:
+                turn.running.handle.cancel()
             if stream is not None:
                 stream.abandon()
             raise
         finally:
             turn.running.handle = None
+
+    async def _until_ended(self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling) -> Ended:
+        while True:
+            for event in await inbox.get():
+                telling.event(event)
+                match event:
+                    case Started():
+                        self._let_go(turn)
+                    case Failed(error):
+                        raise error
+                    case Ended():
+                        turn.running.is_ending = True
+                        return event
+                    case _:
+                        pass
+
+    def _let_go(self, turn: TurnState) -> None:
+        """What was read from the store is KV now, or is not needed."""
+        held_bytes, turn.restoring_bytes = turn.restoring_bytes, 0
+        self._admission.restoring.give_back(held_bytes)
 
     def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
@@ -274,34 +322,9 @@ class TurnService:
             reuse=prepared.reuse,
             key=turn.key,
             keep_partial=turn.request.keep_partial,
+            priority=turn.request.priority,
+            namespace=turn.request.namespace,
         )
-
-    def _tell(self, turn: TurnState, prepared: Prepared, event: Event, stream: BlockStream | None) -> None:
-        match event:
-            case Started(cached_tokens):
-                if prepared.miss is not None and turn.key is not None:
-                    self.misses[prepared.miss.reason] += 1
-                turn.running.outbox.put(
-                    TurnStarted(
-                        prompt_tokens=len(prepared.tokens.ids),
-                        cached_tokens=cached_tokens,
-                        source=prepared.source if cached_tokens else Source.COLD,
-                        match=prepared.match,
-                        parent_version=turn.parent_version,
-                        miss=prepared.miss if turn.key is not None else None,
-                    )
-                )
-            case Prefilled(done, total):
-                turn.running.outbox.put(TurnProgress(done, total))
-            case BlocksFull(count):
-                if stream is not None:
-                    stream.blocks_full(count)
-            case Tokens(ids, text):
-                if turn.first_token_at is None:
-                    turn.first_token_at = self._clock()
-                turn.running.outbox.put(TurnDelta(text, ids))
-            case _:
-                pass
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:

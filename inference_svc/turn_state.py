@@ -20,22 +20,28 @@ from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent,
 class RunningTurn:
     """A turn under way, as its reader sees it: its events, and how to stop it."""
 
-    def __init__(self) -> None:
-        self.outbox = Outbox()
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
         self.task: asyncio.Task[None] | None = None
         self.handle: TurnHandle | None = None
         self.is_ending = False
-        self.is_cancelled = False
+        self.ended_by: errors.KvasirError | None = None  # what the reader is told of a turn that was not let end
 
     def events(self) -> AsyncIterator[TurnEvent]:
         """Started first, Finished last; ends with a KvasirError instead when the turn fails."""
         return self.outbox.events()
 
-    def cancel(self) -> None:
-        """The reader is gone: stop generating. What the turn left in memory is taken care of regardless. Idempotent."""
+    @property
+    def is_cancelled(self) -> bool:
+        return self.ended_by is not None
+
+    def cancel(self, why: errors.KvasirError | None = None) -> None:
+        """Stop generating: the reader is gone, or `why`. What the turn left in memory is taken care of regardless.
+        Idempotent.
+        """
         if self.is_cancelled or self.is_ending:
             return
-        self.is_cancelled = True
+        self.ended_by = why or errors.Cancelled("the turn was cancelled")
         if self.handle is not None:
             self.handle.cancel()
         elif self.task is not None:
@@ -51,6 +57,9 @@ class TurnState:
     arrived: float
     queue_s: float = 0.0
     restore_s: float = 0.0
+    restoring_bytes: int = 0  # read from the store, or about to be, and not KV yet
+    has_begun: bool = False  # the engine has its memory and computes
+    computed: int = 0  # tokens of the prompt whose KV is there
     parent_version: int = 0
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
     damage: Miss | None = None

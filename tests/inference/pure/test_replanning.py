@@ -11,6 +11,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
+from inference_svc.admission import Admission, AdmissionLimits
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import Cold, Ended, Event, Failed, FinishReason, SamplingParams, SequenceState, Timings
 from inference_svc.prefix_matching import Memory, Outcome
@@ -18,6 +19,7 @@ from inference_svc.prompting import Tokenized
 from inference_svc.recall import Prepared, Recollection
 from inference_svc.remote_cache import Head
 from inference_svc.service_data import MessagesInput, Miss, MissReason, Source, TurnRequest
+from inference_svc.service_stats import ServiceStats
 from inference_svc.turn_flow import TurnLimits, TurnService
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
@@ -35,6 +37,7 @@ class Surroundings:
 
     model = SimpleNamespace(context_tokens=100, kv_identity_hash="x", stop_token_ids=())
     special_texts: tuple[str, ...] = ()
+    memory_budget_bytes = 100
 
     def __init__(self, found: list[Recollection], losses: int) -> None:
         self.found, self.losses = found, losses
@@ -54,6 +57,9 @@ class Surroundings:
         on_events([gone if self.losses >= 0 else ENDED])
         return SimpleNamespace(cancel=lambda: None)
 
+    def needed_bytes(self, plan: object) -> int:
+        return 1
+
     async def finish(self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
         assert recollection.head is not None
         self.finished.append((recollection.head.version, prepared.text))
@@ -71,7 +77,9 @@ class Surroundings:
 def serve(around: Surroundings, parent_version: int | None) -> None:
     async def to_the_end() -> None:
         parts: Any = around
-        service = TurnService(parts, parts, parts, parts, {}, TurnLimits(), time.monotonic)
+        stats = ServiceStats(0.0)
+        admission = Admission(AdmissionLimits(), stats, time.monotonic)
+        service = TurnService(parts, parts, parts, parts, {}, TurnLimits(), admission, stats, time.monotonic)
         given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
         request = TurnRequest("r", "default", "a", parent_version, given, "", SamplingParams(4), False)
         events: AsyncIterator[object] = service.begin(request).events()

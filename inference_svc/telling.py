@@ -1,0 +1,84 @@
+"""What a turn's events do: they are counted, told to its reader, and full blocks are sent ahead.
+
+A reader that lost its right to the rest ends its turn here, at the event that was one too many.
+"""
+
+from collections.abc import Callable
+
+from kvasir import errors
+
+from inference_svc.plan import BlocksFull, Ended, Event, Prefilled, Started, Tokens
+from inference_svc.publishing import BlockStream
+from inference_svc.recall import Prepared
+from inference_svc.service_data import Source, TurnDelta, TurnProgress, TurnStarted
+from inference_svc.service_stats import NamespaceCounters
+from inference_svc.turn_state import TurnState
+
+
+class Telling:
+    """Of one plan of one turn, on the event loop."""
+
+    def __init__(
+        self,
+        turn: TurnState,
+        prepared: Prepared,
+        stream: BlockStream | None,
+        counters: NamespaceCounters,
+        clock: Callable[[], float],
+    ) -> None:
+        self._turn = turn
+        self._prepared = prepared
+        self._stream = stream
+        self._counters = counters
+        self._clock = clock
+
+    def event(self, event: Event) -> None:
+        match event:
+            case Started(cached_tokens):
+                self._started(cached_tokens)
+            case Prefilled(done, total):
+                self._counters.prefilled_tokens += done - self._turn.computed
+                self._turn.computed = done
+                self._turn.running.outbox.put(TurnProgress(done, total))
+            case BlocksFull(count):
+                if self._stream is not None:
+                    self._stream.blocks_full(count)
+            case Tokens():
+                self._tokens(event)
+            case Ended() if self._stream is not None:
+                self._stream.stop()
+                self._turn.stream = self._stream
+            case _:
+                pass
+        if overrun := self._turn.running.outbox.overrun:
+            self._turn.running.cancel(
+                errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW")
+            )
+
+    def _started(self, cached_tokens: int) -> None:
+        turn, prepared, counters = self._turn, self._prepared, self._counters
+        source = prepared.source if cached_tokens else Source.COLD
+        if not turn.has_begun:
+            counters.waiting_turns -= 1
+            counters.running_turns += 1
+        turn.has_begun, turn.computed = True, cached_tokens
+        counters.sources[source] += 1
+        counters.cached_tokens += cached_tokens
+        if prepared.miss is not None:
+            counters.misses[prepared.miss.reason] += 1
+        turn.running.outbox.put(
+            TurnStarted(
+                prompt_tokens=len(prepared.tokens.ids),
+                cached_tokens=cached_tokens,
+                source=source,
+                match=prepared.match,
+                parent_version=turn.parent_version,
+                miss=prepared.miss,
+            )
+        )
+
+    def _tokens(self, event: Tokens) -> None:
+        if self._turn.first_token_at is None:
+            self._turn.first_token_at = self._clock()
+        self._counters.decoded_tokens += len(event.ids)
+        self._turn.running.outbox.put(TurnDelta(event.text, event.ids))
