@@ -428,7 +428,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "is_loaded")
+    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "is_loaded", "kv_policy", "kv_policy_why")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -442,6 +442,8 @@ class Model(_message.Message):
     CELL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TYPE_FIELD_NUMBER: _ClassVar[int]
     IS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    KV_POLICY_FIELD_NUMBER: _ClassVar[int]
+    KV_POLICY_WHY_FIELD_NUMBER: _ClassVar[int]
     name: str
     kv_identity: _identity_pb2.KvIdentity
     kv_identity_hash: str
@@ -455,7 +457,9 @@ class Model(_message.Message):
     cell_tokens: int
     compute_type: str
     is_loaded: bool
-    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., is_loaded: bool = ...) -> None: ...
+    kv_policy: str
+    kv_policy_why: str
+    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., is_loaded: bool = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()
