@@ -51,5 +51,8 @@ campaigns: install ## The long forms of sampled tests: thousands of kills and fl
 	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py
 	$(BIN)/python -m pytest --timeout 7200 -m campaign
 
+hammer: install ## 10,000 requests of many agents, each turn held against the same turn alone; goes on where it was ended
+	$(BIN)/python -m tests.hammer $(HAMMER)
+
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out
