@@ -7,8 +7,9 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
 from inference_svc.conversation import Tool, check_messages, check_tools, input_digest
-from inference_svc.plan import ModelInfo, SamplingParams
+from inference_svc.plan import ModelInfo, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
+from inference_svc.sampling_messages import choice_count, sampling_params, settings
 from inference_svc.service_data import (
     MessagesInput,
     Miss,
@@ -23,11 +24,6 @@ from inference_svc.service_data import (
     TurnRequest,
     TurnStarted,
 )
-
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_TOKEN_IDS = 64
-_MAX_TOKENS = 1 << 24
 
 _SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
 _MATCHES = {outcome: getattr(pb, f"PREFIX_MATCH_{outcome.name}") for outcome in Outcome}
@@ -58,7 +54,6 @@ def turn_request(
     if tools and isinstance(given, PromptInput):
         raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
     check_tools(tools)
-    sampling = _sampling(request.sampling, new_seed)
     return TurnRequest(
         request_id=request_id,
         namespace=namespace,
@@ -66,7 +61,8 @@ def turn_request(
         parent_version=request.parent_version if request.HasField("parent_version") else None,
         input=given,
         input_digest=_input_digest(request, given, tools),
-        sampling=sampling,
+        sampling=sampling_params(request, new_seed),
+        choices=choice_count(request),
         max_tokens_is_default=not request.sampling.HasField("max_tokens"),
         tools=tools,
         keep_partial=request.keep_partial,
@@ -81,17 +77,17 @@ def check_model_name(name: str, model: ModelInfo) -> None:
         )
 
 
-def response(event: TurnEvent, request_id: str, model_name: str) -> pb.GenerateResponse:
-    """An event as the stream's message."""
+def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0) -> pb.GenerateResponse:
+    """An event of one choice as the stream's message."""
     match event:
         case TurnStarted():
             return pb.GenerateResponse(started=_started(event, request_id, model_name))
         case TurnProgress(done, total):
             return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
-        case TurnDelta(text, token_ids):
-            return pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=token_ids))
+        case TurnDelta():
+            return pb.GenerateResponse(delta=_delta(event, choice))
         case TurnFinished():
-            return pb.GenerateResponse(finished=_finished(event))
+            return pb.GenerateResponse(finished=_finished(event, choice))
 
 
 def model_message(model: ModelInfo) -> pb.Model:
@@ -155,61 +151,12 @@ def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
         )
 
 
-def _sampling(given: pb.Sampling, new_seed: Callable[[], int]) -> SamplingParams:
-    def chosen(name: str, default: float) -> float:
-        return getattr(given, name) if given.HasField(name) else default  # type: ignore[arg-type, no-any-return]
-
-    max_tokens = int(chosen("max_tokens", 1))
-    temperature, top_p, min_p = chosen("temperature", 0.0), chosen("top_p", 1.0), chosen("min_p", 0.0)
-    top_k = int(chosen("top_k", 0))
-    # NaN is in no range: every comparison with it is false.
-    ranges = (
-        ("max_tokens", 1 <= max_tokens <= _MAX_TOKENS, f"1 to {_MAX_TOKENS}", max_tokens),
-        ("temperature", 0 <= temperature <= 2, "0 to 2", temperature),
-        ("top_p", 0 < top_p <= 1, "above 0, at most 1", top_p),
-        ("top_k", top_k >= 0, "0 or more", top_k),
-        ("min_p", 0 <= min_p <= 1, "0 to 1", min_p),
-        ("stop", len(given.stop) <= MAX_STOPS, f"at most {MAX_STOPS}", len(given.stop)),
-        (
-            "stop_token_ids",
-            len(given.stop_token_ids) <= MAX_STOP_TOKEN_IDS,
-            f"at most {MAX_STOP_TOKEN_IDS}",
-            len(given.stop_token_ids),
-        ),
-    )
-    for name, is_right, expected, got in ranges:
-        if not is_right:
-            raise InvalidArgument(f"sampling.{name}: expected {expected}, got {got}", field=f"sampling.{name}")
-    for index, stop in enumerate(given.stop):
-        if not 1 <= len(stop) <= MAX_STOP_CHARS:
-            field = f"sampling.stop[{index}]"
-            raise InvalidArgument(f"{field}: expected 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", field=field)
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=given.seed if given.HasField("seed") else new_seed(),
-        stop=tuple(given.stop),
-        stop_token_ids=tuple(given.stop_token_ids),
-    )
-
-
 def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
-    """The input's digest, sampling included: other settings ask for another reply. An absent seed is "absent"."""
-    sampling = request.sampling
-    settings = [
-        (field.name, repr(getattr(sampling, field.name)))
-        for field, _ in sampling.ListFields()
-        if field.name not in ("stop", "stop_token_ids")
-    ]
-    settings += [("stop", stop) for stop in sampling.stop] + [
-        ("stop_token_id", str(i)) for i in sampling.stop_token_ids
-    ]
+    """The input's digest, sampling included: other settings ask for another reply."""
+    given_settings = settings(request)
     if isinstance(given, PromptInput):
-        return input_digest("prompt", given.prompt, (), tools, settings)
-    return input_digest("append" if given.is_append else "messages", "", given.messages, tools, settings)
+        return input_digest("prompt", given.prompt, (), tools, given_settings)
+    return input_digest("append" if given.is_append else "messages", "", given.messages, tools, given_settings)
 
 
 def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started:
@@ -232,7 +179,22 @@ def _miss(miss: Miss | None) -> pb.MissReason:
     return getattr(pb, f"MISS_REASON_{miss.reason.name}")  # type: ignore[no-any-return]
 
 
-def _finished(event: TurnFinished) -> pb.Finished:
+def _delta(event: TurnDelta, choice: int) -> pb.Delta:
+    return pb.Delta(
+        text=event.text,
+        token_ids=event.token_ids,
+        choice=choice,
+        logprobs=[_logprobs(each) for each in event.logprobs],
+        reasoning_text=event.reasoning,
+    )
+
+
+def _logprobs(told: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in told.top]
+    return pb.TokenLogprobs(logprob=told.logprob, top=top)
+
+
+def _finished(event: TurnFinished, choice: int) -> pb.Finished:
     timings = event.timings
     return pb.Finished(
         reason=_FINISH_REASONS.get(event.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
@@ -251,6 +213,7 @@ def _finished(event: TurnFinished) -> pb.Finished:
         ),
         snapshot=_snapshot(event.snapshot),
         tool_calls=event.tool_calls,
+        choice=choice,
     )
 
 

@@ -95,6 +95,8 @@ def _merged(deltas: Sequence[TurnDelta]) -> TurnDelta:
     return TurnDelta(
         "".join(delta.text for delta in deltas),
         tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        "".join(delta.reasoning for delta in deltas),
+        tuple(each for delta in deltas for each in delta.logprobs),
     )
 
 
@@ -102,4 +104,6 @@ def _size(event: TurnEvent) -> int:
     """Bytes of a reply that wait in an event; what a turn tells besides is of a fixed number and small."""
     if not isinstance(event, TurnDelta):
         return 0
-    return len(event.text.encode("utf-8", "surrogatepass")) + _TOKEN_BYTES * len(event.token_ids)
+    told = len((event.text + event.reasoning).encode("utf-8", "surrogatepass"))
+    logprobs = sum(1 + len(each.top) for each in event.logprobs)
+    return told + _TOKEN_BYTES * (len(event.token_ids) + logprobs)

@@ -12,7 +12,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.interceptors import current_principal
 
-from inference_svc import messages
+from inference_svc import choices, messages
 from inference_svc.engine import Engine
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.service_stats import NamespaceCounters
@@ -69,10 +69,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_request_id=new_request_id,
             new_seed=new_seed,
         )
-        running = self._turns.begin(checked)
+        running = choices.begin(self._turns, checked)
         try:
-            async for event in running.events():
-                yield messages.response(event, checked.request_id, model.name)
+            async for choice, event in running.events():
+                yield messages.response(event, checked.request_id, model.name, choice)
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             running.cancel()

@@ -9,7 +9,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
 from inference_svc.conversation import Tool
-from inference_svc.plan import Priority, SamplingParams
+from inference_svc.plan import Priority, SamplingParams, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 
 
@@ -75,6 +75,8 @@ class TurnRequest:
     max_tokens_is_default: bool  # then what is left of the context bounds it, instead of refusing
     tools: Sequence[Tool] = ()
     keep_partial: bool = False
+    choices: int = 1  # replies that are asked for; several only without an agent
+    choice: int = 0  # which of them this is
     priority: Priority = Priority.INTERACTIVE
     caller: str = ""  # the credential's name
     input_bytes: int = 0
@@ -122,10 +124,12 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """Reply text and tokens that are new since the last delta."""
+    """What is new of a reply since the last delta: its answer, its tokens, what it thought before it answered."""
 
     text: str
     token_ids: tuple[int, ...]
+    reasoning: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ IMPORTS = (
         (
             "*/service.py",
             "*/messages.py",
+            "inference_svc/sampling_messages.py",
             "inference_svc/remote_cache.py",
             f"{SDK}/*client*.py",
             f"{SDK}/frames.py",
