@@ -3,7 +3,8 @@
 The grid says where a cell ends; this says only how many cells a step takes.
 """
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
 # (prompt positions below this, the most tokens that a step prefills there). Deep positions attend to more, so each of
 # their tokens costs more; the last entry has no end.
@@ -12,32 +13,35 @@ _BEYOND = 512
 
 
 def most_tokens(position: int) -> int:
-    """Prompt tokens that one step may prefill at `position`."""
+    """Prompt tokens that a step may prefill which begins at `position` of a prompt."""
     return next((tokens for below, tokens in _TABLE if position < below), _BEYOND)
 
 
 @dataclass
 class StepPace:
     """What one step has prefilled so far, and whether it may go on. A step's first cell is always allowed: everybody
-    goes on, however short the budget and however large the cell.
+    goes on, however short the budget and however large the cell. Of several prompts the deepest one's limit holds.
     """
 
     budget_s: float
     tokens: int = 0
-    cells: int = 0
-    _limit: int = most_tokens(0)  # the least that the table says of any cell taken
+    _starts: dict[Hashable, int] = field(default_factory=dict)  # by turn: the position of its first cell in this step
 
-    def allows(self, position: int, cell_tokens: int, spent_s: float, *, somebody_speaks: bool) -> bool:
-        """Whether the cell of `cell_tokens` at `position` still belongs to this step, `spent_s` after its first prefill
-        began. Without anybody who waits for a next token the time does not bind.
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._starts)
+
+    def allows(self, turn: Hashable, position: int, cell_tokens: int, spent_s: float, *, somebody_speaks: bool) -> bool:
+        """Whether the turn's cell of `cell_tokens` at `position` still belongs to this step, `spent_s` after its first
+        prefill began. Without anybody who waits for a next token the time does not bind.
         """
-        if self.cells == 0:
+        if not self.has_begun:
             return True
         if somebody_speaks and spent_s >= self.budget_s:
             return False
-        return self.tokens + cell_tokens <= min(self._limit, most_tokens(position))
+        deepest = max(self._starts.get(turn, position), *self._starts.values())
+        return self.tokens + cell_tokens <= most_tokens(deepest)
 
-    def take(self, position: int, cell_tokens: int) -> None:
-        self.cells += 1
+    def take(self, turn: Hashable, position: int, cell_tokens: int) -> None:
         self.tokens += cell_tokens
-        self._limit = min(self._limit, most_tokens(position))
+        self._starts.setdefault(turn, position)

@@ -275,16 +275,16 @@ class Scheduler(Generic[TurnT]):
         table allows, nobody was submitted and nobody was cancelled since the step began.
         """
         is_disturbed = self._is_disturbed or any(turn.is_cancelled for turn in self._entries)
-        if self._pace.cells and is_disturbed:
+        if self._pace.has_begun and is_disturbed:
             return None
         turn = self._next_in_round()
         if turn is None:
             return None
         size = turn.next_cell_tokens
         speaks = any(self._speaks(other) for other in self.running)
-        if not self._pace.allows(turn.computed, size, spent_s, somebody_speaks=speaks):
+        if not self._pace.allows(turn, turn.computed, size, spent_s, somebody_speaks=speaks):
             return None
-        self._pace.take(turn.computed, size)
+        self._pace.take(turn, turn.computed, size)
         self._serve(turn, spent_s)
         return turn
 
