@@ -17,13 +17,17 @@ from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 from inference_svc.blas import load_optimized_blas
 from inference_svc.engine_worker import EngineWorker, OnEvents, turn_bytes
+from inference_svc.kv_policy import PolicyRequest
 from inference_svc.mlx_thread import MlxThread
 from inference_svc.open_model import OpenedModel, open_model
 from inference_svc.plan import Ended, Event, Failed, HotMemory, ModelInfo, SequenceKey, Snapshot, TurnPlan
+from inference_svc.scheduler import Rules
 from inference_svc.token_text import TokenText
 from inference_svc.turn import Turn
 
 ResultT = TypeVar("ResultT")
+# Decoded copies of what is being decoded may take this part of the budget, beside it.
+_DECODED_PART = 2
 
 
 class TurnHandle:
@@ -60,17 +64,20 @@ class Engine:
         *,
         cache_dir: Path,
         memory_budget_bytes: int,
-        policy: identity_pb2.KvPolicy | None = None,
+        policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
         context_tokens: int | None = None,
         compute_type: str | None = None,
         max_open_turns: int = 256,
+        step_budget_s: float = 0.1,
         name: str = "",
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
-        by file identity. `memory_budget_bytes` bounds all KV, hot and running. `policy`: None for the default (4 bits,
-        groups of 64). `compute_type`: None for float32 on a CPU, else the model's own. `name`: what callers know the
+        by file identity, and what `auto` chose by weights digest. `memory_budget_bytes` bounds all KV, hot and running.
+        `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first, unless its
+        choice is known. `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: for so
+        long a step computes prompts while others speak, and a cell more. `name`: what callers know the
         model by; empty: what its path says. Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT,
         the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
@@ -82,7 +89,14 @@ class Engine:
                 model, cache_dir=cache_dir, policy=policy, context_tokens=context_tokens, compute_type=compute_type
             )
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
-            worker = EngineWorker(runner, opened.info, memory_budget_bytes)
+            worker = EngineWorker(
+                runner,
+                opened.info,
+                memory_budget_bytes,
+                memory_budget_bytes // _DECODED_PART,
+                Rules(cell_tokens=opened.info.cell_tokens, budget_s=step_budget_s),
+                time.monotonic,
+            )
             made.append((opened, worker))
             return worker
 
@@ -135,9 +149,9 @@ class Engine:
         return turn_bytes(plan, self.model)
 
     def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
-        """Queue a turn. `on_events` is called on the MLX thread, at most once per step, with all events of that step,
-        in order; it must return at once and not raise. The last event is `Ended` or `Failed`, always exactly one of
-        them.
+        """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
+        since the last time, in order; it must return at once and not raise. The last event is `Ended` or `Failed`, always
+        exactly one of them.
 
         Turns of different keys run interleaved; turns of one key run in the order of submission (but plan them one by
         one: a plan depends on the memory that the turn before leaves). Raises ResourceExhausted at once when the prompt
@@ -151,6 +165,7 @@ class Engine:
             frozenset(self.model.stop_token_ids) | frozenset(plan.sampling.stop_token_ids),
             self.model.cell_tokens,
             time.monotonic,
+            self.model.kv_identity_hash,
         )
         self._count_turn()
 

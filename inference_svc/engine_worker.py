@@ -1,10 +1,11 @@
 """What the MLX thread does: begins turns, steps them, ends them, and keeps what they leave.
 
-A turn that fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit.
+All turns that speak are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
+fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit.
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 
 from kvasir.block_file import FileIdentity
 from kvasir.block_hash import BLOCK_TOKENS
@@ -12,11 +13,14 @@ from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
 from inference_svc.hot_memories import HotMemories, Memory
 from inference_svc.kv.capacity import capacity_rows
+from inference_svc.kv.decode_batch import DecodeBatch
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import Event, Hot, ModelInfo, SequenceKey, Snapshot, TurnPlan
+from inference_svc.prefix_gate import PrefixGate
 from inference_svc.running_turn import RunningTurn, begin
-from inference_svc.scheduler import Scheduler
+from inference_svc.sampling import sample
+from inference_svc.scheduler import Rules, Scheduler
 from inference_svc.tensor_files import chain_hashes, file_identities
 from inference_svc.turn import Turn
 
@@ -30,36 +34,51 @@ def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
 
 
 class EngineWorker:
-    """The worker of the MLX thread. Only `memories`' tags and uses, and `memory_used_bytes`, are for other threads."""
+    """The worker of the MLX thread. Only `memories`' tags and uses, and the byte counts, are for other threads."""
 
-    def __init__(self, runner: ModelRunner, model: ModelInfo, memory_budget_bytes: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: ModelInfo,
+        memory_budget_bytes: int,
+        decoded_budget_bytes: int,
+        rules: Rules,
+        clock: Callable[[], float],
+    ) -> None:
         self.memories: HotMemories[SequenceKV] = HotMemories(memory_budget_bytes)
         self.memory_used_bytes = 0
+        self.decoded_bytes = 0
         self._runner = runner
         self._model = model
-        self._scheduler: Scheduler[Turn] = Scheduler()
+        self._clock = clock
+        self._scheduler: Scheduler[Turn] = Scheduler(rules)
+        self._gate: PrefixGate[Turn] = PrefixGate(model.cell_tokens)
+        self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._running: dict[Turn, RunningTurn] = {}
         self._listeners: dict[Turn, OnEvents] = {}
         self._when_idle: dict[SequenceKey, list[Callable[[], None]]] = {}
 
     def submit(self, turn: Turn, on_events: OnEvents) -> None:
         self._listeners[turn] = on_events
-        self._scheduler.add(turn)
+        self._scheduler.submit(turn, self._clock())
 
-    def step(self) -> bool:
-        """One step of all that runs; False if there was nothing to do."""
-        for turn in [turn for turn in self._listeners if turn.is_cancelled]:
+    def step(self, take_mail: Callable[[], None]) -> bool:
+        """One step of all that runs; False if there was nothing to do. `take_mail` is called between cells, so that
+        whoever comes or goes does not wait for a whole step.
+        """
+        for turn in self._scheduler.cancelled():
             self._guarded(turn, self._cancel)
-        self._scheduler.admit(self._try_begin)
-        step = self._scheduler.next_step()
-        for turn in step.decode:
-            self._guarded(turn, self._decode)
-        if step.prefill is not None:
-            self._guarded(step.prefill, self._prefill_cell)
-        self._tell()
+        self._scheduler.begin_waiting(self._clock(), self._try_begin)
+        speaking = self._scheduler.begin_step(self._clock())
+        if speaking:
+            self._decode(speaking)
+            self._tell()
+        has_prefilled = self._prefill(take_mail)
         self._finish_spoken()
-        self.memory_used_bytes = self._used_bytes()
-        return not step.is_empty
+        self._count_bytes()
+        if not self._running:
+            self._runner.release_unused()
+        return bool(speaking) or has_prefilled
 
     def close(self) -> None:
         for turn in list(self._listeners):
@@ -73,12 +92,12 @@ class EngineWorker:
         else:
             self._when_idle.setdefault(key, []).append(work)
 
+    # --- memories ---
+
     def fork(self, source: SequenceKey, target: SequenceKey) -> bool:
         """Give `target` the memory of `source`, untagged: a tag is one agent's. False if there is none."""
         memory = self.memories.get(source)
-        if memory is not None:
-            self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
-        return memory is not None
+        return memory is not None and self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
 
     def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail."""
@@ -103,6 +122,7 @@ class EngineWorker:
         tokens = turn.token_ids[: turn.full_blocks * BLOCK_TOKENS]
         running.chain = chain_hashes(self._model.kv_identity_hash, tokens, running.chain)
         last_block = len(running.chain) if max_blocks is None else min(first_block + max_blocks, len(running.chain))
+        self._batch.settle(running.kv)
         files = self._files(running.kv, tokens[: last_block * BLOCK_TOKENS], running.chain[:last_block], first_block)
         return Snapshot(first_block, tuple(files), None, turn.state())
 
@@ -112,20 +132,78 @@ class EngineWorker:
         identities = file_identities(self._model.kv_identity_hash, token_ids, chain, first_block)
         return [(identity, kv.to_file(self._model.kv_identity, identity)) for identity in identities]
 
-    def _try_begin(self, turn: Turn) -> bool:
+    # --- beginning ---
+
+    def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
         """Begin a waiting turn; False if there is no room for it yet."""
-        key = turn.plan.key
-        extends_memory = isinstance(turn.plan.reuse, Hot) and key is not None
-        busy = self._busy_keys() | ({key} if extends_memory and key is not None else set())
-        reserved = sum(turn_bytes(other.plan, self._model) for other in self._running)
-        if not self.memories.make_room(turn_bytes(turn.plan, self._model), reserved, busy):
+        extends = isinstance(turn.plan.reuse, Hot)
+        if not self.memories.reserve(turn, self._needed_bytes(turn), turn.plan.key, extends=extends, spare=spare):
             return False
         self._guarded(turn, self._begin)
         return True
 
+    def _needed_bytes(self, turn: Turn) -> int:
+        """KV of all tokens that the turn may come to have, and of those that it overwrites and may have to put back."""
+        memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
+        is_cut = isinstance(turn.plan.reuse, Hot) and memory is not None
+        saved = max(0, memory.kv.length - turn.reusable_tokens) if is_cut and memory is not None else 0
+        return turn_bytes(turn.plan, self._model) + saved * self._model.kv_bytes_per_token
+
     def _begin(self, turn: Turn) -> None:
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
-        self._running[turn] = begin(turn, memory, self._runner, self._model)
+        running = self._shared(turn) or begin(turn, memory, self._runner, self._model)
+        self._running[turn] = running
+
+    def _shared(self, turn: Turn) -> RunningTurn | None:
+        """The turn with a fork of what another of its namespace prefilled, if that is worth more than its own plan."""
+        if turn.namespace is None or self._model.has_states:
+            return None
+        donor = self._gate.donor_of(turn, self._running, self.memories.idle(turn.namespace))
+        if donor is None:
+            return None
+        source = donor.source
+        owner = self._running[source] if isinstance(source, Turn) else self.memories.get(source)  # type: ignore[arg-type]
+        if owner is None:
+            return None
+        return RunningTurn.sharing(turn, owner.kv, donor.shared_tokens)
+
+    # --- stepping ---
+
+    def _decode(self, speaking: Sequence[Turn]) -> None:
+        """One more token of every turn that speaks, in one forward pass. Turns that spoke their last token in the step
+        before have it computed here, so that they remember it, and end.
+        """
+        by_kv = {id(self._running[turn].kv): turn for turn in speaking}
+        for turn in speaking:
+            if self._running[turn].kv not in self._batch:
+                self._batch.join(self._running[turn].kv)
+        order = [by_kv[id(kv)] for kv in self._batch.sequences]
+        try:
+            logits = self._batch.step([turn.token_ids[-1] for turn in order])
+            drawn = sample([self._running[turn].sampler for turn in order], logits)
+        except Exception:
+            logger.exception("decode.failed")
+            self._lose(order)
+            return
+        self._runner.stepped()
+        for turn, token in zip(order, drawn, strict=True):
+            turn.decoded()
+            if turn.finish_reason is not None:
+                self._guarded(turn, self._finish)
+            elif isinstance(token, KvasirError):
+                self._abandon(turn, token)
+            else:
+                turn.accept(token.token_id, token.logprobs)
+
+    def _prefill(self, take_mail: Callable[[], None]) -> bool:
+        """Cells of prompts, as long as the scheduler says; False if no prompt waits."""
+        began_s, cells = self._clock(), 0
+        while (turn := self._scheduler.next_prefill(self._clock() - began_s)) is not None:
+            self._guarded(turn, self._prefill_cell)
+            self._tell()
+            cells += 1
+            take_mail()
+        return cells > 0
 
     def _prefill_cell(self, turn: Turn) -> None:
         running = self._running[turn]
@@ -133,35 +211,36 @@ class EngineWorker:
         if turn.computed + len(cell) < turn.prompt_tokens:
             self._runner.prefill(running.kv, cell)
             turn.prefilled(len(cell))
-        else:
-            token = self._runner.prefill_and_sample(running.kv, cell, running.sampler)
-            turn.prefilled(len(cell))
-            turn.accept(token)
+            return
+        [token] = sample([running.sampler], self._runner.last_logits(running.kv, cell))
+        turn.prefilled(len(cell))
+        if isinstance(token, KvasirError):
+            raise token
+        turn.accept(token.token_id, token.logprobs)
 
-    def _decode(self, turn: Turn) -> None:
-        running = self._running[turn]
-        token = self._runner.prefill_and_sample(running.kv, turn.token_ids[-1:], running.sampler)
-        turn.decoded()
-        turn.accept(token)
+    # --- ending ---
 
     def _finish_spoken(self) -> None:
-        """End the turns that spoke their last token. It is told by now: the KV that is still to be computed for it must
-        not hold it up. At a step's end, so that a listener's request for the turn's snapshot is served before the next
-        step admits a turn that may need the room.
+        """End the turns that spoke their last token and need no more KV: who remembers nothing, or nothing of it. At a
+        step's end, so that a listener's request for the turn's snapshot is served before the next step admits a turn
+        that may need the room.
         """
         for turn in [turn for turn in self._running if turn.finish_reason is not None]:
-            self._guarded(turn, self._finish)
+            if turn.plan.key is None or turn.remembered <= turn.computed:
+                self._guarded(turn, self._finish)
 
     def _finish(self, turn: Turn) -> None:
+        running = self._running[turn]
+        self._batch.leave(running.kv)
         if turn.plan.key is not None:
-            memory = self._running[turn].memory_left(self._runner, self._model.kv_identity_hash)
-            self.memories.put(turn.plan.key, memory)
+            memory = running.memory_left(self._runner, self._model.kv_identity_hash)
+            self.memories.leave(turn, turn.plan.key, memory)
         turn.end()
         self._remove(turn)
 
     def _cancel(self, turn: Turn) -> None:
         has_generated = len(turn.token_ids) > turn.prompt_tokens
-        if turn.plan.keep_partial and has_generated:
+        if turn.finish_reason is not None or (turn.plan.keep_partial and has_generated):
             self._finish(turn)
         else:
             self._abandon(turn, Cancelled("the turn was cancelled; the agent remembers what it did before"))
@@ -174,15 +253,26 @@ class EngineWorker:
             self._abandon(turn, error)
         except Exception:
             logger.exception("turn.failed")
-            # Layers may disagree on their length now: this KV must not serve again.
-            running = self._running.get(turn)
-            if running is not None and running.memory is not None and turn.plan.key is not None:
-                self.memories.drop(turn.plan.key)
-                running.memory = None
+            self._forget(turn)
             self._abandon(turn, Internal("the turn failed in the engine"))
+
+    def _lose(self, turns: Sequence[Turn]) -> None:
+        """A forward pass of these turns failed half-way."""
+        self._batch.discard()
+        for turn in turns:
+            self._forget(turn)
+            self._abandon(turn, Internal("the turn failed in the engine"))
+
+    def _forget(self, turn: Turn) -> None:
+        """Layers may disagree on their length now: the memory that the turn extends must not serve again."""
+        running = self._running.get(turn)
+        if running is not None and running.memory is not None and turn.plan.key is not None:
+            self.memories.drop(turn.plan.key)
+            running.memory = None
 
     def _abandon(self, turn: Turn, error: KvasirError) -> None:
         if running := self._running.get(turn):
+            self._batch.leave(running.kv)
             running.undo()
         turn.fail(error)
         self._remove(turn)
@@ -190,12 +280,14 @@ class EngineWorker:
     def _remove(self, turn: Turn) -> None:
         """The turn is over: it leaves the schedule, and what waited for its agent is done."""
         self._running.pop(turn, None)
+        self.memories.release(turn)
         self._scheduler.remove(turn)
         self._tell_one(turn, self._listeners.pop(turn))
-        self._runner.release_unused()
         if turn.plan.key is not None and self._running_of(turn.plan.key) is None:
             for work in self._when_idle.pop(turn.plan.key, ()):
                 work()
+
+    # --- telling ---
 
     def _tell(self) -> None:
         for turn, on_events in list(self._listeners.items()):
@@ -212,14 +304,10 @@ class EngineWorker:
     def _running_of(self, key: SequenceKey) -> RunningTurn | None:
         return next((running for turn, running in self._running.items() if turn.plan.key == key), None)
 
-    def _busy_keys(self) -> set[SequenceKey]:
-        """Keys whose hot memory a running turn extends."""
-        return {
-            turn.plan.key
-            for turn, running in self._running.items()
-            if running.memory is not None and turn.plan.key is not None
-        }
-
-    def _used_bytes(self) -> int:
-        running = sum(running.kv.allocated_bytes for running in self._running.values())
-        return running + self.memories.used_bytes(self._busy_keys())
+    def _count_bytes(self) -> None:
+        extended = {id(running.memory.kv) for running in self._running.values() if running.memory is not None}
+        running = sum(
+            running.kv.allocated_bytes for running in self._running.values() if id(running.kv) not in extended
+        )
+        self.memory_used_bytes = running + sum(self.memories.sizes().values())
+        self.decoded_bytes = self._batch.scratch_bytes

@@ -21,8 +21,8 @@ _IDLE_POLL_S = 1.0
 class Worker(Protocol):
     """What lives on the thread."""
 
-    def step(self) -> bool:
-        """Do one step; False if there was nothing to do."""
+    def step(self, take_mail: Callable[[], None]) -> bool:
+        """Do one step; False if there was nothing to do. During a long one `take_mail` delivers letters."""
         ...
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class MlxThread(Generic[WorkerT]):
             if not is_busy:
                 self._wait(worker)
             self._deliver_all(worker)
-            is_busy = worker.step()
+            is_busy = worker.step(lambda: self._deliver_all(worker))
         self._deliver_all(worker)
         worker.close()
 

@@ -1,6 +1,7 @@
 """The model on the MLX thread: what its layers keep, and one chunk of tokens at a time through it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +15,10 @@ from inference_svc.kv.applied import keys_are_stored_as_said
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.sampling import Sampler
 
 _PROBE_TOKENS = mx.uint32, ((0, 1, 2),)
-_RELEASE_ROWS = 256
+_RELEASE_STEPS = 256
+_NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
 _FILE_TYPES = {mx.uint32: "U32", mx.float16: "F16", mx.bfloat16: "BF16"}
 
@@ -30,9 +31,11 @@ class ModelRunner:
 
     def __init__(self, model: Module) -> None:
         self._model: Any = model
+        self._steps = 0
         probe = _probe(model)
         self.layers = tuple(_layout(model, cache) for cache in probe)
         self.compute_type = _DTYPE_NAMES[probe[0].keys.dtype]
+        self.compute_item_bytes = int(probe[0].keys.dtype.size)
         self.vocabulary_size = int(_computes_last_position_only(model).shape[-1])
 
     def check_policy(self, policy: identity_pb2.KvPolicy) -> None:
@@ -51,13 +54,40 @@ class ModelRunner:
         mx.eval(kv.state)
         self.release_unused()
 
-    def prefill_and_sample(self, kv: SequenceKV, token_ids: Sequence[int], sampler: Sampler) -> int:
-        """Compute the KV of the next tokens and draw the token that follows them. Evaluates."""
-        token = sampler.next_token(self._forward(kv, token_ids))
-        mx.eval(kv.state)
-        if kv.length % _RELEASE_ROWS == 0:
+    def last_logits(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
+        """Compute the KV of the next tokens; logits [1, vocabulary] of what follows the last. Evaluates."""
+        logits = self._forward(kv, token_ids)[:, -1]
+        mx.eval(logits, kv.state)
+        self.release_unused()
+        return logits
+
+    def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Logits [rows, 1 or n, vocabulary] of tokens [rows, n], the last ones at least, not evaluated. `caches`: one
+        batched cache per layer.
+        """
+        logits: mx.array = self._model(tokens, cache=list(caches))
+        return logits
+
+    def stepped(self) -> None:
+        """A token of every sequence was decoded."""
+        self._steps += 1
+        if self._steps % _RELEASE_STEPS == 0:
             self.release_unused()  # every step reads one row more, in buffers of another size
-        return token
+
+    def scores(self, caches: Sequence[Any], token_ids: Sequence[int]) -> mx.array:
+        """Log probabilities [tokens, vocabulary] in 32 bits of what follows each of the next tokens, through any caches
+        that the model takes, one per layer. For measuring: a turn needs the last one only. Evaluates.
+        """
+        with _every_position(self._model):
+            logits = self._model(mx.array([token_ids], dtype=mx.uint32), cache=list(caches))[0].astype(mx.float32)
+        scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(scores)
+        return scores
+
+    def exact_caches(self) -> list[Any]:
+        """mlx-lm's own fresh caches for this model."""
+        caches: list[Any] = make_prompt_cache(self._model)
+        return caches
 
     def release_unused(self) -> None:
         """Give memory back that nothing uses, and that MLX would keep for arrays of the same size."""
@@ -137,7 +167,7 @@ def _computes_last_position_only(model: Module) -> mx.array:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return whole.__call__(self, *args, **kwargs)[:, -1:]
 
-    trunk.__class__ = type(f"LastPositionOf{whole.__name__}", (whole,), {"__call__": call})
+    trunk.__class__ = type(f"{_NARROWED}{whole.__name__}", (whole,), {"__call__": call})
     try:
         after = model(_probe_tokens(), cache=make_prompt_cache(model))
         is_same = after.shape == before.shape and bool(mx.allclose(after, before, rtol=1e-2, atol=1e-2).item())
@@ -146,6 +176,21 @@ def _computes_last_position_only(model: Module) -> mx.array:
     if not is_same:
         trunk.__class__ = whole
     return before
+
+
+@contextmanager
+def _every_position(model: Module) -> Iterator[None]:
+    """Undo `_computes_last_position_only` for a while."""
+    trunk: Any = getattr(model, "model", None)
+    narrowed = type(trunk)
+    if not narrowed.__name__.startswith(_NARROWED):
+        yield
+        return
+    trunk.__class__ = narrowed.__base__
+    try:
+        yield
+    finally:
+        trunk.__class__ = narrowed
 
 
 def _live_tensors(layer: LayerKV, index: int) -> list[TensorSpec]:

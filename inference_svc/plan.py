@@ -37,6 +37,8 @@ class ModelInfo:
     cell_tokens: int
     compute_type: str  # "float32", "float16" or "bfloat16"
     stop_token_ids: tuple[int, ...]  # the model's own end tokens
+    policy_name: str = ""  # in words: "q4-rotated, layer 7 exact"
+    policy_why: str = ""  # how it came to be in force
     has_states: bool = False  # some layers do not keep all tokens: KV is resumed at snapshot points only
 
 
@@ -154,9 +156,13 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The turn has its memory and begins. `cached_tokens` is what was truly reused: they will not be computed."""
+    """The turn has its memory and begins. `cached_tokens` is what was truly reused: they will not be computed.
+
+    `is_shared`: they are what another turn or memory of the namespace prefilled, not what the plan named.
+    """
 
     cached_tokens: int
+    is_shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +184,7 @@ class BlocksFull:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log of a drawn token's probability before temperature and filters, and the likeliest tokens with theirs."""
+    """Natural log of a drawn token's probability before temperature and filters; the likeliest tokens with theirs."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

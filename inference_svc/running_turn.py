@@ -26,6 +26,15 @@ class RunningTurn:
     memory: Memory[SequenceKV] | None = None
     saved: SavedRows | None = None
 
+    @classmethod
+    def sharing(cls, turn: Turn, kv: SequenceKV, shared_tokens: int) -> "RunningTurn":
+        """The turn with a fork of the first `shared_tokens` tokens of another's KV: what it would compute itself."""
+        turn.restoring()
+        forked = kv.fork()
+        forked.trim_to(shared_tokens)
+        turn.began(shared_tokens, shared_tokens, is_shared=True)
+        return cls(turn, forked, _sampler(turn), turn.chain[: shared_tokens // BLOCK_TOKENS])
+
     def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> Memory[SequenceKV]:
         """What the turn leaves behind. Computes the last token, which was drawn but never fed, if it is remembered."""
         state = self.turn.state()
@@ -49,7 +58,7 @@ def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, mo
 
     Raises FailedPrecondition (HOT_MEMORY_GONE) and DataLoss (BLOB_DAMAGED); nothing has changed then.
     """
-    sampler = Sampler(turn.plan.sampling)
+    sampler = _sampler(turn)
     turn.restoring()
     match turn.plan.reuse:
         case Cold():
@@ -59,6 +68,10 @@ def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, mo
             return _from_memory(turn, sampler, memory, hot)
         case Restored() as restored:
             return _from_files(turn, sampler, model, restored)
+
+
+def _sampler(turn: Turn) -> Sampler:
+    return Sampler(turn.plan.sampling, turn.plan.token_ids)
 
 
 def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None, hot: Hot) -> RunningTurn:

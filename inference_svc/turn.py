@@ -136,13 +136,13 @@ class Turn:
         """The turn left the queue."""
         self._begun_s = self._clock()
 
-    def began(self, cached: int, shareable: int) -> None:
-        """The first `cached` tokens' KV is there."""
+    def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
+        """The first `cached` tokens' KV is there; `is_shared`: from another turn or memory of the namespace."""
         self.cached = self.computed = cached
         self._full_told = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
-        self._events.append(Started(cached))
+        self._events.append(Started(cached, is_shared))
 
     def resumed(self, computed: int, shareable: int) -> None:
         """It goes on after it was preempted. The first `computed` tokens' KV is there again; 0 if it was lost. The rest

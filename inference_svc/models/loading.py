@@ -9,6 +9,8 @@ import mlx_lm.utils
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 from mlx.nn.layers.base import Module
 
+from inference_svc.kv.row_exact import make_row_exact
+
 COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -51,6 +53,8 @@ def load(directory: Path, compute_type: str | None) -> LoadedModel:
         compute_type = "float32"
     if compute_type is not None:
         model.set_dtype(COMPUTE_TYPES[compute_type])
+    if device() == "cpu":
+        make_row_exact(model)
     mx.eval(model.parameters())
     return LoadedModel(model, tokenizer, config)
 

@@ -30,7 +30,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine.open(model_dir, cache_dir=tmp_path_factory.mktemp("digests"), memory_budget_bytes=256 << 20)
+    engine = Engine.open(
+        model_dir, cache_dir=tmp_path_factory.mktemp("digests"), memory_budget_bytes=256 << 20, step_budget_s=0
+    )
     yield engine
     engine.close()
 

@@ -227,7 +227,7 @@ def test_a_layer_that_keeps_all_tokens_refuses_to_be_a_window(engine: Engine) ->
 
 def test_a_thread_that_ended_cancels_what_comes_late() -> None:
     class Idle:
-        def step(self) -> bool:
+        def step(self, take_mail: object) -> bool:
             return False
 
         def close(self) -> None:

@@ -40,7 +40,7 @@ def test_a_turn_tells_its_life_in_order(driver: Driver) -> None:
     assert ended.timings.first_token_s >= ended.timings.prefill_s > 0
 
 
-def test_a_step_tells_all_its_events_at_once_and_the_last_token_before_the_end(driver: Driver) -> None:
+def test_a_cell_and_a_token_tell_all_their_events_at_once_and_the_last_token_before_the_end(driver: Driver) -> None:
     listener = driver.submit(tokens_of(300), max_tokens=3)
     listener.end()
     assert [[type(e).__name__ for e in step] for step in listener.steps] == [
