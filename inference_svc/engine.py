@@ -150,8 +150,8 @@ class Engine:
 
     def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
-        since the last time, in order; it must return at once and not raise. The last event is `Ended` or `Failed`, always
-        exactly one of them.
+        since the last time, in order; it must return at once and not raise. The last event is `Ended` or `Failed`,
+        always exactly one of them.
 
         Turns of different keys run interleaved; turns of one key run in the order of submission (but plan them one by
         one: a plan depends on the memory that the turn before leaves). Raises ResourceExhausted at once when the prompt
