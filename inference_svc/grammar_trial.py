@@ -1,0 +1,96 @@
+"""Tries a reply format in a process of its own before the service takes it: what takes too long there is refused.
+
+The process is kept for the next one, and replaced when it had to be killed or ended itself for want of memory.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+from kvasir.errors import InvalidArgument, ResourceExhausted
+
+from inference_svc.plan import Constraint
+
+_SCRIPT = Path(__file__).with_name("grammar_trial_process.py")
+_MAX_WAITING = 32
+_MAX_TOLD_CHARS = 300
+
+
+class GrammarTrial:
+    """One process, asked by one caller at a time, on one event loop. Starts with the first format."""
+
+    def __init__(self, timeout_s: float = 2.0) -> None:
+        self._timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._asking = asyncio.Lock()
+        self._waiting = 0
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raise InvalidArgument, the field named, for a format that is none, or takes too much to compile;
+        ResourceExhausted when too many wait for an answer.
+        """
+        if self._waiting >= _MAX_WAITING:
+            raise ResourceExhausted(
+                f"{constraint.kind.value}: {self._waiting} formats wait to be compiled", retry_after_s=1.0
+            )
+        self._waiting += 1
+        try:
+            async with self._asking:
+                await self._ask(constraint)
+        finally:
+            self._waiting -= 1
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._process = None
+
+    async def _ask(self, constraint: Constraint) -> None:
+        process = self._process = self._process or await _start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        question = json.dumps({"kind": constraint.kind.value, "text": constraint.text}) + "\n"
+        try:
+            process.stdin.write(question.encode())
+            answer = await asyncio.wait_for(process.stdout.readline(), self._timeout_s)
+        except BaseException as error:
+            # Also when the caller goes away meanwhile: the next one must not read this one's answer.
+            self.close()
+            if isinstance(error, TimeoutError | ConnectionError | ValueError):
+                raise too_complex(constraint) from None
+            raise
+        if not answer:
+            self.close()
+            raise too_complex(constraint)
+        if problem := json.loads(answer)["error"]:
+            raise refused(constraint, problem)
+
+
+def too_complex(constraint: Constraint) -> InvalidArgument:
+    field = constraint.kind.value
+    return InvalidArgument(
+        f"{field}: it takes too much time or memory to compile", reason="FORMAT_TOO_COMPLEX", field=field
+    )
+
+
+def refused(constraint: Constraint, problem: str) -> InvalidArgument:
+    """`problem` is llguidance's own, without what it quotes of a regex."""
+    field = constraint.kind.value
+    told = problem[problem.rfind("error: ") :].splitlines()[0] if "error: " in problem else problem
+    return InvalidArgument(
+        f"{field}: {told[:_MAX_TOLD_CHARS]}".replace("\n<non-verbose/>", ""), reason="FORMAT_INVALID", field=field
+    )
+
+
+async def _start() -> asyncio.subprocess.Process:
+    # Isolated: nothing of the working directory or the environment can change what it runs.
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-I",
+        str(_SCRIPT),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
