@@ -80,7 +80,15 @@ async def serve(settings: EngineSettings) -> None:
         await asyncio.gather(*(store.answers() for store in stores.values()))
         async with _listening(server):
             model = engine.model
-            _LOG.info("engine.ready", address=server.address, model=model.name, device=engine.device, blas=engine.blas)
+            _LOG.info(
+                "engine.ready",
+                address=server.address,
+                model=model.name,
+                device=engine.device,
+                blas=engine.blas,
+                kv_policy=model.policy_name,
+                kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",
+            )
             await server.run_until_stopped(settings.stop_grace_s)
             await turns.drain(settings.stop_grace_s)
     _LOG.info("engine.stopped")
@@ -98,7 +106,7 @@ def _open_engine(settings: EngineSettings) -> Engine:
         settings.model or kvasir_tiny.path(),
         cache_dir=settings.state_dir,
         memory_budget_bytes=settings.memory_budget_bytes,
-        policy=settings.kv_policy,
+        policy=settings.policy_request,
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
         max_open_turns=settings.max_turns,

@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvasir.cachestore.v1 import identity_pb2
 from kvasir.channel import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
+from kvasir.errors import InvalidArgument
 from kvasir.serving import Listening
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from inference_svc.kv_policy import AUTO, PolicyRequest
 
 GIB = 1 << 30
 _COMMAND = "python -m inference_svc"
@@ -56,8 +58,11 @@ class EngineSettings(BaseSettings):
     """Default: the model's own."""
     compute_type: Literal["float32", "float16", "bfloat16"] | None = None
     """Default: float32 on a CPU, else the model's own."""
-    kv_bits: Literal["4", "8", "16"] = "4"
-    """Bits per value of K and V; 16 stores them unquantized."""
+    kv_policy: Literal["q4", "q4-rotated", "k8v4", "q8", "fp", "auto"] = "q4"
+    """How K and V are stored, cheapest first: q4, q4-rotated (keys rotated first), k8v4, q8, fp (16 bits); or auto:
+    the cheapest that answers as exact KV does, measured at the first start with a model (up to a minute or two)."""
+    kv_exact_layers: str = ""
+    """Layers that stay at 16 bits: last, or indexes with commas between."""
 
     max_prompt_bytes: Annotated[int, Field(gt=0)] = 8 << 20
     """A larger prompt is refused unread."""
@@ -86,23 +91,22 @@ class EngineSettings(BaseSettings):
         pairs = [item.rpartition("=") for item in items if item]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, _, path in pairs}
 
+    @field_validator("kv_exact_layers")
+    @classmethod
+    def _are_layers(cls, given: str, info: ValidationInfo) -> str:
+        try:
+            PolicyRequest.parse(info.data.get("kv_policy", AUTO), given)
+        except InvalidArgument as error:
+            raise ValueError(error.message) from None
+        return given
+
     @property
     def memory_budget_bytes(self) -> int:
         return int(self.memory_gib * GIB)
 
     @property
-    def kv_policy(self) -> identity_pb2.KvPolicy | None:
-        """None: the engine's default of 4 bits."""
-        if self.kv_bits == "4":
-            return None
-        bits = int(self.kv_bits)
-        return identity_pb2.KvPolicy(
-            key_bits=bits,
-            value_bits=bits,
-            group_size=0 if bits == 16 else 64,
-            scale_type=identity_pb2.SCALE_TYPE_FLOAT16,
-            key_rotation=identity_pb2.KEY_ROTATION_NONE,
-        )
+    def policy_request(self) -> PolicyRequest:
+        return PolicyRequest.parse(self.kv_policy, self.kv_exact_layers)
 
     @property
     def listening(self) -> Listening:

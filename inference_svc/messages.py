@@ -102,6 +102,8 @@ def model_message(model: ModelInfo) -> pb.Model:
         kv_bytes_per_token=model.kv_bytes_per_token,
         kv_bytes_per_token_fp16=model.kv_bytes_per_token_fp16,
         policy_applied_layers=model.policy_applied_layers,
+        kv_policy=model.policy_name,
+        kv_policy_why=model.policy_why,
         layer_count=model.layer_count,
         cell_tokens=model.cell_tokens,
         compute_type=model.compute_type,

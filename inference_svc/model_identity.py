@@ -12,6 +12,8 @@ from typing import Any
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.kv_policy import Rung, policy_of
+
 # Fields of config.json that change no KV: where it came from, the type it was saved in, and how text is made from it.
 _NO_PART_OF_WEIGHTS = frozenset(
     {
@@ -61,15 +63,8 @@ def template_digest(template: object) -> str:
 
 
 def default_policy(compute_type: str) -> identity_pb2.KvPolicy:
-    """4 bits in groups of 64. Scales are of the model's own 16-bit type, float16 when it computes in 32."""
-    is_bfloat16 = compute_type == "bfloat16"
-    return identity_pb2.KvPolicy(
-        key_bits=4,
-        value_bits=4,
-        group_size=64,
-        scale_type=identity_pb2.SCALE_TYPE_BFLOAT16 if is_bfloat16 else identity_pb2.SCALE_TYPE_FLOAT16,
-        key_rotation=identity_pb2.KEY_ROTATION_NONE,
-    )
+    """4 bits in groups of 64: the first rung of the ladder."""
+    return policy_of(Rung.Q4, compute_type)
 
 
 def kv_identity(

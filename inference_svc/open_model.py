@@ -1,5 +1,6 @@
 """From a model's name to what serves it: loaded, probed, identified. Runs on the MLX thread, once."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,14 @@ from kvasir.block_file import expected_tensors
 from kvasir.block_hash import BLOCK_TOKENS, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.model_identity import default_policy, kv_identity, template_digest, tokenizer_digest, weights_digest
+from inference_svc.auto_policy import ChosenPolicy, chosen_policy
+from inference_svc.kv_policy import PolicyRequest, name_of
+from inference_svc.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model_runner import ModelRunner
 from inference_svc.models import kvasir_tiny
 from inference_svc.models.loading import LoadedModel, device, find_model, load
 from inference_svc.plan import ModelInfo
+from inference_svc.quality import exam
 from inference_svc.token_text import TokenText
 
 # Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap.
@@ -35,7 +39,7 @@ def open_model(
     name: str | Path,
     *,
     cache_dir: Path,
-    policy: identity_pb2.KvPolicy | None,
+    policy: identity_pb2.KvPolicy | PolicyRequest | None,
     context_tokens: int | None,
     compute_type: str | None,
 ) -> tuple[OpenedModel, ModelRunner]:
@@ -43,9 +47,10 @@ def open_model(
     directory = find_model(name)
     loaded = load(directory, compute_type)
     runner = ModelRunner(loaded.model)
-    policy = policy or default_policy(runner.compute_type)
-    runner.check_policy(policy)
-    identity = kv_identity(weights_digest(directory, cache_dir), runner.layers, policy)
+    digest = weights_digest(directory, cache_dir)
+    chosen = _chosen(policy, exam.Subject(runner, loaded.tokenizer, _speaks_world(directory)), digest, cache_dir)
+    runner.check_policy(chosen.policy)
+    identity = kv_identity(digest, runner.layers, chosen.policy)
     info = ModelInfo(
         name=_shown_name(name, directory),
         kv_identity=identity,
@@ -59,11 +64,25 @@ def open_model(
         ),
         layer_count=len(runner.layers),
         policy_applied_layers=runner.applied_layers(identity),
+        policy_name=name_of(chosen.policy),
+        policy_why=chosen.why,
         cell_tokens=_CELL_TOKENS[device()],
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
     )
     return OpenedModel(info, loaded.tokenizer, _token_text(directory, loaded), runner.vocabulary_size, device()), runner
+
+
+def _chosen(
+    policy: identity_pb2.KvPolicy | PolicyRequest | None, subject: exam.Subject, digest: str, cache_dir: Path
+) -> ChosenPolicy:
+    if isinstance(policy, identity_pb2.KvPolicy):
+        return ChosenPolicy(policy, "asked for")
+    return chosen_policy(policy or PolicyRequest(), subject, digest, cache_dir, time.monotonic)
+
+
+def _speaks_world(directory: Path) -> bool:
+    return tokenizer_digest(directory) == tokenizer_digest(kvasir_tiny.path())
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:

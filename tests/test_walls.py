@@ -39,6 +39,8 @@ IMPORTS = (
             "inference_svc/sampling.py",
             "inference_svc/kv/*",
             "inference_svc/models/*",
+            # It reads with a model and each of its caches, on the thread that loads it.
+            "inference_svc/quality/measure.py",
             # They measure MLX itself: mlx-lm on a thread of its own, and the peaks of a process.
             "inference_svc/bench/peer_thread.py",
             "inference_svc/bench/memory_probe.py",

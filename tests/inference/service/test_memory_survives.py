@@ -103,7 +103,10 @@ def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are(
         talk(client, "a", TALK[:2])
     options = own_house.engine.options
     other_weights = write_model(tmp_path / "other", LLAMA, seed=1)
-    for more, field in ((("--kv-bits", "8"), "policy.key_bits"), (("--model", str(other_weights)), "weights_digest")):
+    for more, field in (
+        (("--kv-policy", "q8"), "policy.key_bits"),
+        (("--model", str(other_weights)), "weights_digest"),
+    ):
         own_house.engine.kill()
         own_house.engine.options = [*options, *more]
         own_house.engine.start()

@@ -1,0 +1,81 @@
+"""From what was asked for to the KV policy in force: a named rung as it is, `auto` by measuring the model once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc import policy_memory
+from inference_svc.kv_policy import LADDER, PolicyRequest, Rung
+from inference_svc.policy_memory import Choice, Conditions
+from inference_svc.quality import exam
+from inference_svc.quality.findings import cheapest
+from inference_svc.quality.material import AT_LOAD, Extent
+
+_LOG = structlog.get_logger(__name__)
+# Half of what a start may take; looked at between texts.
+TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPolicy:
+    """A policy and how it came to be in force, in words."""
+
+    policy: identity_pb2.KvPolicy
+    why: str
+
+
+def chosen_policy(
+    request: PolicyRequest,
+    subject: exam.Subject,
+    weights_digest: str,
+    state_dir: Path,
+    clock: Callable[[], float],
+    extent: Extent = AT_LOAD,
+) -> ChosenPolicy:
+    """The policy to use. Raises InvalidArgument for layers that the model does not have. Runs on the MLX thread."""
+    compute_type, layer_count = subject.runner.compute_type, len(subject.runner.layers)
+    policies = {rung: request.policy(rung, compute_type, layer_count) for rung in LADDER}
+    if request.rung is not None:
+        return ChosenPolicy(policies[request.rung], "asked for")
+    conditions = Conditions(weights_digest, compute_type, policies[Rung.Q4].exact_layers)
+    known = policy_memory.remembered(state_dir, conditions)
+    if known is not None:
+        _LOG.info("kv_policy.remembered", policy=known.rung.value, why=known.why)
+        return ChosenPolicy(policies[known.rung], f"auto, remembered: {known.why}")
+    choice = _measured(subject, policies, extent, clock)
+    _remember(state_dir, conditions, choice)
+    _LOG.info("kv_policy.chosen", policy=choice.rung.value, why=choice.why)
+    return ChosenPolicy(policies[choice.rung], f"auto: {choice.why}")
+
+
+def _measured(
+    subject: exam.Subject,
+    policies: dict[Rung, identity_pb2.KvPolicy],
+    extent: Extent,
+    clock: Callable[[], float],
+) -> Choice:
+    found = exam.held(
+        subject,
+        {rung.value: policy for rung, policy in policies.items()},
+        extent,
+        clock=clock,
+        say=lambda text: _LOG.info("kv_policy.measuring", what=text),
+        time_limit_s=TIME_LIMIT_S,
+    )
+    for each in (found.exact, *found.rungs):
+        facts: dict[str, Any] = each.as_json()
+        _LOG.info("kv_policy.measured", rung=facts.pop("name"), **facts)
+    winner, why = cheapest(found.rungs, found.exact)
+    refused = [f"{name} cannot be had ({reason})" for name, reason in found.refused.items()]
+    return Choice(Rung(winner.name), "; ".join([f"by {found.material}", *refused, why]))
+
+
+def _remember(state_dir: Path, conditions: Conditions, choice: Choice) -> None:
+    try:
+        policy_memory.remember(state_dir, conditions, choice)
+    except OSError as error:
+        _LOG.warning("kv_policy.not_remembered", error=str(error))

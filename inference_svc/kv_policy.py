@@ -1,0 +1,111 @@
+"""KV policies by name: the ladder from the cheapest rung to the exact one, and what a configuration asks for.
+
+Plain data, no MLX: which bytes a policy makes is `kv/codec.py`'s business, and which rung a model needs `quality`'s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import InvalidArgument
+
+GROUP_SIZE = 64
+AUTO = "auto"
+LAST = "last"
+
+
+class Rung(Enum):
+    """The ladder, cheapest first. The last stores 16 bits, which is as exact as stored KV gets."""
+
+    Q4 = "q4"
+    Q4_ROTATED = "q4-rotated"
+    K8V4 = "k8v4"
+    Q8 = "q8"
+    FP = "fp"
+
+    @property
+    def key_bits(self) -> int:
+        return _BITS[self][0]
+
+    @property
+    def value_bits(self) -> int:
+        return _BITS[self][1]
+
+
+_BITS = {Rung.Q4: (4, 4), Rung.Q4_ROTATED: (4, 4), Rung.K8V4: (8, 4), Rung.Q8: (8, 8), Rung.FP: (16, 16)}
+LADDER = tuple(Rung)
+NAMES = (*(rung.value for rung in LADDER), AUTO)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyRequest:
+    """What is asked for: a rung, or the cheapest that the model bears; and layers that stay exact whatever the rung."""
+
+    rung: Rung | None = Rung.Q4  # None: auto
+    exact_layers: tuple[int, ...] = ()  # from the front, or -1 for the last
+
+    @classmethod
+    def parse(cls, policy: str, exact_layers: str = "") -> "PolicyRequest":
+        """From words: one of NAMES, and "last" or indexes with commas between. Raises InvalidArgument."""
+        if policy not in NAMES:
+            raise InvalidArgument(f"KV policy: expected one of {', '.join(NAMES)}, got {policy!r}", field="kv_policy")
+        exact = tuple(_layer(word.strip()) for word in exact_layers.split(",")) if exact_layers else ()
+        if exact and policy == Rung.FP.value:
+            raise InvalidArgument("exact layers: under fp every layer is exact already", field="kv_exact_layers")
+        return cls(None if policy == AUTO else Rung(policy), exact)
+
+    def policy(self, rung: Rung, compute_type: str, layer_count: int) -> identity_pb2.KvPolicy:
+        """The policy of a rung, for a model that computes in this type and has so many layers. Raises InvalidArgument
+        for a layer that it does not have.
+        """
+        policy = policy_of(rung, compute_type)
+        if rung is Rung.FP:
+            return policy
+        for layer in self.exact_layers:
+            if not -1 <= layer < layer_count:
+                raise InvalidArgument(
+                    f"exact layers: the model has layers 0 to {layer_count - 1}, and no {layer}",
+                    field="kv_exact_layers",
+                )
+        policy.exact_layers.extend(sorted({layer % layer_count for layer in self.exact_layers}))
+        return policy
+
+
+def policy_of(rung: Rung, compute_type: str) -> identity_pb2.KvPolicy:
+    """Groups of 64. Scales, and what is not quantized, are of the model's own 16-bit type; float16 when it computes in
+    32 bits.
+    """
+    is_rotated = rung is Rung.Q4_ROTATED
+    return identity_pb2.KvPolicy(
+        key_bits=rung.key_bits,
+        value_bits=rung.value_bits,
+        group_size=0 if rung is Rung.FP else GROUP_SIZE,
+        scale_type=(
+            identity_pb2.SCALE_TYPE_BFLOAT16 if compute_type == "bfloat16" else identity_pb2.SCALE_TYPE_FLOAT16
+        ),
+        key_rotation=identity_pb2.KEY_ROTATION_HADAMARD if is_rotated else identity_pb2.KEY_ROTATION_NONE,
+    )
+
+
+def name_of(policy: identity_pb2.KvPolicy) -> str:
+    """A policy in words: its rung if it is one, else its bits; and the layers that stay exact."""
+    is_rotated = policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
+    bits = (policy.key_bits, policy.value_bits)
+    rungs = [rung.value for rung in LADDER if _BITS[rung] == bits and (rung is Rung.Q4_ROTATED) == is_rotated]
+    name = rungs[0] if rungs else f"k{bits[0]}v{bits[1]}" + ("-rotated" if is_rotated else "")
+    return name + _exact(policy.exact_layers)
+
+
+def _exact(layers: Sequence[int]) -> str:
+    if not layers:
+        return ""
+    return f", layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))} exact"
+
+
+def _layer(word: str) -> int:
+    if word == LAST:
+        return -1
+    if not (word.isascii() and word.isdigit()):
+        raise InvalidArgument(f"exact layers: expected {LAST!r} or indexes, got {word!r}", field="kv_exact_layers")
+    return int(word)

@@ -1,0 +1,124 @@
+"""What was found out about one way to keep KV, and the gate: whether a rung does as well as exact KV. Pure numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# A rung passes when it gets this part of what exact KV gets right.
+WITHIN = 0.99
+# What exact KV itself must get right, for a task to say anything.
+CAN_DO = 0.5
+
+RECALL = "recall"
+TOOL_CALLS = "tool_calls"
+REPEAT = "repeat"
+
+
+@dataclass(slots=True)
+class Share:
+    """Right answers of all."""
+
+    right: int = 0
+    n: int = 0
+
+    def add(self, right: int, n: int = 1) -> None:
+        self.right, self.n = self.right + right, self.n + n
+
+    @property
+    def rate(self) -> float:
+        return self.right / self.n if self.n else math.nan
+
+
+@dataclass(slots=True)
+class Findings:
+    """Sums over what was measured so far, with one way to keep KV."""
+
+    name: str
+    bytes_per_token: int
+    positions: int = 0
+    kl_sum: float = 0.0  # KL(exact KV || this), nats
+    kl_worst: float = 0.0
+    agreed: int = 0  # positions whose likeliest next token is that of exact KV
+    surprise_sum: float = 0.0  # -log of the probability given to the token that came
+    shares: dict[str, Share] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def share(self, task: str) -> Share:
+        return self.shares.setdefault(task, Share())
+
+    @property
+    def kl(self) -> float:
+        return self.kl_sum / self.positions if self.positions else math.nan
+
+    @property
+    def top1(self) -> float:
+        return self.agreed / self.positions if self.positions else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise_sum / self.positions) if self.positions else math.nan
+
+    def as_json(self) -> dict[str, Any]:
+        """Stable key names; `kvasir bench quality --help` says what each is."""
+        return {
+            "name": self.name,
+            "bytes_per_token": self.bytes_per_token,
+            "kl": self.kl,
+            "kl_worst": self.kl_worst,
+            "top1_agreement": self.top1,
+            "perplexity": self.perplexity,
+            "positions": self.positions,
+            **{task: {"share": s.rate, "right": s.right, "n": s.n} for task, s in sorted(self.shares.items())},
+            "seconds": round(self.seconds, 2),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a rung may be used, and why."""
+
+    passes: bool
+    why: str
+
+
+def judged(found: Findings, exact: Findings) -> Verdict:
+    """A rung against exact KV on the same material.
+
+    A model that answers questions is held to its answers: recall and tool calls within 1 % of exact KV. Another one to
+    the canary: the tokens that it repeats, if it repeats any, and its likeliest next token at 99 of 100 positions.
+    """
+    asked = [task for task in (RECALL, TOOL_CALLS) if task in exact.shares]
+    tasks = asked or [task for task in (REPEAT,) if exact.share(task).rate >= CAN_DO]
+    lost = [task for task in tasks if found.share(task).right < WITHIN * exact.share(task).right]
+    said = ", ".join(f"{_words(task)} {_against(found.share(task), exact.share(task))}" for task in lost or tasks)
+    if lost:
+        return Verdict(False, said)
+    if asked:
+        return Verdict(True, said)
+    agreement = f"top-1 agreement {found.top1:.4f} of {found.positions}"
+    return Verdict(found.top1 >= WITHIN, ", ".join(filter(None, (said, agreement))))
+
+
+def cheapest(ladder: Sequence[Findings], exact: Findings) -> tuple[Findings, str]:
+    """The first of the ladder that passes, else its last, and why, in words. The ladder must not be empty."""
+    reasons = []
+    for found in ladder:
+        verdict = judged(found, exact)
+        reasons.append(f"{found.name} {'passes' if verdict.passes else 'does not'} ({verdict.why})")
+        if verdict.passes:
+            return found, "; ".join(reasons)
+    return ladder[-1], "; ".join([*reasons, f"{ladder[-1].name} is the most exact there is"])
+
+
+def can_answer(exact: Findings) -> bool:
+    """Whether the model, with exact KV, answers questions well enough for its errors to mean something."""
+    return all(exact.share(task).rate >= CAN_DO for task in (RECALL, TOOL_CALLS))
+
+
+def _against(found: Share, exact: Share) -> str:
+    return f"{found.right} of {found.n}, exact KV {exact.right}"
+
+
+def _words(task: str) -> str:
+    return task.replace("_", " ")
