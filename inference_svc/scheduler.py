@@ -272,10 +272,9 @@ class Scheduler(Generic[TurnT]):
         """Who gets the step's next cell; None when its prefill is over. `spent_s`: what its prefill took so far.
 
         The first cell is always given if anybody prefills. More follow while the time lasts (if somebody speaks), the
-        table allows, nobody was submitted and nobody was cancelled since the step began.
+        table allows, and nobody was submitted, was cancelled, or may begin with what a sibling has prefilled by now.
         """
-        is_disturbed = self._is_disturbed or any(turn.is_cancelled for turn in self._entries)
-        if self._pace.has_begun and is_disturbed:
+        if self._pace.has_begun and self._is_disturbed_now():
             return None
         turn = self._next_in_round()
         if turn is None:
@@ -342,6 +341,13 @@ class Scheduler(Generic[TurnT]):
         if turn.priority is Priority.INTERACTIVE and not entry.gate_is_over:
             self._awaited.add(awaited.source)
         return not entry.gate_is_over
+
+    def _is_disturbed_now(self) -> bool:
+        is_cancelled = any(turn.is_cancelled for turn in self._entries)
+        for entry in map(self._entries.__getitem__, self.waiting):
+            if entry.awaits is not None and entry.awaits.source.shareable >= entry.awaits.shared_tokens:
+                entry.awaits, self._is_disturbed = None, True
+        return self._is_disturbed or is_cancelled
 
     def _begin(
         self, turn: TurnT, spare: Collection[Hashable], try_begin: Callable[[TurnT, Collection[Hashable]], bool]

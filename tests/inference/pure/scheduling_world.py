@@ -79,7 +79,8 @@ class Job:
 
     @property
     def final_shareable(self) -> int:
-        return self.prompt_tokens // CELL * CELL if self.shareable == self.computed // CELL * CELL else self.shareable
+        is_on_grid = self.shareable == self.computed and self.computed % CELL == 0
+        return max(self.shareable, self.prompt_tokens // CELL * CELL) if is_on_grid else self.shareable
 
 
 @dataclass
