@@ -17,10 +17,21 @@ from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 from inference_svc.blas import load_optimized_blas
 from inference_svc.engine_worker import EngineWorker, OnEvents, turn_bytes
+from inference_svc.grammars import GrammarMatcher, Grammars
 from inference_svc.kv_policy import PolicyRequest
 from inference_svc.mlx_thread import MlxThread
 from inference_svc.open_model import OpenedModel, open_model
-from inference_svc.plan import Ended, Event, Failed, HotMemory, ModelInfo, SequenceKey, Snapshot, TurnPlan
+from inference_svc.plan import (
+    Ended,
+    Event,
+    Failed,
+    HotMemory,
+    ModelInfo,
+    SamplingParams,
+    SequenceKey,
+    Snapshot,
+    TurnPlan,
+)
 from inference_svc.scheduler import Rules
 from inference_svc.token_text import TokenText
 from inference_svc.turn import Turn
@@ -122,6 +133,11 @@ class Engine:
         return self._opened.token_text
 
     @property
+    def grammars(self) -> Grammars:
+        """Reply formats, compiled for this model's tokenizer. Thread-safe."""
+        return self._opened.grammars
+
+    @property
     def device(self) -> str:
         """\"cpu\", \"metal\" or \"cuda\"."""
         return self._opened.device
@@ -166,6 +182,7 @@ class Engine:
             self.model.cell_tokens,
             time.monotonic,
             self.model.kv_identity_hash,
+            self._matcher(plan.sampling),
         )
         self._count_turn()
 
@@ -232,6 +249,12 @@ class Engine:
         posted.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
         return result
 
+    def _matcher(self, sampling: SamplingParams) -> GrammarMatcher | None:
+        """Compiled by the edge already, or now, for who comes another way."""
+        if sampling.constraint is None:
+            return None
+        return self.grammars.matcher(sampling.constraint, sampling.stop_token_ids)
+
     def _check(self, plan: TurnPlan) -> None:
         if self._is_closed:
             raise _closed()
@@ -239,6 +262,12 @@ class Engine:
             raise InvalidArgument("prompt: expected at least one token, and a count of characters for each")
         if max(plan.token_ids) >= self._opened.vocabulary_size or min(plan.token_ids) < 0:
             raise InvalidArgument(f"prompt: expected token ids below {self._opened.vocabulary_size}")
+        for token, _ in plan.sampling.logit_bias:
+            if token >= self._opened.vocabulary_size:
+                raise InvalidArgument(
+                    f"sampling.logit_bias: expected token ids below {self._opened.vocabulary_size}, got {token}",
+                    field="sampling.logit_bias",
+                )
         needed_tokens = len(plan.token_ids) + plan.sampling.max_tokens
         if needed_tokens > self.model.context_tokens:
             raise ResourceExhausted(

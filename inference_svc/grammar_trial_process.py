@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MEMORY_BYTES = 64 << 20
 _MAX_TOLD_CHARS = 2000  # of a long message the end: it says what is wrong with the quoted text before it
-# Bounded: a model that is only ever asked for more white space would go on until max_tokens.
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A]{1,16}"}
+# A space, or a line's end and what indents the next: a model that may always say one more would until max_tokens.
+_JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,16}"}
 
 
 def grammar_of(kind: str, text: str) -> str:

@@ -10,6 +10,7 @@ from kvasir.block_hash import BLOCK_TOKENS, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.auto_policy import ChosenPolicy, chosen_policy
+from inference_svc.grammars import Grammars
 from inference_svc.kv_policy import PolicyRequest, name_of
 from inference_svc.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model_runner import ModelRunner
@@ -31,6 +32,7 @@ class OpenedModel:
     info: ModelInfo
     tokenizer: Any
     token_text: TokenText
+    grammars: Grammars
     vocabulary_size: int
     device: str
 
@@ -70,7 +72,15 @@ def open_model(
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
     )
-    return OpenedModel(info, loaded.tokenizer, _token_text(directory, loaded), runner.vocabulary_size, device()), runner
+    opened = OpenedModel(
+        info=info,
+        tokenizer=loaded.tokenizer,
+        token_text=_token_text(directory, loaded),
+        grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
+        vocabulary_size=runner.vocabulary_size,
+        device=device(),
+    )
+    return opened, runner
 
 
 def _chosen(

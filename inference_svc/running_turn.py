@@ -71,7 +71,7 @@ def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, mo
 
 
 def _sampler(turn: Turn) -> Sampler:
-    return Sampler(turn.plan.sampling, turn.plan.token_ids)
+    return Sampler(turn.plan.sampling, turn.plan.token_ids, turn.matcher)
 
 
 def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None, hot: Hot) -> RunningTurn:

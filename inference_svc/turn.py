@@ -6,6 +6,7 @@ from functools import cached_property
 from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.errors import KvasirError
 
+from inference_svc.grammars import GrammarMatcher
 from inference_svc.grid import cell_end, shareable_after
 from inference_svc.plan import (
     BlocksFull,
@@ -40,8 +41,10 @@ class Turn:
         cell_tokens: int,
         clock: Callable[[], float],
         kv_identity_hash: str = "",
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         self.plan = plan
+        self.matcher = matcher  # of the plan's constraint; advanced by the turn's sampler
         self._kv_identity_hash = kv_identity_hash
         self.token_ids = list(plan.token_ids)
         self.computed = 0  # leading tokens whose KV exists
