@@ -17,11 +17,13 @@ from kvasir.serving import EdgeServer, RefusedToStart, run
 from inference_svc.admission import Admission, AdmissionLimits
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.engine import Engine
+from inference_svc.grammar_trial import GrammarTrial
 from inference_svc.models import kvasir_tiny
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import Publisher, PublishingLimits
 from inference_svc.recall import Recall
 from inference_svc.remote_cache import RemoteCache
+from inference_svc.reply_formats import ReplyFormats
 from inference_svc.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, new_request_id
 from inference_svc.service_stats import ServiceStats
 from inference_svc.turn_ending import TurnEnding
@@ -64,12 +66,15 @@ async def serve(settings: EngineSettings) -> None:
         stack.push_async_callback(asyncio.to_thread, engine.close)
         prompting = Prompting(engine.tokenizer, engine.token_text)
         stack.callback(prompting.close)
+        formats = ReplyFormats(GrammarTrial())
+        stack.callback(formats.close)
         turns = _turns(settings, engine, prompting, stores)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(  # type: ignore[no-untyped-call]
             InferenceService(
                 engine,
                 turns,
                 stores,
+                formats,
                 max_prompt_bytes=settings.max_prompt_bytes,
                 memory_budget_bytes=settings.memory_budget_bytes,
                 is_stopping=server.stopping.is_set,

@@ -15,6 +15,7 @@ from kvasir.interceptors import current_principal
 from inference_svc import choices, messages
 from inference_svc.engine import Engine
 from inference_svc.remote_cache import RemoteCache
+from inference_svc.reply_formats import ReplyFormats
 from inference_svc.service_stats import NamespaceCounters
 from inference_svc.turn_flow import TurnService
 
@@ -41,6 +42,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         engine: Engine,
         turns: TurnService,
         stores: Mapping[str, RemoteCache],
+        formats: ReplyFormats,
         *,
         max_prompt_bytes: int,
         memory_budget_bytes: int,
@@ -49,6 +51,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._engine = engine
         self._turns = turns
         self._stores = stores
+        self._formats = formats
         self._max_prompt_bytes = max_prompt_bytes
         self._memory_budget_bytes = memory_budget_bytes
         self._is_stopping = is_stopping
@@ -69,6 +72,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_request_id=new_request_id,
             new_seed=new_seed,
         )
+        await self._formats.check(checked.sampling.constraint, self._engine.grammars)
         running = choices.begin(self._turns, checked)
         try:
             async for choice, event in running.events():
