@@ -16,6 +16,7 @@ from kvasir.serving import EdgeServer, RefusedToStart, run
 
 from inference_svc.admission import Admission, AdmissionLimits
 from inference_svc.config import ConfigError, EngineSettings, read_settings
+from inference_svc.copies import Copies
 from inference_svc.engine import Engine
 from inference_svc.grammar_trial import GrammarTrial
 from inference_svc.models import kvasir_tiny
@@ -141,7 +142,9 @@ def _turns(
     stats = ServiceStats(time.monotonic())
     limits = AdmissionLimits(max_turns=settings.max_turns)
     publishing = PublishingLimits(commit_wait_s=settings.commit_wait_s, timeout_s=settings.publish_timeout_s)
-    publisher = Publisher(engine, publishing, time.monotonic, lambda: time.time_ns() // 1_000_000)
+    admission = Admission(limits, stats, time.monotonic)
+    copies = Copies(engine, admission.publishing, time.monotonic)
+    publisher = Publisher(engine, copies, publishing, stats, time.monotonic, lambda: time.time_ns() // 1_000_000)
     return TurnService(
         engine,
         prompting,
@@ -152,7 +155,7 @@ def _turns(
             store_budget_s=settings.store_budget_ms / 1000,
             publish_timeout_s=settings.publish_timeout_s,
         ),
-        Admission(limits, stats, time.monotonic),
+        admission,
         stats,
         time.monotonic,
     )

@@ -12,11 +12,13 @@ import structlog
 from kvasir import errors
 from kvasir.digest import Digest
 
+from inference_svc.copies import Copies, copied, files_of
 from inference_svc.engine import Engine
 from inference_svc.memory import AgentMemory, Kept, to_manifest
 from inference_svc.plan import SequenceKey, Snapshot
 from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import SnapshotOutcome, SnapshotState
+from inference_svc.service_stats import ServiceStats
 
 _LOG = structlog.get_logger(__name__)
 
@@ -29,8 +31,6 @@ class PublishingLimits:
     """How long a turn's final message waits for its commit before it says: pending."""
     timeout_s: float = 30.0
     """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
-    max_held_bytes: int = 512 << 20
-    """Copies of KV that wait for the store at any moment; beyond them a publication fails at once."""
     head_budget_s: float = 2.0
     """For asking the newest version when a turn began without knowing it."""
 
@@ -39,14 +39,22 @@ class BlockStream:
     """Sends the full blocks of one running turn, so that at its end only the tail and the manifest remain."""
 
     def __init__(
-        self, engine: Engine, key: SequenceKey, store: RemoteCache, stored: Sequence[Digest], timeout_s: float
-    ):
+        self,
+        engine: Engine,
+        copies: Copies,
+        key: SequenceKey,
+        store: RemoteCache,
+        stored: Sequence[Digest],
+        timeout_s: float,
+    ) -> None:
         self._engine = engine
+        self._copies = copies
         self.key = key
         self._store = store
         self._timeout_s = timeout_s
         self._full = len(stored)
         self._task: asyncio.Task[None] | None = None
+        self._waits_for_room = False
         self.stored = list(stored)
         self.sent_bytes = 0
 
@@ -59,6 +67,8 @@ class BlockStream:
     def stop(self) -> None:
         """Nothing more is begun; what is under way may end."""
         self._full = 0
+        if self._task is not None and self._waits_for_room:
+            self._task.cancel()  # the turn's end brings these blocks, and may hold the room itself
 
     def abandon(self) -> None:
         """The turn failed: nothing will name its blocks."""
@@ -74,56 +84,79 @@ class BlockStream:
     async def _send(self) -> None:
         try:
             while len(self.stored) < self._full:
-                snapshot = await asyncio.wrap_future(
-                    self._engine.snapshot(self.key, len(self.stored), blocks_only=True)
-                )
-                if snapshot is None or not snapshot.blocks:
-                    return
-                files = [data for _, data in snapshot.blocks]
-                digests, sent_bytes = await self._store.write_tensors(files, self._timeout_s)
-                self.stored += digests
-                self.sent_bytes += sent_bytes
-        except errors.KvasirError as error:
+                piece_bytes = self._copies.piece_bytes
+                self._waits_for_room = True
+                await self._copies.held.wait_for(piece_bytes)
+                self._waits_for_room = False
+                try:
+                    if not await self._send_piece():
+                        return
+                finally:
+                    self._copies.held.give_back(piece_bytes)
+        except Exception as error:  # noqa: BLE001 - it has no reader but the log
             # The end of the turn sends what is missing, and says so if it cannot.
-            _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=error.reason)
+            _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=getattr(error, "reason", ""))
         finally:
             self._task = None
+
+    async def _send_piece(self) -> bool:
+        """False when there was nothing to send."""
+        first, most = len(self.stored), self._copies.piece_blocks
+        snapshot = await copied(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
+        if snapshot is None or not snapshot.blocks:
+            return False
+        digests, sent_bytes = await self._store.write_tensors(files_of(snapshot), self._timeout_s)
+        self.stored += digests
+        self.sent_bytes += sent_bytes
+        return True
 
 
 class Publisher:
     """Stores and commits memories, each in a task of its own."""
 
     def __init__(
-        self, engine: Engine, limits: PublishingLimits, clock: Callable[[], float], now_ms: Callable[[], int]
+        self,
+        engine: Engine,
+        copies: Copies,
+        limits: PublishingLimits,
+        stats: ServiceStats,
+        clock: Callable[[], float],
+        now_ms: Callable[[], int],
     ) -> None:
+        self.copies = copies
         self._engine = engine
         self._limits = limits
+        self._stats = stats
         self._clock = clock
         self._now_ms = now_ms
-        self._held_bytes = 0
         self._running: set[asyncio.Task[SnapshotOutcome]] = set()
 
     def publish(
         self,
         key: SequenceKey,
         memory: AgentMemory,
-        snapshot: Snapshot | None,
+        taken: Snapshot | errors.KvasirError | None,
         store: RemoteCache,
         previous: Kept | None,
         stream: BlockStream | None,
+        sent_bytes: int = 0,
     ) -> "asyncio.Task[SnapshotOutcome]":
-        """Begin to publish a memory that is the agent's newest. `snapshot` has its files from the first block that the
-        store lacks. `previous`: what the turn extended, whose own publication may still run. `stream`: what was sent
-        while the turn ran.
+        """Begin to publish a memory that is the agent's newest. `taken` has its files from the first block that the
+        store lacks, or says why they could not be copied. `previous`: what the turn extended, whose own publication may
+        still run. `stream`: what was sent while the turn ran. `sent_bytes`: what was sent since.
         """
         memory.kept.created_unix_ms = memory.kept.created_unix_ms or self._now_ms()
-        task = asyncio.create_task(self._publish(key, memory, snapshot, store, previous, stream))
+        task = asyncio.create_task(self._publish(key, memory, taken, store, previous, stream, sent_bytes))
         memory.kept.publication = task
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         return task
 
-    async def outcome(self, memory: AgentMemory, store: RemoteCache) -> SnapshotOutcome:
+    @property
+    def commit_wait_s(self) -> float:
+        return self._limits.commit_wait_s
+
+    async def outcome(self, namespace: str, memory: AgentMemory, store: RemoteCache) -> SnapshotOutcome:
         """What became of a publication, as far as a turn's reader is made to wait: not at all for a store that cannot
         be reached, and at most `commit_wait_s` for one that can.
         """
@@ -139,6 +172,7 @@ class Publisher:
             unreachable.cancel()
         if task.done():
             return task.result()
+        self._stats.of(namespace).publications[SnapshotState.PENDING] += 1
         problem = "has not answered yet" if store.is_reachable else "cannot be reached"
         return SnapshotOutcome(
             SnapshotState.PENDING,
@@ -155,25 +189,25 @@ class Publisher:
         self,
         key: SequenceKey,
         memory: AgentMemory,
-        snapshot: Snapshot | None,
+        taken: Snapshot | errors.KvasirError | None,
         store: RemoteCache,
         previous: Kept | None,
         stream: BlockStream | None,
+        sent_bytes: int,
     ) -> SnapshotOutcome:
         kept = memory.kept
-        held_bytes = _size(snapshot)
-        self._held_bytes += held_bytes
+        held_bytes = sum(map(len, files_of(taken))) if isinstance(taken, Snapshot) else 0
+        self.copies.held.take(held_bytes)
         try:
-            if self._held_bytes > self._limits.max_held_bytes:
-                raise errors.ResourceExhausted(
-                    f"{self._held_bytes} bytes wait for the store, at most {self._limits.max_held_bytes} may"
-                )
             async with asyncio.timeout(self._limits.timeout_s):
+                # Also of what cannot be stored: the memory that extends it must know what it follows.
                 await self._follow(previous, kept)
+                if isinstance(taken, errors.KvasirError):
+                    raise taken
                 if stream is not None:
                     await stream.settle()
-                sent_bytes = stream.sent_bytes if stream is not None else 0
-                return await self._until_committed(key, memory, snapshot, store, sent_bytes)
+                    sent_bytes += stream.sent_bytes
+                return await self._until_committed(key, memory, taken, store, sent_bytes)
         except TimeoutError:
             return self.failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")
         except errors.Conflict as error:
@@ -189,7 +223,7 @@ class Publisher:
             _LOG.exception("publish.failed", namespace=key.namespace)
             return self.failed(key, kept, f"an answer was not understood ({type(error).__name__})")
         finally:
-            self._held_bytes -= held_bytes
+            self.copies.held.give_back(held_bytes)
 
     async def _until_committed(
         self, key: SequenceKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
@@ -246,7 +280,7 @@ class Publisher:
         kept, timeout_s = memory.kept, self._limits.timeout_s
         if snapshot is None:
             raise errors.ResourceExhausted("the memory was dropped before it could be stored")
-        files = [data for _, data in snapshot.blocks] + ([snapshot.tail[1]] if snapshot.tail is not None else [])
+        files = files_of(snapshot)
         digests, tensor_bytes = await store.write_tensors(files, timeout_s) if files else ([], 0)
         count = len(snapshot.blocks)
         blocks = [*kept.blocks[: snapshot.first_block], *digests[:count]]
@@ -269,22 +303,28 @@ class Publisher:
             if is_second_try:
                 raise
             # A block that the store had is gone or damaged since: send everything that the engine still has.
-            whole = await self._whole_snapshot(key, memory)
+            whole = await self._whole_snapshot(key, memory, store)
             return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
         kept.head, kept.is_head, kept.attempted = head, True, None
         kept.blocks[:], kept.tail = blocks, tail
         written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
+        counters = self._stats.of(key.namespace)
+        counters.publications[SnapshotState.COMMITTED] += 1
+        counters.published_bytes += written_bytes
         _LOG.info("snapshot.committed", version=head.version, tokens=len(memory.words.token_ids), bytes=written_bytes)
         return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
 
-    async def _whole_snapshot(self, key: SequenceKey, memory: AgentMemory) -> Snapshot | None:
+    async def _whole_snapshot(self, key: SequenceKey, memory: AgentMemory, store: RemoteCache) -> Snapshot | None:
         hot = self._engine.hot_memory(key)
         if hot is None or hot.tag is not memory:
             return None
-        snapshot = await asyncio.wrap_future(self._engine.snapshot(key, 0))
+        first = await copied(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
         # A newer turn may have gone on from it meanwhile.
-        is_its_own = snapshot is not None and tuple(snapshot.state.token_ids) == tuple(memory.words.token_ids)
-        return snapshot if is_its_own else None
+        if first is None or tuple(first.state.token_ids) != tuple(memory.words.token_ids):
+            return None
+        memory.kept.blocks.clear()
+        whole, _ = await self.copies.rest(key, memory, first, store, self._limits.timeout_s)
+        return whole
 
     def _drop(self, key: SequenceKey, memory: AgentMemory) -> None:
         """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""
@@ -294,15 +334,10 @@ class Publisher:
 
     def failed(self, key: SequenceKey, kept: Kept, reason: str) -> SnapshotOutcome:
         """Say that a memory was not stored, and why; its turn succeeded all the same."""
+        self._stats.of(key.namespace).publications[SnapshotState.FAILED] += 1
         _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)
         return SnapshotOutcome(SnapshotState.FAILED, _version(kept), reason)
 
 
 def _version(kept: Kept) -> int:
     return kept.head.version if kept.head is not None else 0
-
-
-def _size(snapshot: Snapshot | None) -> int:
-    if snapshot is None:
-        return 0
-    return sum(len(data) for _, data in (*snapshot.blocks, *((snapshot.tail,) if snapshot.tail is not None else ())))

@@ -3,18 +3,19 @@
 Also the end of a retry, which begins here: its reply is told again from memory.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import structlog
 from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import KvasirError
 
 from inference_svc import conversation
+from inference_svc.copies import Copies, copied
 from inference_svc.engine import Engine
 from inference_svc.memory import AgentMemory, Kept
-from inference_svc.plan import Ended, FinishReason, SequenceKey
+from inference_svc.plan import Ended, FinishReason, SequenceKey, Snapshot
 from inference_svc.prefix_matching import Memory, Outcome
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import Publisher
@@ -51,6 +52,10 @@ class TurnEnding:
         self._publisher = publisher
         self._stores = stores
         self._clock = clock
+
+    @property
+    def copies(self) -> Copies:
+        return self._publisher.copies
 
     async def drain(self, patience_s: float) -> None:
         """Wait for the publications that run."""
@@ -155,14 +160,18 @@ class TurnEnding:
             return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
         previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
         # Awaited before the next turn of the agent may begin: the copies are this turn's.
-        taken = turn.snapshot or self._engine.snapshot(key, len(memory.kept.blocks))
-        copying = asyncio.wrap_future(taken)
-        await asyncio.wait({copying})
-        if copying.cancelled() or (error := copying.exception()) is not None:
-            name = "it was given up" if copying.cancelled() else type(error).__name__
-            return self._publisher.failed(key, memory.kept, f"the memory could not be copied ({name})")
-        self._publisher.publish(key, memory, copying.result(), store, previous, turn.stream)
-        return await self._publisher.outcome(memory, store)
+        copies = self._publisher.copies
+        asked = turn.snapshot or self._engine.snapshot(key, len(memory.kept.blocks), max_blocks=copies.piece_blocks)
+        taken: Snapshot | KvasirError | None
+        sent_bytes = 0
+        try:
+            taken = await copied(asked)
+            if taken is not None:
+                taken, sent_bytes = await copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
+        except KvasirError as error:
+            taken = error  # the reply was told: its snapshot failed, not the turn
+        self._publisher.publish(key, memory, taken, store, previous, turn.stream, sent_bytes)
+        return await self._publisher.outcome(key.namespace, memory, store)
 
     async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
         """The turn was done before: its reply again, and what became of it, nothing done twice."""
@@ -201,5 +210,5 @@ class TurnEnding:
         if store is None or key is None:
             return SnapshotOutcome(SnapshotState.NONE)
         if kept.is_being_published:
-            return await self._publisher.outcome(memory, store)
+            return await self._publisher.outcome(key.namespace, memory, store)
         return await self._keep(turn, key, replace(recollection, memory=None), memory)

@@ -248,18 +248,15 @@ class TurnService:
     async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
         inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
         store = self._stores.get(turn.request.namespace)
-        stream = (
-            BlockStream(self._engine, turn.key, store, prepared.stored_blocks, self._limits.publish_timeout_s)
-            if turn.key is not None and store is not None
-            else None
-        )
+        stream = self._stream(turn.key, store, prepared) if turn.key is not None and store is not None else None
         if turn.running.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
 
         def on_events(events: list[Event]) -> None:
             # On the MLX thread. The snapshot is asked for here, because the next step may drop this memory for another.
             if stream is not None and isinstance(events[-1], Ended):
-                turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored))
+                most = self._ending.copies.piece_blocks
+                turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored), max_blocks=most)
             self._handoff.send(inbox.put_nowait, events)
 
         needed_bytes, budget_bytes = self._engine.needed_bytes(plan), self._engine.memory_budget_bytes
@@ -292,6 +289,10 @@ class TurnService:
                         return event
                     case _:
                         pass
+
+    def _stream(self, key: SequenceKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
+        timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
+        return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
 
     def _let_go(self, turn: TurnState) -> None:
         """What was read from the store is KV now, or is not needed."""

@@ -12,6 +12,8 @@ from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
 
 from inference_svc import remote_cache
+from inference_svc.copies import Copies
+from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import SequenceKey, SequenceState, Snapshot
 from inference_svc.prefix_matching import Memory
@@ -19,6 +21,7 @@ from inference_svc.publishing import Publisher, PublishingLimits
 from inference_svc.recall import is_current
 from inference_svc.remote_cache import NO_HEAD, AgentHeads, Breaker, Budget, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import SnapshotState
+from inference_svc.service_stats import ServiceStats
 from inference_svc.turn_ending import TurnEnding
 
 KEY = SequenceKey("default", "a")
@@ -37,6 +40,7 @@ class Engine:
         self.model = SimpleNamespace(
             kv_identity=IDENTITY,
             kv_identity_hash="cd" * 32,
+            kv_bytes_per_token=100,
             tokenizer_digest="",
             template_digest="",
         )
@@ -49,7 +53,7 @@ class Engine:
     def drop_hot(self, _key: SequenceKey) -> None:
         self.hot = None
 
-    def snapshot(self, _key: SequenceKey, _first_block: int) -> "Future[Snapshot | None]":
+    def snapshot(self, _key: SequenceKey, _first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
         return self.taken
 
 
@@ -96,12 +100,14 @@ class Store:
 
 
 class House:
-    def __init__(self, head: Head = NO_HEAD, timeout_s: float = 5.0) -> None:
+    def __init__(self, head: Head = NO_HEAD, timeout_s: float = 5.0, max_held_bytes: int = 1 << 20) -> None:
         self.engine: Any = Engine()
         self.store: Any = Store(head)
         ticks = iter(range(1, 1000))
         limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s)
-        self.publisher = Publisher(cast("Any", self.engine), limits, lambda: 0.0, lambda: next(ticks))
+        copies = Copies(self.engine, HeldBytes(max_held_bytes), lambda: 0.0)
+        self.stats = ServiceStats(0.0)
+        self.publisher = Publisher(self.engine, copies, limits, self.stats, lambda: 0.0, lambda: next(ticks))
 
     def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
         before = previous.kept if previous is not None else None
@@ -213,7 +219,7 @@ def test_a_malformed_answer_to_a_commit_is_a_failed_snapshot_with_a_reason() -> 
         house.store.refusals = [ValueError("hash: expected 64 hex")]
         memory = remembered("one", NO_HEAD)
         house.publish(memory)
-        outcome = await house.publisher.outcome(memory, house.store)
+        outcome = await house.publisher.outcome("default", memory, house.store)
         assert outcome.state is SnapshotState.FAILED
         assert "ValueError" in outcome.reason
 
