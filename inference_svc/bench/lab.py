@@ -37,6 +37,7 @@ class MeasuredEngine(Engine):
     """
 
     cell_tokens = 0  # 0: the engine's own
+    step_budget_s = 0.1
 
     @property
     def model(self) -> ModelInfo:
@@ -58,7 +59,13 @@ class MeasuredEngine(Engine):
         cell_tokens: int = 0,
     ) -> "MeasuredEngine":
         """As `Engine.open`."""
-        engine = cls.open(model, cache_dir=cache_dir, memory_budget_bytes=memory_budget_bytes, policy=policy)
+        engine = cls.open(
+            model,
+            cache_dir=cache_dir,
+            memory_budget_bytes=memory_budget_bytes,
+            policy=policy,
+            step_budget_s=cls.step_budget_s,
+        )
         assert isinstance(engine, MeasuredEngine)
         engine.cell_tokens = cell_tokens
         return engine
@@ -175,11 +182,6 @@ class Lab:
         self.say = say
         self.prompts = Prompts(engine.tokenizer)
         self._agents = 0
-
-    @property
-    def step_budget_s(self) -> float:
-        """What a step may take beside decoding, as the engine's scheduler has it."""
-        return 0.0
 
     def rounds(self, what: str) -> Iterable[bool]:
         """The repeats, behind one that warms caches and allocators: whether each counts."""

@@ -21,7 +21,7 @@ class PeerWorker:
         self.loaded = load(find_model(model), compute_type)
         self._clock = clock
 
-    def step(self) -> bool:
+    def step(self, take_mail: Callable[[], None]) -> bool:  # noqa: ARG002 - letters are all there is
         return False
 
     def close(self) -> None:
