@@ -120,8 +120,9 @@ class HotMemories(Generic[KvT]):
         idle memories, except those of `spare`, if that makes enough room. False, and nothing changed, if it does not.
 
         `needed_bytes`: the KV of all tokens that it may come to have, and what its plan holds besides (restored blobs,
-        saved rows).
+        saved rows). What would not fit an empty budget is held as if it just did: the turn runs, alone.
         """
+        needed_bytes = min(needed_bytes, self.budget_bytes)
         lent = key if extends else None
         kept = {*spare, *([lent] if lent is not None else [])}
         if not self._make_room(self.ledger.charge(needed_bytes, lent)[1], kept):
@@ -138,7 +139,7 @@ class HotMemories(Generic[KvT]):
         memories, spared or not, is enough.
         """
         lent = key if extends else None
-        held, missing = self.ledger.charge(needed_bytes, lent)
+        held, missing = self.ledger.charge(min(needed_bytes, self.budget_bytes), lent)
         own = held - missing
         return max(0, missing - self.ledger.free_bytes - (self.ledger.resident_bytes - own))
 
@@ -189,18 +190,3 @@ class HotMemories(Generic[KvT]):
 
     def _keeping_order(self, key: SequenceKey) -> tuple[bool, int]:
         return self._memories[key].priority is Priority.INTERACTIVE, -self._expected.turns_until(key)
-
-    # --- as the engine's worker still calls it ---
-
-    def used_bytes(self, busy: Collection[SequenceKey] = ()) -> int:
-        """KV of all memories but those of `busy` keys."""
-        return sum(memory.kv.allocated_bytes for key, memory in self._memories.items() if key not in busy)
-
-    def make_room(self, needed_bytes: int, running_bytes: int, busy: Collection[SequenceKey]) -> bool:
-        """Whether `needed_bytes` fit beside the running turns. Drops idle memories, but only if that makes enough."""
-        if running_bytes + needed_bytes > self.budget_bytes:
-            return False
-        idle = sorted((key for key in self._memories if key not in busy), key=self._keeping_order)
-        while idle and running_bytes + needed_bytes + self.used_bytes(busy) > self.budget_bytes:
-            self.drop(idle.pop(0))
-        return True

@@ -98,18 +98,6 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Step(Generic[TurnT]):
-    """One step's work: all that decode, and the one that prefills."""
-
-    decode: tuple[TurnT, ...]
-    prefill: TurnT | None
-
-    @property
-    def is_empty(self) -> bool:
-        return not self.decode and self.prefill is None
-
-
-@dataclass(frozen=True)
 class Preempt(Generic[TurnT]):
     """`turn` is to give up its rows so that `for_turn` may begin."""
 
@@ -151,18 +139,6 @@ class Scheduler(Generic[TurnT]):
         self._gate: PrefixGate[TurnT] = PrefixGate(self.rules.cell_tokens)
 
     # --- coming and going ---
-
-    def add(self, turn: TurnT) -> None:
-        """`submit` on a clock that stands still."""
-        self.submit(turn, self._now)
-
-    def admit(self, try_begin: Callable[[TurnT], bool]) -> None:
-        """`begin_waiting` on a clock that stands still, sparing nothing."""
-        self.begin_waiting(self._now, lambda turn, _spare: try_begin(turn))
-
-    def next_step(self) -> Step[TurnT]:
-        """A step of one cell at most."""
-        return Step(self.begin_step(self._now), self.next_prefill(0.0))
 
     def submit(self, turn: TurnT, now: float) -> None:
         """The turn waits. Its bytes must fit the budget with all else gone."""

@@ -150,7 +150,8 @@ class World:
         ledger = self.memories.ledger
         assert ledger.free_bytes + ledger.reserved_bytes + ledger.resident_bytes == ledger.total_bytes
         assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
-        assert ledger.reserved_bytes >= sum(job.computed + job.extra_bytes for job in self.scheduler.running)
+        held = sum(job.computed + job.extra_bytes for job in self.scheduler.running)
+        assert ledger.reserved_bytes >= min(held, ledger.total_bytes)
         lines = [job.line for job in self.scheduler.running if job.line is not None]
         assert len(lines) == len(set(lines)), "two turns of one line run"
 

@@ -117,6 +117,15 @@ def test_what_a_plan_holds_besides_its_kv_counts_until_it_is_given_back() -> Non
     assert not memories.resize("turn", 90)
 
 
+def test_a_turn_that_holds_more_than_there_is_runs_alone_instead_of_never() -> None:
+    world = World(budget_bytes=1000)
+    before, large, after = Job(400, 9), Job(900, 9, extra_bytes=500), Job(400, 9)
+    world.submit(before, large, after)
+    world.run(50)
+    assert before.ended_s == large.begun_s
+    assert large.ended_s == after.begun_s
+
+
 def test_a_turn_that_is_undone_leaves_its_memory_where_it_was() -> None:
     memories = hot(100, a=30)
     assert memories.reserve("turn", 60, key_of("a"), extends=True)
