@@ -1,3 +1,13 @@
 """What every test run begins with."""
 
+import pytest
+
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Campaigns run when they are asked for: `pytest -m campaign`."""
+    if not config.getoption("-m"):
+        campaigns = [item for item in items if item.get_closest_marker("campaign")]
+        config.hook.pytest_deselected(items=campaigns)
+        items[:] = [item for item in items if item not in campaigns]
