@@ -1,0 +1,142 @@
+"""A Unix socket in front of another one, whose traffic is cut, held, slowed or damaged at a chosen byte."""
+
+import socket
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_SLOW_BYTES_PER_S = 100_000
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens once `after_bytes` have passed in one direction.
+
+    "outage": every connection ends, new ones too, until disarmed. "blip": every connection ends, once. "hang": nothing
+    passes until disarmed. "delay": everything stands still for `delay_s`. "slow": 100 kB/s until disarmed.
+    "truncate": the byte's connection ends before it. "flip": one bit of the byte is turned.
+    """
+
+    kind: str
+    is_answer: bool = True
+    after_bytes: int = 0
+    delay_s: float = 0.0
+
+
+class _CutError(OSError):
+    """This connection ends here."""
+
+
+class FaultyLink:
+    """Forwards every connection; one fault at a time may be armed."""
+
+    def __init__(self, listen: Path, target: Path) -> None:
+        self.address = f"unix:{listen}"
+        self.was_met = False
+        self._target = str(target)
+        self._fault: Fault | None = None
+        self._passed = 0
+        self._lock = threading.Lock()
+        self._is_down = False
+        self._free = threading.Event()
+        self._free.set()
+        self._is_slow = False
+        self._open: set[socket.socket] = set()
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._server.bind(str(listen))
+        self._server.listen()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def arm(self, fault: Fault) -> None:
+        with self._lock:
+            self._fault, self._passed, self.was_met = fault, 0, False
+
+    def disarm(self) -> None:
+        """Everything passes again."""
+        with self._lock:
+            self._fault, self._is_down, self._is_slow = None, False, False
+            self._free.set()
+
+    def close(self) -> None:
+        self.disarm()
+        self._server.close()
+        self._end_all()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                near, _ = self._server.accept()
+                if self._is_down:
+                    near.close()
+                    continue
+                far = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                try:
+                    far.connect(self._target)
+                except OSError:
+                    near.close()
+                    continue
+                self._open |= {near, far}
+                threading.Thread(target=self._forward, args=(near, far, False), daemon=True).start()
+                threading.Thread(target=self._forward, args=(far, near, True), daemon=True).start()
+
+    def _forward(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        try:
+            while data := source.recv(_CHUNK_BYTES):
+                self._pass(data, is_answer, sink)
+        except OSError:
+            pass
+        finally:
+            for each in (source, sink):
+                _end(each)
+                self._open.discard(each)
+
+    def _pass(self, data: bytes, is_answer: bool, sink: socket.socket) -> None:
+        before, fault = data, None
+        with self._lock:
+            armed = self._fault
+            if armed is not None and not self.was_met and armed.is_answer == is_answer:
+                self._passed += len(data)
+                if self._passed > armed.after_bytes:
+                    before = data[: len(data) - (self._passed - armed.after_bytes)]
+                    fault, self.was_met = armed, True
+        self._send(before, sink)
+        if fault is not None:
+            self._send(self._happen(fault, data[len(before) :]), sink)
+
+    def _send(self, data: bytes, sink: socket.socket) -> None:
+        self._free.wait()
+        if self._is_slow:
+            time.sleep(len(data) / _SLOW_BYTES_PER_S)
+        sink.sendall(data)
+
+    def _happen(self, fault: Fault, rest: bytes) -> bytes:
+        """The fault; what then passes of the bytes from the chosen one on."""
+        match fault.kind:
+            case "outage" | "blip":
+                self._is_down = fault.kind == "outage"
+                self._end_all()
+            case "truncate":
+                raise _CutError
+            case "hang":
+                self._free.clear()
+            case "delay":
+                self._free.clear()
+                threading.Timer(fault.delay_s, self._free.set).start()
+            case "slow":
+                self._is_slow = True
+            case "flip":
+                return bytes([rest[0] ^ 0x10]) + rest[1:]
+        return rest
+
+    def _end_all(self) -> None:
+        for each in list(self._open):
+            _end(each)
+
+
+def _end(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
