@@ -7,6 +7,7 @@ from inference_svc.bench.arithmetic import Summary
 from inference_svc.bench.lab import Case, Lab
 
 _OWN_TOKENS = 64
+_REPLY_TOKENS = 16  # who ends with its first token leaves nothing to begin with
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def _round(lab: Lab, agents: int, prefix_tokens: int, namespace: str | None) -> 
     """Tokens computed, mean and longest time to the first token."""
     prefix = lab.prompts.tokens(prefix_tokens, 0)
     prompts = [(*prefix, *lab.prompts.tokens(_OWN_TOKENS, n + 1)) for n in range(agents)]
-    runs = [lab.start(prompt, 1, namespace=namespace) for prompt in prompts]
+    runs = [lab.start(prompt, _REPLY_TOKENS, namespace=namespace) for prompt in prompts]
     ends = [each.end() for each in runs]
     seconds = [each.token_times[0] - runs[0].submitted_s for each in runs]
     return sum(ended.prompt_tokens - ended.cached_tokens for ended in ends), mean(seconds), max(seconds)
