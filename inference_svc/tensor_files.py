@@ -2,9 +2,9 @@
 here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -15,17 +15,23 @@ from kvasir.block_file import (
     TensorSpec,
     check_schema,
     encode_header,
+    expected_state_tensors,
     expected_tensors,
     parse_header,
 )
 from kvasir.block_hash import BLOCK_TOKENS, chain_hash
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import DataLoss
+from kvasir.manifest import keeps_all_tokens
 
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
-HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16}
-_BFLOAT16_EXPONENT = 0x7F80
-_FLOAT16_EXPONENT = 0x7C00
+HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
+# The bits of a number's exponent, all of them set in what is not finite.
+_EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
+    "BF16": np.uint16(0x7F80),
+    "F16": np.uint16(0x7C00),
+    "F32": np.uint32(0x7F800000),
+}
 
 
 Array: TypeAlias = npt.NDArray[np.generic]
@@ -73,13 +79,53 @@ def check_files(
     Raises DataLoss that names the first blob which does not.
     """
     expected = file_identities(kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids))
+    if not keeps_all_tokens(identity):
+        expected = []  # nothing is in blocks
     if len(blobs) != len(expected):
         raise _damaged(min(len(blobs), len(expected)), f"expected {len(expected)} tensor files, got {len(blobs)}")
     schemas = {rows: expected_tensors(identity, rows) for rows in {file.tokens for file in expected}}
-    return [
-        _checked(index, identity, schemas[file_identity.tokens], file_identity, data)
-        for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True))
-    ]
+    files: list[CheckedFile] = []
+    for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
+        try:
+            files.append(_checked(identity, schemas[file_identity.tokens], file_identity, data))
+        except HeaderError as error:
+            raise _damaged(index, str(error)) from None
+    return files
+
+
+def state_identity(kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()) -> FileIdentity:
+    """What the state file after all of `token_ids` says of itself. `known` are chain hashes of its first blocks."""
+    known = known[: len(token_ids) // BLOCK_TOKENS]
+    chain = chain_hashes(kv_identity_hash, token_ids, known)
+    rest = token_ids[len(chain) * BLOCK_TOKENS :]
+    before = chain[-1] if chain else ""
+    last = chain_hash(kv_identity_hash, before, rest) if rest else before
+    return FileIdentity("state", kv_identity_hash, 0, len(token_ids), last)
+
+
+def check_state(
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
+) -> CheckedFile:
+    """Check that `blob` says and has the form of the state after exactly these tokens under this identity.
+
+    Raises DataLoss, whose metadata say the state's tokens.
+    """
+    expected = state_identity(kv_identity_hash, token_ids)
+    try:
+        return _checked(identity, expected_state_tensors(identity, expected.tokens), expected, blob)
+    except HeaderError as error:
+        raise _damaged_state(expected, str(error)) from None
+
+
+def state_arrays(identity: identity_pb2.KvIdentity, file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
+    """The tensors of a state file, [1, …] each. Raises DataLoss for a value that is not finite."""
+    specs = expected_state_tensors(identity, file.header.identity.tokens)
+    arrays = list(_views(file))
+    for spec, array in zip(specs, arrays, strict=True):
+        if not _is_finite(array, spec.dtype):
+            raise _damaged_state(file.header.identity, f"{spec.name}: holds a value that is not finite")
+    # Behind an odd number of halves a tensor of wider numbers is not aligned.
+    return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
 
 
 def gathered(
@@ -113,7 +159,6 @@ def _views(file: CheckedFile) -> Iterator[Array]:
 
 
 def _checked(
-    index: int,
     identity: identity_pb2.KvIdentity,
     schema: tuple[TensorSpec, ...],
     expected: FileIdentity,
@@ -125,13 +170,10 @@ def _checked(
         checked = Header(expected, schema, len(header))
         if checked.size_bytes == len(data):
             return CheckedFile(checked, data)
-    try:
-        parsed = parse_header(data, len(data))
-        if parsed.identity != expected:
-            raise HeaderError(_difference(expected, parsed.identity))
-        check_schema(parsed, identity)
-    except HeaderError as error:
-        raise _damaged(index, str(error)) from None
+    parsed = parse_header(data, len(data))
+    if parsed.identity != expected:
+        raise HeaderError(_difference(expected, parsed.identity))
+    check_schema(parsed, identity)
     return CheckedFile(parsed, data)
 
 
@@ -141,8 +183,8 @@ def _is_finite(array: Array, dtype: str) -> bool:
 
 def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
     # Comparing exponents is several times faster than isfinite, which converts every half to a float.
-    exponent = np.uint16(_BFLOAT16_EXPONENT if dtype == "BF16" else _FLOAT16_EXPONENT)
-    bits: npt.NDArray[np.uint16] = array.view(np.uint16)
+    exponent = _EXPONENTS[dtype]
+    bits: npt.NDArray[np.unsignedinteger[Any]] = array.view(exponent.dtype)
     found: npt.NDArray[np.bool_] = np.equal(bits & exponent, exponent)
     return found
 
@@ -153,6 +195,11 @@ def _difference(expected: FileIdentity, found: FileIdentity) -> str:
         if ours != theirs:
             return f"{name}: expected {ours}, found {theirs}"
     raise AssertionError("the identities are equal")
+
+
+def _damaged_state(identity: FileIdentity, what: str) -> DataLoss:
+    tokens = str(identity.tokens)
+    return DataLoss(f"state file of {tokens} tokens: {what}", metadata={"state": tokens})
 
 
 def _damaged(index: int, what: str) -> DataLoss:

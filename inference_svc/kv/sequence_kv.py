@@ -1,56 +1,112 @@
-"""All layers' KV of one sequence: cut, fork, put back, and tensor files."""
+"""All layers' KV of one sequence: cut, fork, put back, and tensor files.
 
-from collections.abc import Sequence
+Layers that keep all their tokens can be cut anywhere. The others can only go back to a *point*: a moment at which they
+were copied whole. So a sequence that has such layers goes back to its points, to its beginning, and nowhere else.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_tensors
+from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.codec import Parts, layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.tensor_files import Array, CheckedFile, gathered
+from inference_svc.kv.layers import AnyLayerKV, StatefulKV, new_layer
+from inference_svc.tensor_files import Array, CheckedFile, gathered, state_arrays
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """The layers that do not keep all tokens, as they were after `tokens` tokens. They are never written again."""
+
+    tokens: int
+    layers: tuple[StatefulKV, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
 
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """Rows taken out of a sequence so that they can be put back, layer by layer, K then V."""
+    """What is taken out of a sequence so that it can be put back: rows from `start` on, layer by layer, K then V, and
+    what else there was.
+    """
 
     start: int
     rows: tuple[Parts, ...]
+    points: tuple[Point, ...] = ()
+    stateful: tuple[StatefulKV, ...] = ()
 
 
 class SequenceKV:
     """KV of the first `length` tokens of a sequence."""
 
-    def __init__(self, layers: Sequence[LayerKV]) -> None:
+    def __init__(self, layers: Sequence[AnyLayerKV], points: Iterable[Point] = ()) -> None:
         self.layers = list(layers)
+        self._points = list(points)
 
     @classmethod
     def empty(cls, policy: identity_pb2.KvPolicy, layer_count: int) -> "SequenceKV":
+        """Of a model whose layers all keep all their tokens."""
         return cls([LayerKV(*layer_codecs(policy, index)) for index in range(layer_count)])
 
     @classmethod
-    def from_files(cls, identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile], keep: int) -> "SequenceKV":
-        """The first `keep` tokens of files that cover them from position 0.
+    def of(cls, identity: identity_pb2.KvIdentity) -> "SequenceKV":
+        """Of any layout; nothing is remembered yet."""
+        return cls([new_layer(identity, index) for index in range(len(identity.layers))])
+
+    @classmethod
+    def from_files(
+        cls,
+        identity: identity_pb2.KvIdentity,
+        files: Sequence[CheckedFile],
+        keep: int,
+        state: CheckedFile | None = None,
+    ) -> "SequenceKV":
+        """The first `keep` tokens of files that cover them from position 0, and the state after exactly these tokens.
 
         Rows go straight to their places in the buffers, not through a long concatenation. Raises DataLoss before MLX
         sees a value that is not finite.
         """
-        kv = cls.empty(identity.policy, len(identity.layers))
-        buffers = gathered(identity, files, keep, capacity_rows(keep))
+        kv = cls.of(identity)
+        # Both are read and checked before MLX is given anything.
+        buffers = gathered(identity, files, keep, capacity_rows(keep)) if kv.row_layers else []
+        tensors = state_arrays(identity, state) if state is not None else []
         arrays = iter([_to_mlx(buffer, spec) for spec, buffer in buffers])
-        for layer in kv.layers:
+        for layer in kv.row_layers:
             layer.offset = keep
             for buffer in layer.buffers:
                 buffer.parts = tuple(next(arrays) for _ in range(buffer.codec.part_count))
-        mx.eval([layer.state for layer in kv.layers])
+        if state is not None:
+            kv._put_state(keep, [_to_mlx(tensor, spec) for spec, tensor in tensors])
+        mx.eval(kv.state)
         return kv
+
+    # --- what it is ---
+
+    @property
+    def row_layers(self) -> list[LayerKV]:
+        """The layers that keep all their tokens."""
+        return [layer for layer in self.layers if isinstance(layer, LayerKV)]
+
+    @property
+    def stateful_layers(self) -> list[StatefulKV]:
+        """The layers that do not."""
+        return [layer for layer in self.layers if not isinstance(layer, LayerKV)]
 
     @property
     def length(self) -> int:
-        return self.layers[0].offset
+        """Tokens that blocks can be made of. Layers that do not keep all tokens may have been set back further."""
+        return (self.row_layers or self.layers)[0].offset
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """Token counts, ascending, that it can go back to if not to every one."""
+        return tuple(point.tokens for point in self._points)
 
     @property
     def state(self) -> list[mx.array]:
@@ -59,44 +115,109 @@ class SequenceKV:
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        """What lies at a point is counted there, also while the layers still are what they were then."""
+        at_point = self._points[-1].tokens if self._points else -1
+        live = sum(layer.nbytes for layer in self.layers if isinstance(layer, LayerKV) or layer.offset != at_point)
+        return live + sum(point.nbytes for point in self._points)
+
+    # --- back in time ---
+
+    def mark(self) -> None:
+        """Make a point of the present moment. Evaluates. Without effect if every layer keeps all its tokens."""
+        if self.stateful_layers and self.length not in self.points:
+            layers = tuple(layer.copied() for layer in self.stateful_layers)
+            mx.eval([layer.state for layer in layers])
+            self._points.append(Point(self.length, layers))
+            # From here on they share what the point holds, and let go of what it was a part of.
+            self._become(layers)
+
+    def keep_points(self, tokens: Collection[int]) -> None:
+        """Forget all points but those at these token counts."""
+        self._points = [point for point in self._points if point.tokens in tokens]
+
+    def can_go_on_from(self, length: int) -> bool:
+        """Whether after `trim_to(length)` the next token can be computed."""
+        return not self.stateful_layers or length == 0 or length in self.points or self._is_whole_at(length)
 
     def trim_to(self, length: int) -> None:
-        """Forget what lies behind `length` tokens. Rows are freed, not erased: nothing reads them."""
-        for layer in self.layers:
+        """Forget what lies behind `length` tokens. Rows are freed, not erased: nothing reads them.
+
+        Layers that do not keep all tokens go back to the last point that is no later. If that is earlier than `length`,
+        the sequence is a memory only: it must be trimmed to where `can_go_on_from` before it goes on.
+        """
+        self._points = [point for point in self._points if point.tokens <= length]
+        if self.stateful_layers and not self._is_whole_at(length):
+            self._become(self._points[-1].layers if self._points else None)
+        for layer in self.row_layers:
             layer.trim(layer.offset - length)
 
     def fork(self) -> "SequenceKV":
-        """The same memory; rows are shared until one side writes."""
-        return SequenceKV([layer.fork() for layer in self.layers])
+        """The same memory; rows are shared until one side writes, points for ever."""
+        return SequenceKV([layer.fork() for layer in self.layers], self._points)
 
     def saved_rows(self, start: int) -> SavedRows:
-        """Copies of the rows from `start` on."""
+        """Copies of the rows from `start` on, and of all else that a turn from there may change."""
         rows = tuple(
             tuple(mx.contiguous(part) for part in buffer.read(start, layer.offset))
-            for layer in self.layers
+            for layer in self.row_layers
             for buffer in layer.buffers
         )
         mx.eval(rows)
-        return SavedRows(start, rows)
+        return SavedRows(start, rows, tuple(self._points), tuple(layer.fork() for layer in self.stateful_layers))
 
     def put_back(self, saved: SavedRows) -> None:
         """Make the sequence again what it was when the rows were saved, to the bit."""
         rows = iter(saved.rows)
-        for layer in self.layers:
+        for layer in self.row_layers:
             for buffer in layer.buffers:
                 parts = next(rows)
                 buffer.write(saved.start, parts)
             layer.offset = saved.start + parts[0].shape[2]
+        self._points = list(saved.points)
+        if saved.stateful:
+            self._become(saved.stateful)
         mx.eval(self.state)
 
+    # --- files ---
+
     def to_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
-        """Tensor file of rows [start, start + tokens) as the file's identity says. The sequence must be evaluated."""
+        """Tensor file of rows [start, start + tokens), or of the state at a point, as the file's identity says. The
+        sequence must be evaluated. Raises ValueError for rows and points that there are not.
+        """
+        if file_identity.kind == "state":
+            return self._state_file(identity, file_identity)
         start, stop = file_identity.start, file_identity.start + file_identity.tokens
         if stop > self.length:
             raise ValueError(f"rows: expected at most {self.length}, asked for [{start}, {stop})")
-        parts = [data for layer in self.layers for buffer in layer.buffers for data in buffer.to_bytes(start, stop)]
+        parts = [data for layer in self.row_layers for buffer in layer.buffers for data in buffer.to_bytes(start, stop)]
         return encode(file_identity, list(zip(expected_tensors(identity, file_identity.tokens), parts, strict=True)))
+
+    def _state_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
+        point = next((point for point in self._points if point.tokens == file_identity.tokens), None)
+        if point is None:
+            raise ValueError(f"state: expected a point of {self.points}, asked for {file_identity.tokens}")
+        parts = [data for layer in point.layers for data in layer.to_bytes()]
+        specs = expected_state_tensors(identity, file_identity.tokens)
+        return encode(file_identity, list(zip(specs, parts, strict=True)))
+
+    def _put_state(self, tokens: int, arrays: Sequence[mx.array]) -> None:
+        """Become, in the layers that do not keep all tokens, what a state file says, and make a point of it."""
+        rest = list(arrays)
+        for layer in self.stateful_layers:
+            count = layer.part_count_after(tokens)
+            layer.put_parts(tokens, rest[:count])
+            del rest[:count]
+        layers = tuple(self.stateful_layers)
+        self._points = [Point(tokens, layers)]
+        self._become(layers)
+
+    def _is_whole_at(self, length: int) -> bool:
+        return all(layer.offset == length for layer in self.stateful_layers)
+
+    def _become(self, stateful: Sequence[StatefulKV] | None) -> None:
+        """Go on from copies of these layers; from nothing if there are none."""
+        forks = iter([layer.fork() if stateful else layer.fresh() for layer in stateful or self.stateful_layers])
+        self.layers = [layer if isinstance(layer, LayerKV) else next(forks) for layer in self.layers]
 
 
 def _to_mlx(buffer: Array, spec: TensorSpec) -> mx.array:

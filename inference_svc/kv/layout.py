@@ -1,0 +1,228 @@
+"""What each layer of a model keeps, found by looking: mlx-lm's own caches say the kind, a probe the shapes and types.
+
+A layout has an entry per memory, not per layer: a layer with two kinds of memory (a recurrent state beside attention)
+has two entries, a layer without any none. What is planned is tried before it is promised: two sequences of different
+lengths go through a batch of our own caches, and must come to what mlx-lm's caches come to.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import FailedPrecondition
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
+
+from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.layers import AnyLayerKV, new_layer
+from inference_svc.kv.state_kv import BatchStateKV, StateKV
+
+PROBE_TOKENS = (0, 1, 2)
+_SHORTER, _NEXT = PROBE_TOKENS[:2], (2, 1)
+# Exact rows are stored in 16 bits: what they change stays far below this share of the largest logit.
+_TOLERANCE = 0.05
+
+_STATE_TYPES = {
+    mx.float32: identity_pb2.TENSOR_TYPE_FLOAT32,
+    mx.float16: identity_pb2.TENSOR_TYPE_FLOAT16,
+    mx.bfloat16: identity_pb2.TENSOR_TYPE_BFLOAT16,
+}
+_SCALE_TYPES = {mx.bfloat16: identity_pb2.SCALE_TYPE_BFLOAT16}
+Groups: TypeAlias = tuple[int | tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's memories. `groups`: for each cache that the model is given, its entry, or entries if it holds several.
+
+    `kv_type` is the type of keys as they are computed (of a state, if no layer has keys).
+    """
+
+    entries: tuple[identity_pb2.LayerLayout, ...]
+    groups: Groups
+    kv_type: mx.Dtype
+
+    def caches(self, layers: Sequence[Any]) -> list[Any]:
+        """Layers, or batches of them, in the form in which the model takes its caches."""
+        return _grouped(self.groups, layers)
+
+    def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
+        """Logits of tokens [rows, n], whose memory is added to the layers or batches. Not evaluated."""
+        logits: mx.array = model(tokens, cache=self.caches(layers))
+        for layer in layers:
+            if isinstance(layer, StateKV | BatchStateKV):
+                layer.advanced(tokens.shape[1])
+        return logits
+
+    def check_policy(self, model: Module, policy: identity_pb2.KvPolicy) -> None:
+        """Raise InvalidArgument for a policy that cannot be had, FailedPrecondition for a layer that cannot have it."""
+        for index, entry in enumerate(self.entries):
+            if entry.kind == identity_pb2.LAYER_KIND_STATE:
+                continue
+            for codec, dim in zip(layer_codecs(policy, index), (entry.key_dim, entry.value_dim), strict=True):
+                if why := codec.problem(dim):
+                    raise not_kept(model, _owner(self.groups, index), why)
+
+
+def probed_layout(model: Module) -> Layout:
+    """A model's layout. Raises FailedPrecondition, reason LAYER_NOT_KEPT, naming the first layer that is not kept."""
+    caches, groups = _own_caches(model)
+    owners = [_owner(groups, index) for index in range(len(caches))]
+    _refuse_unknown(model, owners, caches)
+    mx.eval(_logits(model, _grouped(groups, caches), [PROBE_TOKENS]))
+    entries = tuple(_entry(model, owner, cache) for owner, cache in zip(owners, caches, strict=True))
+    kv_type = _kv_type(caches)
+    mx.eval(_logits(model, _grouped(groups, caches), [_NEXT[:1]]))
+    for owner, cache, entry in zip(owners, caches, entries, strict=True):
+        if _entry(model, owner, cache) != entry:
+            raise not_kept(model, owner, "its memory changes its shape from token to token")
+    layout = Layout(entries, groups, kv_type)
+    _try_batch(model, layout)
+    return layout
+
+
+def own_keys(model: Module, token_ids: Sequence[int]) -> list[mx.array | None]:
+    """The keys of a few first tokens as mlx-lm's own caches hold them, by entry; None for a recurrent state."""
+    caches, groups = _own_caches(model)
+    mx.eval(_logits(model, _grouped(groups, caches), [token_ids]))
+    return [None if isinstance(cache, ArraysCache) else cache.keys[..., : len(token_ids), :] for cache in caches]
+
+
+def not_kept(model: Module, index: int, why: str) -> FailedPrecondition:
+    layers = list(getattr(model, "layers", ()))
+    name = type(layers[index]).__name__ if index < len(layers) else "missing"
+    return FailedPrecondition(
+        f"layer {index} ({name}) of {getattr(model, 'model_type', 'the model')} cannot be kept: {why}",
+        reason="LAYER_NOT_KEPT",
+        field="model",
+        metadata={"layer": str(index), "class": name},
+    )
+
+
+def _entry(model: Module, owner: int, cache: Any) -> identity_pb2.LayerLayout:
+    """What one of mlx-lm's caches keeps, after a probe."""
+    if isinstance(cache, ArraysCache):
+        tensors = [_state_tensor(model, owner, tensor) for tensor in cache.cache]
+        return identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=tensors)
+    if cache.keys is None or cache.keys.ndim != 4 or cache.values.ndim != 4:
+        raise not_kept(model, owner, "it does not use the K and V that it was given")
+    kv_heads, key_dim, value_dim = cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3]
+    latent_rank = getattr(getattr(model, "args", None), "kv_lora_rank", None)
+    kind = identity_pb2.LAYER_KIND_FULL
+    if isinstance(cache, RotatingKVCache):
+        kind = identity_pb2.LAYER_KIND_WINDOW
+    elif (kv_heads, key_dim) == (1, latent_rank):
+        kind = identity_pb2.LAYER_KIND_LATENT
+    window = cache.max_size if isinstance(cache, RotatingKVCache) else 0
+    return identity_pb2.LayerLayout(kind=kind, window=window, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim)
+
+
+def _state_tensor(model: Module, owner: int, tensor: mx.array | None) -> identity_pb2.StateTensor:
+    if tensor is None or tensor.dtype not in _STATE_TYPES or tensor.ndim < 2 or tensor.shape[0] != 1:
+        found = "nothing" if tensor is None else f"{tensor.dtype} of {tensor.shape}"
+        raise not_kept(model, owner, f"a part of its recurrent state is {found}")
+    return identity_pb2.StateTensor(type=_STATE_TYPES[tensor.dtype], shape=tensor.shape[1:])
+
+
+def _own_caches(model: Module) -> tuple[list[Any], Groups]:
+    """mlx-lm's caches for the model, those inside lists beside the others, and which entries each was."""
+    flat: list[Any] = []
+    groups: list[int | tuple[int, ...]] = []
+    for cache in make_prompt_cache(model):
+        if type(cache) is CacheList:
+            groups.append(tuple(range(len(flat), len(flat) + len(cache.caches))))
+            flat += cache.caches
+        else:
+            groups.append(len(flat))
+            flat.append(cache)
+    return flat, tuple(groups)
+
+
+def _owner(groups: Groups, index: int) -> int:
+    """The cache that an entry is in; of most models, its layer."""
+    holds = (group == index if isinstance(group, int) else index in group for group in groups)
+    return list(holds).index(True)
+
+
+def _grouped(groups: Groups, memories: Sequence[Any]) -> list[Any]:
+    make_list: Any = CacheList
+    return [
+        memories[group] if isinstance(group, int) else make_list(*(memories[index] for index in group))
+        for group in groups
+    ]
+
+
+def _refuse_unknown(model: Module, owners: Sequence[int], caches: Sequence[Any]) -> None:
+    for owner, cache in zip(owners, caches, strict=True):
+        if type(cache) not in (KVCache, RotatingKVCache, ArraysCache):
+            raise not_kept(model, owner, f"it keeps its memory in {type(cache).__name__}")
+        if type(cache) is RotatingKVCache and (cache.keep or cache.max_size < 2):
+            raise not_kept(model, owner, f"its window of {cache.max_size} keeps the first {cache.keep} tokens")
+    if not caches:
+        raise not_kept(model, 0, "the model has no memory at all")
+
+
+def _kv_type(caches: Sequence[Any]) -> mx.Dtype:
+    with_keys = [cache.keys.dtype for cache in caches if not isinstance(cache, ArraysCache)]
+    found: mx.Dtype = with_keys[0] if with_keys else caches[0].cache[0].dtype
+    return found
+
+
+def _logits(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> mx.array:
+    logits: mx.array = model(mx.array([list(row) for row in tokens], dtype=mx.uint32), cache=caches)[:, -1]
+    return logits
+
+
+def _try_batch(model: Module, layout: Layout) -> None:
+    """Hold a batch of two, of different lengths, against mlx-lm's own caches. Raises what `probed_layout` says."""
+    prompts = (PROBE_TOKENS, _SHORTER)
+    expected = [_alone(model, prompt, token) for prompt, token in zip(prompts, _NEXT, strict=True)]
+    try:
+        found = _batched(model, layout, prompts)
+    except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
+        raise not_kept(model, _suspect(model, layout), f"in a batch it fails ({type(error).__name__})") from error
+    exact = mx.concatenate(expected)
+    # Not "larger than": of a logit that is no number nothing is.
+    if not (mx.abs(found - exact).max() <= _TOLERANCE * mx.abs(exact).max()).item():
+        raise not_kept(model, _suspect(model, layout), "in a batch it computes something else than alone")
+
+
+def _suspect(model: Module, layout: Layout) -> int:
+    """The layer to name when no single one is known to be at fault: the first without memory of its own, else 0."""
+    return len(layout.groups) if len(layout.groups) < len(model.layers) else 0
+
+
+def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:
+    caches = make_prompt_cache(model)
+    mx.eval(_logits(model, caches, [prompt]))
+    logits = _logits(model, caches, [[token]])
+    mx.eval(logits)
+    return logits
+
+
+def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) -> mx.array:
+    identity = _exact_identity(layout)
+    sequences: list[list[AnyLayerKV]] = []
+    for prompt in prompts:
+        layers = [new_layer(identity, index) for index in range(len(layout.entries))]
+        mx.eval(layout.forward(model, mx.array([prompt], dtype=mx.uint32), layers))
+        sequences.append(layers)
+    batches: list[Any] = [layer.batched() for layer in sequences[0]]
+    for layers in sequences:
+        for batch, layer in zip(batches, layers, strict=True):
+            batch.join(layer)
+    logits = layout.forward(model, mx.array([[token] for token in _NEXT], dtype=mx.uint32), batches)[:, -1]
+    mx.eval(logits)
+    return logits
+
+
+def _exact_identity(layout: Layout) -> identity_pb2.KvIdentity:
+    policy = identity_pb2.KvPolicy(
+        key_bits=16,
+        value_bits=16,
+        scale_type=_SCALE_TYPES.get(layout.kv_type, identity_pb2.SCALE_TYPE_FLOAT16),
+        key_rotation=identity_pb2.KEY_ROTATION_NONE,
+    )
+    return identity_pb2.KvIdentity(layers=layout.entries, policy=policy)

@@ -1,0 +1,204 @@
+"""Every layout of the floor, as models use it: against mlx-lm's own caches, alone and in a batch."""
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import FailedPrecondition
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
+
+from inference_svc.kv.layers import AnyLayerKV, new_layer
+from inference_svc.kv.layout import Layout, probed_layout
+from inference_svc.kv.row_exact import make_row_exact
+from inference_svc.kv.state_kv import StateKV
+from inference_svc.model_identity import default_policy
+from inference_svc.models.loading import load
+from tests.inference.engine.families import (
+    DEEPSEEK_V3,
+    FALCON_H1,
+    FAMILIES,
+    GEMMA3,
+    GPT_OSS,
+    JAMBA,
+    write_family,
+)
+from tests.inference.kv.test_backends import tokens_of
+from tests.inference.kv.test_window_kv import Unrounded
+
+ALL = {**FAMILIES, "deepseek_v3": DEEPSEEK_V3, "falcon_h1": FALCON_H1, "jamba": JAMBA}
+KINDS = {
+    "gemma3": "window full window full",
+    "gpt_oss": "window full window full",
+    "llama3.1": "full full full",
+    "qwen2.5": "full full full",
+    "qwen3": "full full full",
+    "deepseek_v2": "full full full",
+    "deepseek_v3": "latent latent latent",
+    "granite_hybrid": "state full state",
+    "jamba": "state full state",
+    "falcon_h1": "state full state full state full",
+}
+
+
+class Family:
+    """A tiny model of a family, and its layout."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self.model: Any = load(write_family(directory, config, seed=1), "float32").model
+        make_row_exact(self.model)
+        self.layout: Layout = probed_layout(self.model)
+        self.identity = identity_pb2.KvIdentity(layers=self.layout.entries, policy=default_policy("float32"))
+
+    def new(self) -> list[AnyLayerKV]:
+        return [new_layer(self.identity, index) for index in range(len(self.layout.entries))]
+
+    def logits(self, layers: Any, tokens: list[list[int]]) -> np.ndarray:
+        logits = self.layout.forward(self.model, mx.array(tokens), layers)[:, -1]
+        mx.eval(logits, [layer.state for layer in layers])
+        return np.array(logits)
+
+    def prefilled(self, tokens: list[int]) -> tuple[list[AnyLayerKV], int]:
+        layers = self.new()
+        for start in range(0, len(tokens), 256):
+            logits = self.logits(layers, [tokens[start : start + 256]])
+        return layers, int(logits[0].argmax())
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Family]]:
+    made: dict[str, Family] = {}
+
+    def get(name: str) -> Family:
+        if name not in made:
+            made[name] = Family(tmp_path_factory.mktemp(name), ALL[name])
+        return made[name]
+
+    yield get
+    made.clear()
+    gc.collect()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_layout_of_a_family_is_found_by_looking(name: str, family: Callable[[str], Family]) -> None:
+    entries = family(name).layout.entries
+    words = [identity_pb2.LayerKind.Name(entry.kind).removeprefix("LAYER_KIND_").lower() for entry in entries]
+    assert " ".join(words) == KINDS[name]
+    assert {entry.window for entry in entries} <= {0, ALL[name].get("sliding_window", 0)}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches(
+    name: str, family: Callable[[str], Family]
+) -> None:
+    """Prompts in cells and tokens, past the window; sinks, latent rows and states are whatever its model makes them."""
+    tiny = family(name)
+    ours = tiny.new()
+    for layer in ours:
+        if not isinstance(layer, StateKV):
+            layer.keys.codec = layer.values.codec = Unrounded()
+    theirs, tokens = make_prompt_cache(tiny.model), tokens_of(300, seed=2)
+    for start, stop in ((0, 70), (70, 71), (71, 256), (256, 299), (299, 300)):
+        found = tiny.logits(ours, [tokens[start:stop]])
+        expected = np.array(tiny.model(mx.array([tokens[start:stop]]), cache=theirs)[:, -1])
+        assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max(), (start, stop)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_sequences_of_every_layout_speak_in_a_batch_as_each_does_alone(
+    name: str, family: Callable[[str], Family]
+) -> None:
+    """Q4 rows, lengths around the window and a block, joining and leaving at different moments (LESSONS 2)."""
+    tiny = family(name)
+    prompts = [tokens_of(length, seed=length) for length in (3, 95, 96, 130, 257)]
+    expected = []
+    for prompt in prompts:
+        layers, token = tiny.prefilled(prompt)
+        single, said = [layer.batched() for layer in layers], [token]
+        for batch, layer in zip(single, layers, strict=True):
+            batch.join(layer)  # type: ignore[arg-type]
+        for _ in range(12):
+            said.append(int(tiny.logits(single, [[said[-1]]])[0].argmax()))
+        expected.append(said)
+    started = [tiny.prefilled(prompt) for prompt in prompts]
+    batches = [layer.batched() for layer in started[0][0]]
+    said_together: dict[int, list[int]] = {}
+    slots: list[int] = []
+    for step in range(16):
+        if step < len(prompts):
+            for batch, layer in zip(batches, started[step][0], strict=True):
+                batch.join(layer)  # type: ignore[arg-type]
+            slots.append(step)
+            said_together[step] = [started[step][1]]
+        logits = tiny.logits(batches, [[said_together[name][-1]] for name in slots])
+        for slot, number in enumerate(slots):
+            said_together[number].append(int(logits[slot].argmax()))
+        for number in [number for number in slots if len(said_together[number]) == 13]:
+            for batch in batches:
+                batch.leave(slots.index(number))
+            slots[slots.index(number)] = slots[-1]
+            slots.pop()
+    assert [said_together[number] for number in range(len(prompts))] == expected
+    assert len({tuple(said) for said in expected}) == len(expected), "the models say something"
+
+
+@pytest.mark.parametrize("config", [GEMMA3, GPT_OSS], ids=["gemma3", "gpt_oss"])
+def test_another_window_gives_another_reply(config: dict[str, Any], tmp_path: Path) -> None:
+    """The tiny models do look back: what the tests above compare depends on the window."""
+    tokens, replies = tokens_of(200, seed=1), []
+    for window in (96, 48):
+        tiny = Family(tmp_path / str(window), {**config, "sliding_window": window})
+        replies.append(tiny.logits(tiny.new(), [tokens]))
+    assert not np.allclose(*replies, atol=1e-3)
+
+
+# --- what cannot be kept ---
+
+
+def refused(model: Any, said: str, layer: str) -> None:
+    with pytest.raises(FailedPrecondition, match=said) as error:
+        probed_layout(model)
+    assert error.value.reason == "LAYER_NOT_KEPT"
+    assert error.value.metadata["layer"] == layer
+
+
+def test_a_cache_that_is_not_known_is_refused_with_its_layer_and_class(tmp_path: Path) -> None:
+    model: Any = load(write_family(tmp_path / "m", FAMILIES["qwen3"]), "float32").model
+    model.make_cache = lambda: [KVCache(), ChunkedKVCache(64), KVCache()]
+    refused(model, r"layer 1 \(TransformerBlock\) of qwen3 .*ChunkedKVCache", "1")
+    model.make_cache = lambda: [KVCache(), KVCache(), RotatingKVCache(max_size=64, keep=4)]
+    refused(model, "layer 2 .*keeps the first 4", "2")
+    model.make_cache = list
+    refused(model, "no memory at all", "0")
+
+
+def test_a_model_that_computes_something_else_in_a_batch_is_refused(tmp_path: Path) -> None:
+    """It is tried before it is promised: here rows of a batch look at each other."""
+    model: Any = load(write_family(tmp_path / "m", FAMILIES["qwen3"]), "float32").model
+    attention = model.model.layers[1].self_attn
+    whole = type(attention)
+
+    def mixing(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = whole.__call__(self, x, *args, **kwargs)
+        return out + out.mean(axis=0, keepdims=True) if out.shape[0] > 1 else out * 2
+
+    attention.__class__ = type("Mixing", (whole,), {"__call__": mixing})
+    refused(model, "something else", "0")
+
+
+def test_a_model_whose_attention_cannot_be_batched_is_refused(tmp_path: Path) -> None:
+    """Gemma 2 applies soft caps with masks of its own shape, which fails in a batch."""
+    config = {
+        **GEMMA3,
+        "model_type": "gemma2",
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    model: Any = load(write_family(tmp_path / "m", config), "float32").model
+    refused(model, "layer 0 .*in a batch", "0")
