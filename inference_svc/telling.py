@@ -34,8 +34,8 @@ class Telling:
 
     def event(self, event: Event) -> None:
         match event:
-            case Started(cached_tokens):
-                self._started(cached_tokens)
+            case Started():
+                self._started(event)
             case Prefilled(done, total):
                 self._counters.prefilled_tokens += done - self._turn.computed
                 self._turn.computed = done
@@ -55,9 +55,11 @@ class Telling:
                 errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW")
             )
 
-    def _started(self, cached_tokens: int) -> None:
+    def _started(self, event: Started) -> None:
         turn, prepared, counters = self._turn, self._prepared, self._counters
-        source = prepared.source if cached_tokens else Source.COLD
+        cached_tokens = event.cached_tokens
+        planned = Source.SHARED if event.is_shared else prepared.source
+        source = planned if cached_tokens else Source.COLD
         if not turn.has_begun:
             counters.waiting_turns -= 1
             counters.running_turns += 1
