@@ -5,7 +5,7 @@ is asked for text and never for tokens.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,6 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 
 ROLES = ("system", "user", "assistant", "tool")
-TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 
 _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000
@@ -36,9 +35,6 @@ class ChatTemplate(Protocol):
     def __call__(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str: ...
-
-
-ToolParser = Callable[[str], Any]
 
 
 def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
@@ -97,7 +93,7 @@ def render(
     try:
         text = template(
             [_message_fields(message) for message in messages],
-            [_tool_fields(tool) for tool in tools] or None,
+            tool_fields(tools) or None,
             add_generation_prompt,
         )
         text.encode()  # half of a surrogate pair is no text, and what comes after this counts on text
@@ -119,48 +115,23 @@ def reply_message(
     reply: str,
     told_text: str,
     tool_calls: Sequence[manifest_pb2.ToolCall],
+    tool_start: str,
 ) -> manifest_pb2.Message:
     """The assistant's message to remember: the form that the template renders back to what was said, `told_text`.
 
-    Structured tool calls where they render to the same characters; else the reply as it was, so that the next
-    turn extends the memory instead of diverging from it.
+    Structured tool calls where they render to the same characters; else the reply as it was, so that the next turn
+    extends the memory instead of diverging from it. `tool_start` stands before the calls.
     """
     plain = manifest_pb2.Message(role="assistant", content=reply)
     if not tool_calls:
         return plain
-    said = reply[: max(reply.find(TOOL_CALL_START), 0)]
+    said = reply[: max(reply.find(tool_start), 0)]
     structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls)
     try:
         rendered = render(template, [*messages, structured], tools, add_generation_prompt=False)
     except (InvalidArgument, ValueError):
         return plain  # what the model wrote as arguments is no JSON object, or the template dislikes it
     return structured if rendered.startswith(told_text) else plain
-
-
-def parse_tool_calls(
-    reply: str,
-    parse: ToolParser | None,
-    *,
-    id_prefix: str,
-    start: str = TOOL_CALL_START,
-    end: str = TOOL_CALL_END,
-) -> list[manifest_pb2.ToolCall]:
-    """The tool calls of a reply, in order; what does not parse is text and not a call.
-
-    `parse` is the model's own parser of what stands between the markers; without one it is JSON with name and
-    arguments. A call's id is `id_prefix` and its number.
-    """
-    calls: list[manifest_pb2.ToolCall] = []
-    for inner in _between(reply, start, end):
-        try:
-            parsed = (parse or json.loads)(inner)
-        except Exception:  # noqa: BLE001, S112 - a model may write anything, and a parser may raise anything on it
-            continue
-        for fields in parsed if isinstance(parsed, list) else [parsed]:
-            call = _tool_call(f"{id_prefix}{len(calls)}", fields)
-            if call is not None:
-                calls.append(call)
-    return calls
 
 
 def input_digest(
@@ -192,31 +163,6 @@ def input_digest(
     return hasher.hexdigest()
 
 
-def _between(text: str, start: str, end: str) -> Iterator[str]:
-    if not start:
-        return
-    at = text.find(start)
-    while at >= 0:
-        begin = at + len(start)
-        stop = text.find(end, begin) if end else -1
-        if end and stop < 0:
-            return
-        yield text[begin : stop if end else len(text)]
-        at = text.find(start, stop) if end else -1
-
-
-def _tool_call(call_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
-    """A call as a parser gave it; None when it is none, or when its name or arguments are no text."""
-    try:
-        if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
-            return None
-        arguments = fields.get("arguments", {})
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)
-    except Exception:  # noqa: BLE001 - a parser may give anything: values that JSON cannot say, text that UTF-8 cannot
-        return None
-
-
 def _message_fields(message: manifest_pb2.Message) -> dict[str, Any]:
     fields: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name:
@@ -235,12 +181,19 @@ def _message_fields(message: manifest_pb2.Message) -> dict[str, Any]:
     return fields
 
 
-def _tool_fields(tool: Tool) -> dict[str, Any]:
-    parameters = json.loads(tool.parameters_json or "{}")
-    return {
-        "type": "function",
-        "function": {"name": tool.name, "description": tool.description, "parameters": parameters},
-    }
+def tool_fields(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+    """Tools as templates and parsers know them."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": json.loads(tool.parameters_json or "{}"),
+            },
+        }
+        for tool in tools
+    ]
 
 
 def _json_object(text: str, field: str) -> None:

@@ -5,6 +5,7 @@ event loop goes on.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,9 @@ from typing import Any, TypeVar
 
 from kvasir.errors import InvalidArgument
 
+from inference_svc.conversation import Tool, tool_fields
+from inference_svc.models.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
+from inference_svc.reply_parts import Markup, ReplyReader
 from inference_svc.token_text import TokenText
 
 T = TypeVar("T")
@@ -38,6 +42,7 @@ class Prompting:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self.special_texts = tuple(str(token) for token in added if token.special and str(token).strip())
         """How the tokens are spelled that are no text but structure, such as a message's end."""
+        self._reply_machine = reply_machine(tokenizer)
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -76,16 +81,22 @@ class Prompting:
         return not self._tokenizer.decode(list(token_ids), skip_special_tokens=False).endswith(_REPLACEMENT)
 
     @property
-    def tool_parser(self) -> Callable[[str], Any] | None:
-        """The model's own parser of what stands between its tool call markers."""
-        parser = getattr(self._tokenizer, "tool_parser", None)
-        return (lambda text: parser(text, None)) if parser is not None else None
+    def tool_start(self) -> str:
+        """What stands before a tool call in a reply."""
+        return self._tokenizer.tool_call_start or TOOL_CALL_START
 
-    @property
-    def tool_markers(self) -> tuple[str, str] | None:
-        """What stands before and behind a tool call in a reply, if the model has markers of its own."""
-        start = getattr(self._tokenizer, "tool_call_start", None)
-        return (start, getattr(self._tokenizer, "tool_call_end", None) or "") if start else None
+    def reader(self, prompt: str, tools: Sequence[Tool], id_prefix: str) -> ReplyReader:
+        """Reads a reply to a prompt that the chat template made; the prompt may have begun the reasoning already."""
+        tokenizer, fields = self._tokenizer, tool_fields(tools) or None
+        parser = tokenizer.tool_parser
+        is_thinking = tokenizer.has_thinking and prompt.rstrip().endswith(tokenizer.think_start)
+        markup = Markup(
+            self._reply_machine,
+            (lambda text: parser(text, fields)) if parser is not None else json.loads,
+            tokenizer.tool_call_end if tokenizer.has_tool_calling else TOOL_CALL_END,
+            tokenizer.response_initial_state or ("reasoning" if is_thinking else "normal"),
+        )
+        return ReplyReader(markup, id_prefix)
 
     def _by_offsets(self, text: str) -> Tokenized:
         encoded = self._tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -10,6 +10,7 @@ from kvasir import errors
 from inference_svc.plan import BlocksFull, Ended, Event, Prefilled, Started, Tokens
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import Prepared
+from inference_svc.reply_parts import ReplyPart
 from inference_svc.service_data import Source, TurnDelta, TurnProgress, TurnStarted
 from inference_svc.service_stats import NamespaceCounters
 from inference_svc.turn_state import TurnState
@@ -45,9 +46,8 @@ class Telling:
                     self._stream.blocks_full(count)
             case Tokens():
                 self._tokens(event)
-            case Ended() if self._stream is not None:
-                self._stream.stop()
-                self._turn.stream = self._stream
+            case Ended():
+                self._ended(event)
             case _:
                 pass
         if overrun := self._turn.running.outbox.overrun:
@@ -83,4 +83,13 @@ class Telling:
         if self._turn.first_token_at is None:
             self._turn.first_token_at = self._clock()
         self._counters.decoded_tokens += len(event.ids)
-        self._turn.running.outbox.put(TurnDelta(event.text, event.ids))
+        part = self._turn.reader.push(event.text)
+        self._turn.running.outbox.put(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
+
+    def _ended(self, event: Ended) -> None:
+        part = self._turn.reader.end(event.generated_text.removeprefix(event.text))
+        if part != ReplyPart():
+            self._turn.running.outbox.put(TurnDelta(part.answer, (), part.reasoning))
+        if self._stream is not None:
+            self._stream.stop()
+            self._turn.stream = self._stream

@@ -31,7 +31,7 @@ from inference_svc.service_data import (
     TurnStarted,
     TurnTimings,
 )
-from inference_svc.turn_state import TurnState, parse_reply_calls
+from inference_svc.turn_state import TurnState, reply_reader
 
 _LOG = structlog.get_logger(__name__)
 
@@ -62,7 +62,7 @@ class TurnEnding:
         await self._publisher.drain(patience_s)
 
     async def finish(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
-        calls = parse_reply_calls(turn.request, ended.text, self._prompting.tool_markers, self._prompting.tool_parser)
+        calls = turn.reader.calls
         snapshot = SnapshotOutcome(SnapshotState.NONE)
         if turn.key is not None:
             memory = await self._remember(turn, turn.key, recollection, prepared, ended, calls)
@@ -120,6 +120,7 @@ class TurnEnding:
                     reply=ended.text,
                     told_text=text,
                     tool_calls=calls,
+                    tool_start=self._prompting.tool_start,
                 )
             )
             messages = (*turn.messages, reply)
@@ -183,9 +184,12 @@ class TurnEnding:
         outbox = turn.running.outbox
         prompt_tokens = remembered.prompt_tokens
         outbox.put(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
-        outbox.put(TurnDelta(remembered.reply, token_ids))
+        words = memory.words.text
+        reader = reply_reader(request, self._prompting, words[: remembered.prompt_chars])
+        part = reader.push(remembered.reply)
+        rest = reader.end(words[remembered.prompt_chars :].removeprefix(remembered.reply))
+        outbox.put(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
         snapshot = await self._outcome_again(turn, recollection, memory)
-        calls = parse_reply_calls(request, remembered.reply, self._prompting.tool_markers, self._prompting.tool_parser)
         elapsed_s = self._clock() - turn.arrived
         outbox.put(
             TurnFinished(
@@ -196,7 +200,7 @@ class TurnEnding:
                 completion_tokens=len(token_ids),
                 timings=TurnTimings(queue_s=turn.queue_s, first_token_s=elapsed_s),
                 snapshot=snapshot,
-                tool_calls=tuple(calls),
+                tool_calls=tuple(reader.calls),
             )
         )
         _LOG.info("turn.told_again", request_id=request.request_id, version=snapshot.version)

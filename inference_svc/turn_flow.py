@@ -38,7 +38,7 @@ from inference_svc.service_data import (
 from inference_svc.service_stats import ServiceStats
 from inference_svc.telling import Telling
 from inference_svc.turn_ending import TurnEnding
-from inference_svc.turn_state import RunningTurn, TurnState, check_parent, too_long, whole_conversation
+from inference_svc.turn_state import RunningTurn, TurnState, check_parent, reply_reader, too_long, whole_conversation
 
 _LOG = structlog.get_logger(__name__)
 _DEFAULT_MAX_TOKENS = 512
@@ -260,6 +260,7 @@ class TurnService:
             self._handoff.send(inbox.put_nowait, events)
 
         needed_bytes, budget_bytes = self._engine.needed_bytes(plan), self._engine.memory_budget_bytes
+        turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
         telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
         try:
             with self._admission.kv(turn.request.namespace, needed_bytes, budget_bytes):

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc import conversation
 from inference_svc.engine import TurnHandle
 from inference_svc.outbox import Outbox
 from inference_svc.plan import SequenceKey, Snapshot
+from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import Recollection
+from inference_svc.reply_parts import ReplyReader
 from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent, TurnRequest
 
 
@@ -65,6 +66,7 @@ class TurnState:
     damage: Miss | None = None
     first_token_at: float | None = None
     stream: BlockStream | None = None
+    reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
     snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end
     key: SequenceKey | None = field(init=False)
 
@@ -143,11 +145,9 @@ def _refuse_append(recollection: Recollection) -> None:
     )
 
 
-def parse_reply_calls(
-    request: TurnRequest, reply: str, markers: tuple[str, str] | None, parser: conversation.ToolParser | None
-) -> list[manifest_pb2.ToolCall]:
-    """Tool calls of a reply to messages; a raw prompt has none."""
-    if isinstance(request.input, PromptInput):
-        return []
-    start, end = markers or (conversation.TOOL_CALL_START, conversation.TOOL_CALL_END)
-    return conversation.parse_tool_calls(reply, parser, id_prefix=f"{request.request_id}-", start=start, end=end)
+def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
+    """Reads the reply. One to a raw prompt, and one whose form was asked for, is answer and nothing else."""
+    if isinstance(request.input, PromptInput) or request.sampling.constraint is not None:
+        return ReplyReader()
+    choice = f"{request.choice}-" if request.choice else ""
+    return prompting.reader(prompt, request.tools, f"{request.request_id}-{choice}")

@@ -14,7 +14,6 @@ from inference_svc.conversation import (
     check_no_control_tokens,
     check_tools,
     input_digest,
-    parse_tool_calls,
     render,
     reply_message,
 )
@@ -41,13 +40,33 @@ def prompting() -> Prompting:
     return Prompting(tokenizer, TokenText.of_tokenizer(tokenizer_json, tokenizer.decode))
 
 
+def calls_of(reply: str, prompting: Prompting) -> list[manifest_pb2.ToolCall]:
+    reader = prompting.reader("", [WEATHER], "r-")
+    reader.push(reply)
+    reader.end()
+    return reader.calls
+
+
+def remember(reply: str, messages: list[manifest_pb2.Message], told: str, prompting: Prompting) -> manifest_pb2.Message:
+    return reply_message(
+        prompting.template,
+        messages,
+        [WEATHER],
+        reply=reply,
+        told_text=told,
+        tool_calls=calls_of(reply, prompting),
+        tool_start=prompting.tool_start,
+    )
+
+
 @pytest.mark.parametrize("reply", ["Hello, Zoé.", "", "two\nlines ", "It is “odd” 漢", f"Let me see. {CALL}", CALL * 2])
 def test_the_next_turn_extends_what_was_said(reply: str, prompting: Prompting) -> None:
     messages = [message("system", "Be kind."), message("user", "Hi, who are you?", name="Marla")]
     prompt = render(prompting.template, messages, [WEATHER])
     told = f"{prompt}{reply}<|im_end|>"
-    calls = parse_tool_calls(reply, None, id_prefix="r-")
-    remembered = reply_message(prompting.template, messages, [WEATHER], reply=reply, told_text=told, tool_calls=calls)
+    calls = calls_of(reply, prompting)
+    remembered = remember(reply, messages, told, prompting)
+    assert len(remembered.tool_calls) == len(calls) == reply.count("<tool_call>")
     following = render(prompting.template, [*messages, remembered, message("user", "And then?")], [WEATHER])
     assert following.startswith(told)
 
@@ -56,19 +75,9 @@ def test_a_tool_call_written_in_another_form_is_remembered_as_it_was_said(prompt
     spaced = '<tool_call>{"arguments":  {"place":"Oslo"}, "name": "weather"}</tool_call>'
     messages = [message("user", "Weather?")]
     told = render(prompting.template, messages, [WEATHER]) + spaced
-    calls = parse_tool_calls(spaced, None, id_prefix="r-")
-    remembered = reply_message(prompting.template, messages, [WEATHER], reply=spaced, told_text=told, tool_calls=calls)
-    assert [json.loads(each.arguments_json) for each in calls] == [{"place": "Oslo"}]
+    remembered = remember(spaced, messages, told, prompting)
+    assert [json.loads(each.arguments_json) for each in calls_of(spaced, prompting)] == [{"place": "Oslo"}]
     assert (remembered.content, len(remembered.tool_calls)) == (spaced, 0)
-
-
-def test_tool_calls_are_read_in_order_and_what_is_none_is_text() -> None:
-    reply = f'{CALL} then <tool_call>not json</tool_call> <tool_call>[1]</tool_call> {CALL}<tool_call>{{"name": '
-    calls = parse_tool_calls(reply, None, id_prefix="r-")
-    assert [(each.id, each.name, each.arguments_json) for each in calls] == [
-        ("r-0", "weather", '{"place": "Oslo"}'),
-        ("r-1", "weather", '{"place": "Oslo"}'),
-    ]
 
 
 def test_a_template_that_refuses_names_the_field_and_quotes_nothing(prompting: Prompting) -> None:
@@ -90,17 +99,6 @@ def test_arguments_that_are_no_object_are_refused_with_their_place() -> None:
 
 
 HALF = '{"a": "\\ud800"}'  # half of a surrogate pair: JSON can spell it, UTF-8 cannot
-
-
-def test_a_tool_call_that_is_no_text_is_none_and_harms_no_other() -> None:
-    broken = [f'{{"name": "x", "arguments": {HALF}}}', '{"name": "\\ud800", "arguments": {}}']
-    reply = "".join(f"<tool_call>{inner}</tool_call>" for inner in broken) + CALL
-    assert [each.name for each in parse_tool_calls(reply, None, id_prefix="r-")] == ["weather"]
-
-
-@pytest.mark.parametrize("parsed", [None, 7, "text", ["text", None], {"name": 7}, {"name": "x", "arguments": {1, 2}}])
-def test_a_parser_that_gives_no_calls_raises_nothing(parsed: object) -> None:
-    assert parse_tool_calls(CALL, lambda _: parsed, id_prefix="r-") == []
 
 
 def test_json_that_spells_no_text_is_refused_with_its_place() -> None:

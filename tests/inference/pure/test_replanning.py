@@ -18,6 +18,7 @@ from inference_svc.prefix_matching import Memory, Outcome
 from inference_svc.prompting import Tokenized
 from inference_svc.recall import Prepared, Recollection
 from inference_svc.remote_cache import Head
+from inference_svc.reply_parts import ReplyReader
 from inference_svc.service_data import MessagesInput, Miss, MissReason, Source, TurnRequest
 from inference_svc.service_stats import ServiceStats
 from inference_svc.turn_flow import TurnLimits, TurnService
@@ -56,6 +57,9 @@ class Surroundings:
         gone = Failed(errors.FailedPrecondition("gone", reason="HOT_MEMORY_GONE"))
         on_events([gone if self.losses >= 0 else ENDED])
         return SimpleNamespace(cancel=lambda: None)
+
+    def reader(self, *_how: object) -> ReplyReader:
+        return ReplyReader()
 
     def needed_bytes(self, plan: object) -> int:
         return 1
