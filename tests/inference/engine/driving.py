@@ -13,6 +13,7 @@ from inference_svc.plan import (
     Ended,
     Event,
     Failed,
+    Priority,
     Restored,
     Reuse,
     SamplingParams,
@@ -92,11 +93,15 @@ class Driver:
         key: SequenceKey | None = None,
         listener: Listener | None = None,
         keep_partial: bool = False,
+        namespace: str | None = None,
+        priority: Priority = Priority.INTERACTIVE,
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
         params = replace(SamplingParams(max_tokens=GENERATED), **sampling)
-        plan = TurnPlan(tuple(tokens), (1,) * len(tokens), params, reuse or Cold(), key, keep_partial)
+        plan = TurnPlan(
+            tuple(tokens), (1,) * len(tokens), params, reuse or Cold(), key, keep_partial, priority, namespace
+        )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener
 

@@ -1,0 +1,116 @@
+"""Turns that speak together: each says, and remembers to the bit, what it does alone; shared rows are computed once."""
+
+from itertools import pairwise
+
+import pytest
+from kvasir.errors import Cancelled, Internal
+
+from inference_svc.engine import Engine
+from inference_svc.plan import Hot, Prefilled, Started, Tokens
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+
+LENGTHS = (3, 255, 256, 257, 40, 511, 513, 120)
+
+
+def test_eight_agents_say_and_remember_together_what_each_does_alone(driver: Driver) -> None:
+    prompts = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]
+    limits = [5 + 9 * place for place in range(len(prompts))]
+    alone_keys, keys = [driver.key() for _ in prompts], [driver.key() for _ in prompts]
+    alone = [
+        driver.reply(driver.turn(prompt, key=key, max_tokens=limit))
+        for prompt, key, limit in zip(prompts, alone_keys, limits, strict=True)
+    ]
+    together = [
+        driver.submit(prompt, key=key, max_tokens=limit)
+        for prompt, key, limit in zip(prompts, keys, limits, strict=True)
+    ]
+    assert [driver.reply(listener.end()) for listener in together] == alone
+    assert [driver.files(key) for key in keys] == [driver.files(key) for key in alone_keys]
+
+
+def test_who_joins_while_others_speak_changes_nobody(driver: Driver) -> None:
+    prompts = [tokens_of(250 + place, 50 + place) for place in range(6)]
+    alone = [driver.reply(driver.turn(prompt, max_tokens=30, key=driver.key())) for prompt in prompts]
+    listeners = [Listener() for _ in prompts]
+    for place, (listener, later) in enumerate(pairwise(listeners)):
+        listener.at(
+            Tokens,
+            4,
+            lambda later=later, place=place: driver.submit(  # type: ignore[misc]
+                prompts[place + 1], key=driver.key(), listener=later, max_tokens=30
+            ),
+        )
+    driver.submit(prompts[0], key=driver.key(), listener=listeners[0], max_tokens=30)
+    assert [driver.reply(listener.end()) for listener in listeners] == alone
+
+
+def test_a_cancelled_turn_leaves_the_batch_and_changes_nobody(driver: Driver) -> None:
+    prompts = [tokens_of(100 + place, 70 + place) for place in range(3)]
+    alone = [driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=40)) for prompt in prompts]
+    speaking = [driver.submit(prompt, key=driver.key(), max_tokens=40) for prompt in prompts]
+    leaving = Listener().cancel_at(Tokens, 7)
+    driver.submit(tokens_of(300, 99), listener=leaving, max_tokens=200)
+    with pytest.raises(Cancelled):
+        leaving.end()
+    assert leaving.count(Tokens) == 7
+    assert [driver.reply(listener.end()) for listener in speaking] == alone
+
+
+def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(LESSONS 10)"""
+    prompt = tokens_of(64, 5)
+    expected = driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10))
+    key, state = driver.remember(50, seed=6)
+    batch = engine._worker._batch
+    step = batch.step
+
+    def failing(token_ids: object) -> object:
+        monkeypatch.setattr(batch, "step", step)
+        raise RuntimeError("the device is gone")
+
+    first = Listener().at(Tokens, 3, lambda: monkeypatch.setattr(batch, "step", failing))
+    broken = [driver.submit((*state.token_ids, 9), Hot(50), key, max_tokens=60), driver.submit(prompt, listener=first)]
+    for listener in broken:
+        with pytest.raises(Internal):
+            listener.end()
+    assert engine.hot_memory(key) is None, "its rows may disagree on their length"
+    assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
+
+
+def test_siblings_compute_what_they_share_once(driver: Driver) -> None:
+    shared = tokens_of(512, 11)
+    prompts = [(*shared, *tokens_of(30 + place, 20 + place)) for place in range(4)]
+    alone = [driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=20)) for prompt in prompts]
+    siblings = [driver.submit(prompt, key=driver.key(), namespace="one", max_tokens=20) for prompt in prompts]
+    assert [driver.reply(listener.end()) for listener in siblings] == alone
+    assert [started(listener) for listener in siblings] == [Started(0), *[Started(512, is_shared=True)] * 3]
+    cells = [event for listener in siblings for event in listener.events if isinstance(event, Prefilled)]
+    assert len(cells) == 2 + len(prompts)
+
+
+def test_who_comes_later_begins_with_what_a_memory_of_the_namespace_holds(driver: Driver) -> None:
+    shared = tokens_of(300, 12)
+    first = driver.key()
+    driver.submit((*shared, 7, 8), key=first, namespace=first.namespace, max_tokens=3).end()
+    before = driver.files(first)
+    later = driver.submit((*shared, 9), key=driver.key(), namespace=first.namespace, max_tokens=20)
+    assert driver.reply(later.end()) == driver.reply(driver.turn((*shared, 9), max_tokens=20, key=driver.key()))
+    assert started(later) == Started(256, is_shared=True)
+    assert driver.files(first) == before, "a fork is not written through"
+
+
+@pytest.mark.parametrize("namespace", ["another", None])
+def test_nobody_begins_with_what_another_namespace_holds(driver: Driver, namespace: str | None) -> None:
+    """(LESSONS 14)"""
+    shared = tokens_of(300, 13)
+    key = driver.key()
+    driver.submit(shared, key=key, namespace=key.namespace, max_tokens=3).end()
+    other = driver.submit(shared, key=driver.key(), namespace=namespace, max_tokens=3)
+    other.end()
+    assert started(other) == Started(0)
+
+
+def started(listener: Listener) -> Started:
+    return next(event for event in listener.events if isinstance(event, Started))
