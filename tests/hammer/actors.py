@@ -42,6 +42,7 @@ class Actor:
         self._version = version
         self._parent_version = 0
         self._is_committed = version > 0
+        self._last: TurnRecord | None = None
         self._cut: tuple[Ask, TurnRecord] | None = None  # a cut turn of which is not known yet what was kept
 
     async def act(self) -> bool:
@@ -59,6 +60,10 @@ class Actor:
         """The agent's life is over. What a cut turn said is compared all the same."""
         if self._cut is not None:
             self._not_kept(self._cut[1])
+        elif self._is_committed and self._last is not None:
+            with contextlib.suppress(KvasirError):
+                _, data = await self._arena.store.get_snapshot(self._script.name, version=self._version)
+                self._arena.check_stored(self._last, manifests.parse(data))
         self._arena.reference.forget(self._script.name)
 
     # --- turns ---
@@ -88,6 +93,7 @@ class Actor:
         return await self._ask_again(ask, record, heard) if script.dice.chance(0.06) and not ask.cut else True
 
     def _remember(self, ask: Ask, record: TurnRecord, heard: _Heard) -> None:
+        self._last = record
         stopped = heard.reason in (pb.FINISH_REASON_STOP, pb.FINISH_REASON_TOOL_CALLS)
         self._script.answered(ask, record.text, _END_OF_MESSAGE if stopped else "")
         self._parent_version, self._version = self._version, self._version + 1

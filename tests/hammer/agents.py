@@ -1,6 +1,6 @@
 """What one agent does next: a seeded choice of input, sampling and interruption. It knows of no engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from inference_svc.models.kvasir_tiny.facts import Fact
@@ -72,7 +72,7 @@ class Script:
         head = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*head, {"role": "user", "content": asked}]
         sampling = self._sampling()
-        cut = self._cut(sampling) if dice.chance(0.14) else None
+        cut = replace(self._cut(sampling), keep_partial=False) if dice.chance(0.14) else None
         body: dict[str, Any] = {"prompt": canaries.rendered(messages)} if self.is_raw else {"messages": messages}
         return Ask("nobody's", sampling, is_background=dice.chance(0.3), cut=cut, **body)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvasir import manifest as manifests
 from kvasir.aio_inference_client import AioInferenceClient
 from kvasir.aio_store_client import AioStoreClient
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument, NotFound
 
 from tests.hammer.canaries import Canaries
@@ -106,6 +107,15 @@ class Arena:
         self._comparisons.add(task)
         task.add_done_callback(self._comparisons.discard)
 
+    def check_stored(self, record: TurnRecord, stored: manifest_pb2.Manifest) -> None:
+        """Compare what the store holds of an agent, to the bit, with what the same turns leave alone."""
+        held = [*stored.blocks, *([stored.tail] if stored.HasField("tail") else [])]
+        task = asyncio.create_task(
+            self._compare_stored(record, [blob.hash for blob in held], self.reference.blobs(record.agent))
+        )
+        self._comparisons.add(task)
+        task.add_done_callback(self._comparisons.discard)
+
     def problem(self, sort: str, record: TurnRecord, what: str, alone: Alone | None = None) -> None:
         root = record.agent.partition("-")[0]
         if root in self._tainted:
@@ -115,6 +125,14 @@ class Arena:
         self.result.problems.append(
             Problem(sort, record.agent, what, record.to_json(), vars(alone) if alone else {}, history)
         )
+
+    async def _compare_stored(self, record: TurnRecord, held: list[str], waiting: Awaitable[list[str]]) -> None:
+        alone = await waiting
+        self.counts["memories equal to the bit" if held == alone else "memories not equal to the bit"] += 1
+        if held != alone:
+            differing = [index for index, pair in enumerate(zip(held, alone, strict=False)) if pair[0] != pair[1]]
+            what = f"stored blobs {differing} of {len(held)} are not those of the same turns alone ({len(alone)})"
+            self.problem("bits", record, what)
 
     async def settle(self) -> None:
         """Wait until every turn has been compared, and look into the store."""

@@ -55,6 +55,15 @@ class Reference:
 
         return wait()
 
+    def blobs(self, agent: str) -> Awaitable[list[str]]:
+        """Hashes of the blobs that hold the agent's memory as it is now: what a store would have of it."""
+        answer = self._send({"op": "blobs", "agent": agent})
+
+        async def wait() -> list[str]:
+            return list((await answer)["blobs"])
+
+        return wait()
+
     def fork(self, source: str, target: str) -> None:
         """`target` remembers what `source` remembers now."""
         self._send({"op": "fork", "source": source, "target": target})

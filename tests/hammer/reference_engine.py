@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.digest import Digest
 
 from inference_svc.conversation import render
 from inference_svc.engine import Engine
@@ -35,6 +36,8 @@ class AloneEngine:
         match order:
             case {"op": "turn", "record": fields}:
                 return vars(self._turn(TurnRecord(**fields)))
+            case {"op": "blobs", "agent": agent}:
+                return {"blobs": self._blobs(agent)}
             case {"op": "fork", "source": source, "target": target}:
                 self._copy(source, target)
             case {"op": "undo", "agent": agent}:
@@ -98,6 +101,13 @@ class AloneEngine:
             raise last.error
         assert isinstance(last, Ended)
         return last, [token for event in events if isinstance(event, Tokens) for token in event.ids]
+
+    def _blobs(self, agent: str) -> list[str]:
+        snapshot = self._engine.snapshot(_key(agent), 0).result(60)
+        if snapshot is None:
+            return []
+        files = [*snapshot.blocks, *([snapshot.tail] if snapshot.tail else [])]
+        return [Digest.of(data).hash for _, data in files]
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         return render(self._prompting.template, [manifest_pb2.Message(**each) for each in messages], ())
