@@ -156,6 +156,16 @@ class Engine:
         """KV allocated after the last step, hot and running."""
         return self._worker.memory_used_bytes
 
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model since it was loaded, of prompts and of replies."""
+        return self._worker.computed_tokens
+
+    @property
+    def preemptions(self) -> int:
+        """Turns that were put aside because others needed their room."""
+        return self._worker.preemptions
+
     def hot_sizes(self) -> dict[SequenceKey, int]:
         """Allocated KV bytes of each hot memory, those that running turns extend included."""
         return self._worker.memories.sizes()

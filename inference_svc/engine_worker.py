@@ -47,6 +47,8 @@ class EngineWorker:
     ) -> None:
         self.memories: HotMemories[SequenceKV] = HotMemories(memory_budget_bytes)
         self.memory_used_bytes = 0
+        self.computed_tokens = 0  # that went through the model: what is reused is not among them
+        self.preemptions = 0
         self.decoded_bytes = 0
         self._runner = runner
         self._model = model
@@ -178,6 +180,7 @@ class EngineWorker:
             if self._running[turn].kv not in self._batch:
                 self._batch.join(self._running[turn].kv)
         order = [by_kv[id(kv)] for kv in self._batch.sequences]
+        self.computed_tokens += len(order)
         try:
             logits = self._batch.step([turn.token_ids[-1] for turn in order])
             drawn = sample([self._running[turn].sampler for turn in order], logits)
@@ -208,6 +211,7 @@ class EngineWorker:
     def _prefill_cell(self, turn: Turn) -> None:
         running = self._running[turn]
         cell = turn.next_cell()
+        self.computed_tokens += len(cell)
         if turn.computed + len(cell) < turn.prompt_tokens:
             self._runner.prefill(running.kv, cell)
             turn.prefilled(len(cell))
