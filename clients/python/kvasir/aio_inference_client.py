@@ -17,7 +17,17 @@ import grpc.aio
 from kvasir.channel import Tls, aio_channel
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
-from kvasir.inference_client_turns import READS, Input, KnownVersions, Messages, Reply, Sampling, turn_request
+from kvasir.inference_client_turns import (
+    READS,
+    Input,
+    JsonSchema,
+    KnownVersions,
+    Messages,
+    Reply,
+    ResponseFormat,
+    Sampling,
+    turn_request,
+)
 from kvasir.status import from_rpc_error
 
 _Response = TypeVar("_Response")
@@ -60,6 +70,8 @@ class AioInferenceClient:
         agent_id: str = "",
         parent_version: int | None = None,
         sampling: Sampling | None = None,
+        json_schema: JsonSchema | None = None,
+        regex: str | None = None,
         tools: Sequence[pb.Tool] = (),
         keep_partial: bool = False,
         model: str = "",
@@ -68,15 +80,17 @@ class AioInferenceClient:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Continue a text, and stream the events: started, prefill_progress, delta…, finished.
 
-        Exactly one of `prompt`, `messages` and `append_messages` (what follows those that the agent remembers). Closing
-        the generator cancels the turn. Raises what `errors` names; when a turn of an agent breaks, the error's
-        metadata says what was kept: request_id (ask again with it: nothing is done twice) and remembered_version.
+        Exactly one of `prompt`, `messages` and `append_messages` (what follows those that the agent remembers). The
+        reply matches `json_schema` or `regex`, if one is given. Closing the generator cancels the turn. Raises what
+        `errors` names; when a turn of an agent breaks, the error's metadata says what was kept: request_id (ask again
+        with it: nothing is done twice) and remembered_version.
         """
         request = turn_request(
             Input(prompt, messages, append_messages),
             agent_id=agent_id,
             parent_version=parent_version,
             sampling=sampling,
+            response_format=ResponseFormat(json_schema, regex),
             tools=tools,
             keep_partial=keep_partial,
             model=model,
@@ -101,6 +115,8 @@ class AioInferenceClient:
         agent_id: str = "",
         parent_version: int | None = None,
         sampling: Sampling | None = None,
+        json_schema: JsonSchema | None = None,
+        regex: str | None = None,
         tools: Sequence[pb.Tool] = (),
         keep_partial: bool = False,
         model: str = "",
@@ -116,6 +132,8 @@ class AioInferenceClient:
             agent_id=agent_id,
             parent_version=parent_version,
             sampling=sampling,
+            json_schema=json_schema,
+            regex=regex,
             tools=tools,
             keep_partial=keep_partial,
             model=model,

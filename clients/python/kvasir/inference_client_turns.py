@@ -1,5 +1,6 @@
 """Requests and replies of turns, shared by the synchronous and the asynchronous client; it knows no channel."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[manifest_pb2.Message | Mapping[str, str]]
 Sampling = pb.Sampling | Mapping[str, object]
+JsonSchema = str | Mapping[str, object]
 
 READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in ("ListModels", "GetModel", "GetCapabilities"))
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
@@ -26,26 +28,73 @@ class Input:
     append_messages: Messages | None
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseFormat:
+    """What the reply must match: a JSON schema, as an object or as its text, or a regular expression, or neither."""
+
+    json_schema: JsonSchema | None
+    regex: str | None
+
+
 @dataclass(slots=True)
-class Reply:
-    """A turn heard to its end."""
+class Choice:
+    """One of the replies that were asked for, as far as it was heard."""
 
     text: str = ""
+    reasoning_text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    started: pb.Started = field(default_factory=pb.Started)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)  # one per token, if they were asked for
     finished: pb.Finished = field(default_factory=pb.Finished)
+
+    def add(self, delta: pb.Delta) -> None:
+        self.text += delta.text
+        self.reasoning_text += delta.reasoning_text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+
+
+@dataclass(slots=True)
+class Reply:
+    """A turn heard to its end. With several choices, its own text, tokens and end are the first one's."""
+
+    started: pb.Started = field(default_factory=pb.Started)
+    choices: list[Choice] = field(default_factory=lambda: [Choice()])
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def reasoning_text(self) -> str:
+        return self.choices[0].reasoning_text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.choices[0].token_ids
+
+    @property
+    def logprobs(self) -> list[pb.TokenLogprobs]:
+        return self.choices[0].logprobs
+
+    @property
+    def finished(self) -> pb.Finished:
+        return self.choices[0].finished
 
     def add(self, event: pb.GenerateResponse) -> None:
         match event.WhichOneof("event"):
             case "started":
                 self.started = event.started
             case "delta":
-                self.text += event.delta.text
-                self.token_ids += event.delta.token_ids
+                self._choice(event.delta.choice).add(event.delta)
             case "finished":
-                self.finished = event.finished
+                self._choice(event.finished.choice).finished = event.finished
             case _:
                 pass
+
+    def _choice(self, number: int) -> Choice:
+        while len(self.choices) <= number:
+            self.choices.append(Choice())
+        return self.choices[number]
 
 
 def turn_request(
@@ -54,6 +103,7 @@ def turn_request(
     agent_id: str,
     parent_version: int | None,
     sampling: Sampling | None,
+    response_format: ResponseFormat,
     tools: Sequence[pb.Tool],
     keep_partial: bool,
     model: str,
@@ -67,6 +117,9 @@ def turn_request(
     }
     if sum(value is not None for value in inputs.values()) != 1:
         raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
+    schema, regex = response_format.json_schema, response_format.regex
+    if schema is not None and regex is not None:
+        raise InvalidArgument("response_format: expected json_schema or regex, got both", field="response_format")
     try:
         return pb.GenerateRequest(
             request_id=request_id,
@@ -76,6 +129,8 @@ def turn_request(
             sampling=pb.Sampling(**sampling) if isinstance(sampling, Mapping) else sampling,  # type: ignore[arg-type]
             tools=tools,
             keep_partial=keep_partial,
+            json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
+            regex=regex,  # type: ignore[arg-type]
             **inputs,  # type: ignore[arg-type]
         )
     except (TypeError, ValueError) as error:

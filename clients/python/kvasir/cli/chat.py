@@ -96,11 +96,17 @@ class Conversation:
             sampling=self.sampling,
         )
         with contextlib.closing(events):
-            return hear(events, on_progress=self._on_progress(), on_text=self._write)
+            return hear(events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly)
 
     def _write(self, text: str) -> None:
         if not self.caller.as_json:
             sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def _write_dimly(self, text: str) -> None:
+        """What the model thinks is for people: a pipe gets answers alone."""
+        if sys.stdout.isatty() and not self.caller.as_json:
+            sys.stdout.write(f"\x1b[2m{text}\x1b[22m")
             sys.stdout.flush()
 
     def _on_progress(self) -> Callable[[inference_pb2.PrefillProgress], None]:

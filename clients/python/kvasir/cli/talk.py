@@ -35,6 +35,7 @@ def hear(
     on_started: Callable[[pb.Started], None] = lambda _started: None,
     on_progress: Callable[[pb.PrefillProgress], None] = lambda _progress: None,
     on_text: Callable[[str], None] = lambda _text: None,
+    on_reasoning: Callable[[str], None] = lambda _text: None,
 ) -> Heard:
     """Listen to a turn that is asked by iterating over `events`. Raises what the engine refuses."""
     began = time.monotonic()
@@ -52,7 +53,10 @@ def hear(
             first_token_s = first_token_s or time.monotonic() - began
             text.append(event.delta.text)
             token_ids += event.delta.token_ids
-            on_text(event.delta.text)
+            if event.delta.reasoning_text:
+                on_reasoning(event.delta.reasoning_text)
+            if event.delta.text:
+                on_text(event.delta.text)
         elif event.HasField("finished") and started is not None:
             return _heard(started, event.finished, "".join(text), tuple(token_ids), first_token_s)
     raise Internal("the engine ended the turn without saying how")
