@@ -10,6 +10,7 @@ from tests.hammer.canaries import Canaries
 
 _BORDERS = (256, 512)
 _MOST_TOLD = canaries.FACTS_PER_AGENT - 1  # one question stays without an answer
+_VOCABULARY = 1000
 _MESSAGES = 3  # of a conversation that may be cut: one exchange stays
 
 Message = dict[str, str]
@@ -166,6 +167,10 @@ class Script:
         if dice.chance(0.25):  # numbers that 32 bits hold exactly
             sampling |= {"temperature": dice.pick([0.5, 0.75, 1.0, 1.25]), "seed": dice.below(1 << 31)}
             sampling |= dice.pick([{}, {"top_p": 0.875}, {"top_k": 20}, {"min_p": 0.0625}])
+        if dice.chance(0.1):
+            sampling |= {"repetition_penalty": 1.25, "repetition_tokens": dice.pick([8, 64])}
+        if dice.chance(0.05):
+            sampling["logit_bias"] = {dice.below(_VOCABULARY): -100.0, dice.below(_VOCABULARY): 2.5}
         if dice.chance(0.1):
             sampling["stop"] = [dice.pick([".", " is", "told", "er"])]
         return sampling

@@ -156,7 +156,8 @@ def _key(agent: str) -> SequenceKey:
 
 def _sampling(record: TurnRecord) -> SamplingParams:
     given = {**record.sampling, "stop": tuple(record.sampling.get("stop", ()))}
-    params = SamplingParams(**given)
+    bias = given.pop("logit_bias", {})
+    params = SamplingParams(**given, logit_bias=tuple((int(token), added) for token, added in bias.items()))
     if record.limit_tokens is None:
         return params
     return replace(params, max_tokens=max(min(record.limit_tokens, params.max_tokens), 1))
