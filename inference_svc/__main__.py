@@ -5,7 +5,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 from kvasir.aio_store_client import AioStoreClient
@@ -14,21 +14,18 @@ from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.serving import EdgeServer, RefusedToStart, run
 
-from inference_svc.admission import Admission, AdmissionLimits
+from inference_svc.admission import Admission
 from inference_svc.config import ConfigError, EngineSettings, read_settings
-from inference_svc.copies import Copies
 from inference_svc.engine import Engine
 from inference_svc.grammar_trial import GrammarTrial
-from inference_svc.models import kvasir_tiny
-from inference_svc.prompting import Prompting
-from inference_svc.publishing import Publisher, PublishingLimits
-from inference_svc.recall import Recall
+from inference_svc.metrics import serve_metrics
+from inference_svc.model_host import ModelHost
+from inference_svc.observer import Observer
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.reply_formats import ReplyFormats
-from inference_svc.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, new_request_id
-from inference_svc.service_stats import ServiceStats
-from inference_svc.turn_ending import TurnEnding
-from inference_svc.turn_flow import TurnLimits, TurnService
+from inference_svc.served_model import ServedModel, open_served
+from inference_svc.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, ServiceLimits, new_request_id
+from inference_svc.service_stats import ServiceStats, Standing
 
 _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78
@@ -49,54 +46,48 @@ def main() -> int:
 
 
 async def serve(settings: EngineSettings) -> None:
-    """Load, be ready, serve until told to stop, let turns and publications end, and go."""
+    """Load, be ready, serve until told to stop, let turns and publications end, store what is hot, and go."""
     server = EdgeServer(
         settings.listening,
         [SERVICE_NAME],
         ALLOWED_ROLES,
         new_request_id=new_request_id,
-        # A prompt a little over the limit gets our words instead of gRPC's.
-        max_message_bytes=2 * settings.max_prompt_bytes + (1 << 20),
+        max_message_bytes=settings.max_request_bytes,
     )
     stores = _stores(settings)
+    stats = ServiceStats(time.monotonic())
+    admission = Admission(settings.admission, stats, time.monotonic)
+
+    def open_model(name: str, path: str) -> Awaitable[ServedModel]:
+        return open_served(name, path, settings, stores, admission, stats, time.monotonic, _now_ms)
+
+    host = ModelHost(settings.model, open_model)
+    standing = Observer(host, stats, admission, settings.memory_budget_bytes, time.monotonic).standing
     async with contextlib.AsyncExitStack() as stack:
         for store in stores.values():
             stack.push_async_callback(store.close)
-        # Loading takes seconds: off the loop, so that health can say "not yet".
-        engine = await asyncio.to_thread(_open_engine, settings)
-        stack.push_async_callback(asyncio.to_thread, engine.close)
-        prompting = Prompting(engine.tokenizer, engine.token_text)
-        stack.callback(prompting.close)
+        if settings.metrics_listen:
+            stack.callback(_serve_metrics(settings.metrics_listen, standing))
+        # Connected before the first turn, whose budget for the store is better spent on reading.
+        await asyncio.gather(*(store.answers() for store in stores.values()))
+        stack.push_async_callback(host.close)
+        await host.load(host.names[0])
         formats = ReplyFormats(GrammarTrial())
         stack.callback(formats.close)
-        turns = _turns(settings, engine, prompting, stores)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(  # type: ignore[no-untyped-call]
             InferenceService(
-                engine,
-                turns,
+                host,
                 stores,
                 formats,
-                max_prompt_bytes=settings.max_prompt_bytes,
-                memory_budget_bytes=settings.memory_budget_bytes,
+                standing,
+                limits=_limits(settings),
                 is_stopping=server.stopping.is_set,
             ),
             server.grpc,
         )
-        # Connected before the first turn, whose budget for the store is better spent on reading.
-        await asyncio.gather(*(store.answers() for store in stores.values()))
         async with _listening(server):
-            model = engine.model
-            _LOG.info(
-                "engine.ready",
-                address=server.address,
-                model=model.name,
-                device=engine.device,
-                blas=engine.blas,
-                kv_policy=model.policy_name,
-                kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",
-            )
+            _say_ready(server.address, host.serving("").engine)
             await server.run_until_stopped(settings.stop_grace_s)
-            await turns.drain(settings.stop_grace_s)
     _LOG.info("engine.stopped")
 
 
@@ -107,16 +98,38 @@ async def _listening(server: EdgeServer) -> AsyncIterator[None]:
     yield
 
 
-def _open_engine(settings: EngineSettings) -> Engine:
-    return Engine.open(
-        settings.model or kvasir_tiny.path(),
-        cache_dir=settings.state_dir,
-        memory_budget_bytes=settings.memory_budget_bytes,
-        policy=settings.policy_request,
-        context_tokens=settings.context_tokens,
-        compute_type=settings.compute_type,
-        max_open_turns=settings.max_turns,
+def _say_ready(address: str, engine: Engine) -> None:
+    model = engine.model
+    _LOG.info(
+        "engine.ready",
+        address=address,
+        model=model.name,
+        device=engine.device,
+        blas=engine.blas,
+        kv_policy=model.policy_name,
+        kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",
     )
+
+
+def _limits(settings: EngineSettings) -> ServiceLimits:
+    return ServiceLimits(
+        max_prompt_bytes=settings.max_prompt_bytes,
+        max_request_bytes=settings.max_request_bytes,
+        max_unread_bytes=settings.max_unread_bytes,
+        kv_memory_bytes=settings.memory_budget_bytes,
+        admission=settings.admission,
+    )
+
+
+def _serve_metrics(address: str, standing: Callable[[], Standing]) -> Callable[[], None]:
+    try:
+        return serve_metrics(address, standing)
+    except OSError as error:
+        raise RefusedToStart(f"--metrics-listen {address}: {error.strerror or error}") from None
+
+
+def _now_ms() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
@@ -134,31 +147,6 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
         )
         for namespace, token in tokens.items()
     }
-
-
-def _turns(
-    settings: EngineSettings, engine: Engine, prompting: Prompting, stores: dict[str, RemoteCache]
-) -> TurnService:
-    stats = ServiceStats(time.monotonic())
-    limits = AdmissionLimits(max_turns=settings.max_turns)
-    publishing = PublishingLimits(commit_wait_s=settings.commit_wait_s, timeout_s=settings.publish_timeout_s)
-    admission = Admission(limits, stats, time.monotonic)
-    copies = Copies(engine, admission.publishing, time.monotonic)
-    publisher = Publisher(engine, copies, publishing, stats, time.monotonic, lambda: time.time_ns() // 1_000_000)
-    return TurnService(
-        engine,
-        prompting,
-        Recall(engine, prompting, stores, worthwhile_fraction=settings.worthwhile_fraction),
-        TurnEnding(engine, prompting, publisher, stores, time.monotonic),
-        stores,
-        TurnLimits(
-            store_budget_s=settings.store_budget_ms / 1000,
-            publish_timeout_s=settings.publish_timeout_s,
-        ),
-        admission,
-        stats,
-        time.monotonic,
-    )
 
 
 def _set_up_logging(settings: EngineSettings) -> None:

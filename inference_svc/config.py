@@ -3,10 +3,12 @@ defaults.
 """
 
 import argparse
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
+from kvasir.address import parse_address
 from kvasir.channel import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
@@ -14,10 +16,13 @@ from kvasir.serving import Listening
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from inference_svc.admission import AdmissionLimits
 from inference_svc.kv_policy import AUTO, PolicyRequest
+from inference_svc.models import kvasir_tiny
 
 GIB = 1 << 30
 _COMMAND = "python -m inference_svc"
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class ConfigError(ValueError):
@@ -33,8 +38,11 @@ class EngineSettings(BaseSettings):
 
     listen: str
     """unix:/path, host:port or [v6]:port."""
-    model: str = ""
-    """Directory or Hugging Face repository of a model that mlx-lm loads; empty: the model that ships."""
+    model: Annotated[dict[str, str], NoDecode] = Field(
+        default_factory=lambda: {kvasir_tiny.NAME: str(kvasir_tiny.path())}
+    )
+    """Directory or Hugging Face repository of a model that mlx-lm loads: PATH, or NAME=PATH, once for each model that
+    may be loaded; the first is, at the start. Left out: the model that ships."""
     store: str = ""
     """Cache store: unix:/path or host:port. Empty: memories are hot only, and end with the process."""
     store_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
@@ -65,9 +73,23 @@ class EngineSettings(BaseSettings):
     """Layers that stay at 16 bits: last, or indexes with commas between."""
 
     max_prompt_bytes: Annotated[int, Field(gt=0)] = 8 << 20
-    """A larger prompt is refused unread."""
+    """A larger prompt is refused. A request of more than twice this and 1 MiB is refused by gRPC, no field named."""
+    max_open_prompt_bytes: Annotated[int, Field(gt=0)] = 256 << 20
+    """Prompts of all turns that wait or run."""
     max_turns: Annotated[int, Field(gt=0)] = 256
     """Turns that may wait or run; more are refused, with a time to come back."""
+    max_turns_per_namespace: Annotated[int, Field(gt=0)] | None = None
+    """Of those, turns of one namespace. Default: three quarters."""
+    max_turns_per_caller: Annotated[int, Field(gt=0)] | None = None
+    """Of those, turns of one credential. Default: three quarters."""
+    max_restoring_bytes: Annotated[int, Field(gt=0)] = 1 << 30
+    """Memory that was read from the store and is not KV yet; turns wait for their part."""
+    max_publishing_bytes: Annotated[int, Field(gt=0)] = 512 << 20
+    """Copies of KV that wait for the store."""
+    max_unread_bytes: Annotated[int, Field(gt=0)] = 256 << 10
+    """A reader that leaves more of its reply is ended, and its place is free."""
+    reader_stall_s: Annotated[float, Field(gt=0)] = 60.0
+    """A reader that takes nothing for so long is ended too."""
     worthwhile_fraction: Annotated[float, Field(ge=0, le=1)] = 0.8
     """A memory that the prompt leaves is reused when at least this part of its text matches."""
     store_budget_ms: Annotated[float, Field(ge=0)] = 250.0
@@ -78,8 +100,31 @@ class EngineSettings(BaseSettings):
     """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 10.0
     """How long running turns may go on after SIGTERM."""
+    metrics_listen: str = ""
+    """127.0.0.1:PORT: Prometheus metrics over HTTP, to this machine only. Empty: none."""
     log_format: Literal["console", "json"] = "console"
     """For people, or for programs. Prompt text, tokens and credentials are in neither."""
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _by_name(cls, given: object) -> object:
+        """A path alone is its own name; the environment separates several by commas."""
+        items = given.split(",") if isinstance(given, str) else given
+        if not isinstance(items, list):
+            return items
+        named = [_named_model(item) for item in items if item]
+        if len({name for name, _ in named}) != len(named):
+            raise ValueError("two models have the same name; give them others, as NAME=PATH")
+        return dict(named or [_named_model(str(kvasir_tiny.path()))])
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _is_loopback(cls, given: str) -> str:
+        if given:
+            address = parse_address(given)
+            if address.socket_path is not None or not address.is_loopback:
+                raise ValueError(f"{given}: metrics have no TLS and no credential: listen on 127.0.0.1:PORT")
+        return given
 
     @field_validator("store_token_file", mode="before")
     @classmethod
@@ -105,6 +150,23 @@ class EngineSettings(BaseSettings):
         return int(self.memory_gib * GIB)
 
     @property
+    def max_request_bytes(self) -> int:
+        """A prompt a little over the limit gets our words instead of gRPC's."""
+        return 2 * self.max_prompt_bytes + (1 << 20)
+
+    @property
+    def admission(self) -> AdmissionLimits:
+        most = -(-3 * self.max_turns // 4)
+        return AdmissionLimits(
+            max_turns=self.max_turns,
+            max_turns_per_namespace=self.max_turns_per_namespace or most,
+            max_turns_per_caller=self.max_turns_per_caller or most,
+            max_open_prompt_bytes=max(self.max_open_prompt_bytes, self.max_prompt_bytes),
+            max_restoring_bytes=self.max_restoring_bytes,
+            max_publishing_bytes=self.max_publishing_bytes,
+        )
+
+    @property
     def policy_request(self) -> PolicyRequest:
         return PolicyRequest.parse(self.kv_policy, self.kv_exact_layers)
 
@@ -123,12 +185,22 @@ class EngineSettings(BaseSettings):
         return Tls(self.store_ca_file) if self.store_ca_file is not None else None
 
 
+def _named_model(item: str) -> tuple[str, str]:
+    """NAME=PATH, or PATH, which is then its own name. A path may hold an equals sign; a name holds no slash."""
+    name, equals, path = item.partition("=")
+    if equals and _MODEL_NAME.fullmatch(name):
+        return name, path
+    if item == str(kvasir_tiny.path()):
+        return kvasir_tiny.NAME, item
+    return (Path(item).name if Path(item).is_dir() else item), item
+
+
 def read_settings(arguments: Sequence[str]) -> EngineSettings:
     """Settings from the command line over the environment. Raises ConfigError; exits for --help and unknown options."""
-    parser = argparse.ArgumentParser(prog=f"{_COMMAND} serve", description="Serve one model over gRPC.")
+    parser = argparse.ArgumentParser(prog=f"{_COMMAND} serve", description="Serve one model at a time over gRPC.")
     parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help=argparse.SUPPRESS)
     for name, field in EngineSettings.model_fields.items():
-        action = "append" if name == "store_token_file" else "store"
+        action = "append" if name in ("store_token_file", "model") else "store"
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action=action, help=field.description)
     given = vars(parser.parse_args(arguments))
     del given["command"]

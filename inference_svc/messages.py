@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from kvasir.errors import InvalidArgument, NotFound
+from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
 from inference_svc.conversation import Tool, check_messages, check_tools, input_digest
-from inference_svc.plan import ModelInfo, TokenLogprobs
+from inference_svc.plan import ModelInfo, Priority, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 from inference_svc.sampling_messages import choice_count, sampling_params, settings
 from inference_svc.service_data import (
@@ -40,20 +40,17 @@ def turn_request(
     request: pb.GenerateRequest,
     *,
     namespace: str,
-    model: ModelInfo,
+    caller: str,
     max_prompt_bytes: int,
     new_request_id: Callable[[], str],
     new_seed: Callable[[], int],
 ) -> TurnRequest:
-    """A checked request. Raises InvalidArgument that names the field, or NotFound for the model."""
+    """A checked request; its model is not looked at. Raises InvalidArgument that names the field."""
     request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
-    check_model_name(request.model, model)
     _check_agent_fields(request)
-    tools = [Tool(tool.name, tool.description, tool.parameters_json) for tool in request.tools]
+    tools = _tools(request.tools)
     given = _input(request, max_prompt_bytes)
-    if tools and isinstance(given, PromptInput):
-        raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
-    check_tools(tools)
+    _check_tools(given, tools)
     return TurnRequest(
         request_id=request_id,
         namespace=namespace,
@@ -66,15 +63,19 @@ def turn_request(
         max_tokens_is_default=not request.sampling.HasField("max_tokens"),
         tools=tools,
         keep_partial=request.keep_partial,
+        priority=_priority(request),
+        caller=caller,
+        input_bytes=_input_bytes(given),
     )
 
 
-def check_model_name(name: str, model: ModelInfo) -> None:
-    """Raise NotFound unless the name is the model's, or empty."""
-    if name and name != model.name:
-        raise NotFound(
-            f"model: {name[:120]!r} is not served here; {model.name!r} is", reason="MODEL_NOT_FOUND", field="model"
-        )
+def count_input(
+    request: pb.CountTokensRequest, max_prompt_bytes: int
+) -> tuple[PromptInput | MessagesInput, list[Tool]]:
+    """What is to be counted. Raises InvalidArgument that names the field."""
+    given, tools = _input(request, max_prompt_bytes), _tools(request.tools)
+    _check_tools(given, tools)
+    return given, tools
 
 
 def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0) -> pb.GenerateResponse:
@@ -107,6 +108,7 @@ def model_message(model: ModelInfo) -> pb.Model:
         layer_count=model.layer_count,
         cell_tokens=model.cell_tokens,
         compute_type=model.compute_type,
+        is_loaded=True,
     )
 
 
@@ -128,7 +130,31 @@ def _check_agent_fields(request: pb.GenerateRequest) -> None:
         )
 
 
-def _input(request: pb.GenerateRequest, max_prompt_bytes: int) -> PromptInput | MessagesInput:
+def _priority(request: pb.GenerateRequest) -> Priority:
+    known = {pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE, pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE}
+    known[pb.PRIORITY_BACKGROUND] = Priority.BACKGROUND
+    if request.priority not in known:
+        raise InvalidArgument(f"priority: expected one of the enum's, got {request.priority}", field="priority")
+    return known[request.priority]
+
+
+def _tools(given: Sequence[pb.Tool]) -> list[Tool]:
+    return [Tool(tool.name, tool.description, tool.parameters_json) for tool in given]
+
+
+def _check_tools(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> None:
+    if tools and isinstance(given, PromptInput):
+        raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
+    check_tools(tools)
+
+
+def _input_bytes(given: PromptInput | MessagesInput) -> int:
+    if isinstance(given, PromptInput):
+        return len(given.prompt.encode())
+    return sum(message.ByteSize() for message in given.messages)
+
+
+def _input(request: pb.GenerateRequest | pb.CountTokensRequest, max_prompt_bytes: int) -> PromptInput | MessagesInput:
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")

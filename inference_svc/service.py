@@ -1,8 +1,8 @@
 """The inference service on the wire: checks requests, streams turns, ends them when their reader goes away."""
 
 import secrets
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
@@ -12,18 +12,41 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.interceptors import current_principal
 
-from inference_svc import choices, messages
-from inference_svc.engine import Engine
+from inference_svc import choices, messages, stats_messages
+from inference_svc.admission import AdmissionLimits
+from inference_svc.model_host import ModelHost
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.reply_formats import ReplyFormats
-from inference_svc.service_stats import NamespaceCounters
-from inference_svc.turn_flow import TurnService
+from inference_svc.served_model import ServedModel
+from inference_svc.service_stats import Standing
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
 _CALLERS = frozenset({"client", "admin", "engine"})
+_ADMINS = frozenset({ADMIN})
+_FOR_CALLERS = (
+    "Generate",
+    "Warm",
+    "CountTokens",
+    "ListModels",
+    "GetModel",
+    "GetCapabilities",
+    "GetStats",
+)
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
-    f"/{SERVICE_NAME}/{rpc}": _CALLERS for rpc in ("Generate", "ListModels", "GetModel", "GetCapabilities")
+    **{f"/{SERVICE_NAME}/{rpc}": _CALLERS for rpc in _FOR_CALLERS},
+    **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What callers are told of the service's limits."""
+
+    max_prompt_bytes: int
+    max_request_bytes: int
+    max_unread_bytes: int
+    kv_memory_bytes: int
+    admission: AdmissionLimits
 
 
 def new_request_id() -> str:
@@ -35,25 +58,23 @@ def new_seed() -> int:
 
 
 class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ignore[misc]
-    """One engine behind gRPC."""
+    """The models of one host behind gRPC."""
 
     def __init__(
         self,
-        engine: Engine,
-        turns: TurnService,
+        host: ModelHost[ServedModel],
         stores: Mapping[str, RemoteCache],
         formats: ReplyFormats,
+        standing: Callable[[], Standing],
         *,
-        max_prompt_bytes: int,
-        memory_budget_bytes: int,
+        limits: ServiceLimits,
         is_stopping: Callable[[], bool],
     ) -> None:
-        self._engine = engine
-        self._turns = turns
+        self._host = host
         self._stores = stores
         self._formats = formats
-        self._max_prompt_bytes = max_prompt_bytes
-        self._memory_budget_bytes = memory_budget_bytes
+        self._standing = standing
+        self._limits = limits
         self._is_stopping = is_stopping
 
     async def Generate(
@@ -61,52 +82,90 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         request: pb.GenerateRequest,
         context: Any,
     ) -> AsyncIterator[pb.GenerateResponse]:
-        if self._is_stopping():
-            raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
-        model = self._engine.model
+        self._check_serves()
+        caller = current_principal()
         checked = messages.turn_request(
             request,
-            namespace=current_principal().namespace,
-            model=model,
-            max_prompt_bytes=self._max_prompt_bytes,
+            namespace=caller.namespace,
+            caller=caller.name,
+            max_prompt_bytes=self._limits.max_prompt_bytes,
             new_request_id=new_request_id,
             new_seed=new_seed,
         )
-        await self._formats.check(checked.sampling.constraint, self._engine.grammars)
-        running = choices.begin(self._turns, checked)
+        served = self._host.serving(request.model)
+        await self._formats.check(checked.sampling.constraint, served.engine.grammars)
+        running = choices.begin(self._host.serving(request.model).turns, checked)
         try:
             async for choice, event in running.events():
-                yield messages.response(event, checked.request_id, model.name, choice)
+                yield messages.response(event, checked.request_id, served.name, choice)
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             running.cancel()
 
+    async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
+        self._check_serves()
+        given, tools = messages.count_input(request, self._limits.max_prompt_bytes)
+        served = self._host.serving(request.model)
+        tokens = await served.turns.count_tokens(given, tools)
+        return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[messages.model_message(self._engine.model)])
+        return pb.ListModelsResponse(models=[self._model(name) for name in self._host.names])
 
     async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
-        messages.check_model_name(request.model, self._engine.model)
-        return pb.GetModelResponse(model=messages.model_message(self._engine.model))
+        name = request.model or self._host.serving("").name
+        return pb.GetModelResponse(model=self._model(self._host.check_known(name)))
+
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> pb.LoadModelResponse:
+        self._check_serves()
+        left = await self._host.load(request.model, drop_unstored=request.drop_unstored)
+        return pb.LoadModelResponse(model=self._model(request.model), left=stats_messages.memories_left(left))
+
+    async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.UnloadModelResponse:
+        self._check_serves()
+        left = await self._host.unload(request.model, drop_unstored=request.drop_unstored)
+        return pb.UnloadModelResponse(left=stats_messages.memories_left(left))
 
     async def GetCapabilities(
         self,
         request: pb.GetCapabilitiesRequest,
         context: Any,
     ) -> pb.GetCapabilitiesResponse:
-        store = self._stores.get(current_principal().namespace)
+        caller, limits, served = current_principal(), self._limits, self._host.served
+        store, seen = self._stores.get(caller.namespace), self._seen()
         return pb.GetCapabilitiesResponse(
             version=version("kvasir"),
-            device=self._engine.device,
-            blas=self._engine.blas,
+            device=served.engine.device if served is not None else "",
+            blas=served.engine.blas if served is not None else "",
             store_is_reachable=store is not None and await store.answers(),
-            max_prompt_bytes=self._max_prompt_bytes,
-            kv_memory_bytes=self._memory_budget_bytes,
-            kv_memory_used_bytes=self._engine.memory_used_bytes,
-            misses=self._misses(),
+            max_prompt_bytes=limits.max_prompt_bytes,
+            max_request_bytes=limits.max_request_bytes,
+            max_unread_bytes=limits.max_unread_bytes,
+            max_turns=limits.admission.max_turns,
+            max_turns_per_namespace=limits.admission.max_turns_per_namespace,
+            max_turns_per_caller=limits.admission.max_turns_per_caller,
+            kv_memory_bytes=limits.kv_memory_bytes,
+            kv_memory_used_bytes=seen.kv_memory_used_bytes,
+            misses=seen.misses,
         )
 
-    def _misses(self) -> dict[str, int]:
-        """By reason: of the caller's namespace, or of all for an admin."""
-        caller, counters = current_principal(), self._turns.stats.namespaces()
-        seen = counters.values() if ADMIN in caller.roles else [counters.get(caller.namespace, NamespaceCounters())]
-        return {reason.value: count for reason, count in sum((each.misses for each in seen), Counter()).items()}
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        return stats_messages.stats(self._standing(), self._namespaces())
+
+    def _check_serves(self) -> None:
+        if self._is_stopping():
+            raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
+
+    def _model(self, name: str) -> pb.Model:
+        served = self._host.served
+        if served is None or served.name != name:
+            return pb.Model(name=name)
+        return messages.model_message(served.engine.model)
+
+    def _namespaces(self) -> str | None:
+        """The one namespace that the caller may know of; None for all."""
+        caller = current_principal()
+        return None if ADMIN in caller.roles else caller.namespace
+
+    def _seen(self) -> stats_messages.Seen:
+        return stats_messages.seen(self._standing(), self._namespaces())

@@ -34,7 +34,6 @@ class ServiceStats:
     """Counters of all namespaces, and what the service holds for all of them together."""
 
     started_s: float  # on the clock that is read with it
-    model_loads: int = 0
     prompt_bytes: int = 0  # of turns that wait or run
     _namespaces: dict[str, NamespaceCounters] = field(default_factory=dict)
 

@@ -4,6 +4,7 @@ Also the end of a retry, which begins here: its reply is told again from memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 
 import structlog
@@ -15,10 +16,11 @@ from inference_svc import conversation
 from inference_svc.copies import Copies, copied
 from inference_svc.engine import Engine
 from inference_svc.memory import AgentMemory, Kept
+from inference_svc.model_host import MemoriesLeft
 from inference_svc.plan import Ended, FinishReason, SequenceKey, Snapshot
 from inference_svc.prefix_matching import Memory, Outcome
 from inference_svc.prompting import Prompting
-from inference_svc.publishing import Publisher
+from inference_svc.publishing import BlockStream, Publisher
 from inference_svc.recall import Prepared, Recollection
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.service_data import (
@@ -52,6 +54,23 @@ class TurnEnding:
         self._publisher = publisher
         self._stores = stores
         self._clock = clock
+
+    async def store_hot(self, patience_s: float) -> MemoriesLeft:
+        """Store the memories that are hot and not in the store, while the patience lasts. No turn may run."""
+        give_up = self._clock() + patience_s
+        stored = unstored = 0
+        for key in self._engine.hot_sizes():
+            hot = self._engine.hot_memory(key)
+            if hot is None or not isinstance(hot.tag, AgentMemory):
+                continue
+            kept, store = hot.tag.kept, self._stores.get(key.namespace)
+            if not kept.is_head and not kept.lost_to and store is not None and self._clock() < give_up:
+                if store.is_reachable or await store.answers():
+                    asked = self._engine.snapshot(key, len(kept.blocks), max_blocks=self.copies.piece_blocks)
+                    await self._publish(key, hot.tag, store, None, asked, None)
+                await self._publisher.drain(max(give_up - self._clock(), 0))
+            stored, unstored = stored + kept.is_head, unstored + (not kept.is_head)
+        return MemoriesLeft(stored, unstored)
 
     @property
     def copies(self) -> Copies:
@@ -160,18 +179,29 @@ class TurnEnding:
         if store is None:
             return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
         previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
+        first, most = len(memory.kept.blocks), self.copies.piece_blocks
+        asked = turn.snapshot or self._engine.snapshot(key, first, max_blocks=most)
         # Awaited before the next turn of the agent may begin: the copies are this turn's.
-        copies = self._publisher.copies
-        asked = turn.snapshot or self._engine.snapshot(key, len(memory.kept.blocks), max_blocks=copies.piece_blocks)
+        return await self._publish(key, memory, store, previous, asked, turn.stream)
+
+    async def _publish(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        store: RemoteCache,
+        previous: Kept | None,
+        asked: "Future[Snapshot | None]",
+        stream: BlockStream | None,
+    ) -> SnapshotOutcome:
         taken: Snapshot | KvasirError | None
         sent_bytes = 0
         try:
             taken = await copied(asked)
             if taken is not None:
-                taken, sent_bytes = await copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
+                taken, sent_bytes = await self.copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
         except KvasirError as error:
             taken = error  # the reply was told: its snapshot failed, not the turn
-        self._publisher.publish(key, memory, taken, store, previous, turn.stream, sent_bytes)
+        self._publisher.publish(key, memory, taken, store, previous, stream, sent_bytes)
         return await self._publisher.outcome(key.namespace, memory, store)
 
     async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:

@@ -21,6 +21,7 @@ from inference_svc import conversation, replay
 from inference_svc.admission import Admission
 from inference_svc.engine import Engine
 from inference_svc.handoff import HandOff
+from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
 from inference_svc.prompting import Prompting
@@ -93,7 +94,7 @@ class TurnService:
         self.stats = stats
         self._clock = clock
         self._handoff = HandOff(asyncio.get_running_loop())
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: dict[asyncio.Task[None], RunningTurn] = {}
         self._order: dict[SequenceKey, asyncio.Lock] = {}
         self._waiting: Counter[SequenceKey] = Counter()
 
@@ -103,16 +104,30 @@ class TurnService:
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
         running = RunningTurn(Outbox(self._limits.patience, self._clock))
         running.task = asyncio.create_task(self._run(request, running))
-        self._running.add(running.task)
-        running.task.add_done_callback(self._running.discard)
+        self._running[running.task] = running
+        running.task.add_done_callback(self._running.pop)
         running.task.add_done_callback(lambda _: place.close())
         return running
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for turns that run, then for their publications."""
+        """Wait for turns that run, end those that take longer, then wait for publications."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=patience_s)
+        for running in list(self._running.values()):
+            running.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         await self._ending.drain(patience_s)
+
+    async def store_hot(self, patience_s: float) -> MemoriesLeft:
+        """After `drain`: store the memories that are hot and not in the store."""
+        return await self._ending.store_hot(patience_s)
+
+    async def count_tokens(self, given: PromptInput | MessagesInput, tools: Sequence[conversation.Tool]) -> int:
+        """Tokens of a turn's prompt that finds no memory."""
+        messages = given.messages if isinstance(given, MessagesInput) else ()
+        text = await self._text(given, tools, messages)
+        return len((await self._prompting.run(lambda: self._prompting.tokenize(text))).ids)
 
     async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
         turn = TurnState(request, running, arrived=self._clock())
@@ -183,26 +198,30 @@ class TurnService:
             check_parent(request, recollection)
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
-        text = await self._text(request, turn.messages)
+        text = await self._text(request.input, request.tools, turn.messages)
+        self._check_length(text)
         recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
         await self._ending.finish(turn, recollection, prepared, ended)
 
-    async def _text(self, request: TurnRequest, messages: Sequence[manifest_pb2.Message]) -> str:
-        text = (
-            request.input.prompt
-            if isinstance(request.input, PromptInput)
-            else await self._prompting.run(
-                lambda: conversation.render(self._prompting.template, messages, request.tools)
-            )
-        )
+    async def _text(
+        self,
+        given: PromptInput | MessagesInput,
+        tools: Sequence[conversation.Tool],
+        messages: Sequence[manifest_pb2.Message],
+    ) -> str:
+        """The prompt's text; `messages` are all of them, those that are remembered too."""
+        if isinstance(given, PromptInput):
+            return given.prompt
+        specials = self._prompting.special_texts
+        field = "append_messages.messages" if given.is_append else "messages.messages"
+        await self._prompting.run(lambda: conversation.check_no_control_tokens(given.messages, field, specials))
+        return await self._prompting.run(lambda: conversation.render(self._prompting.template, messages, tools))
+
+    def _check_length(self, text: str) -> None:
+        """An absurd prompt is refused without tokenizing it."""
         context = self._engine.model.context_tokens
         if (fewest := self._prompting.fewest_tokens(len(text.encode()))) > context:
             raise too_long(f"at least {fewest}", context)
-        if isinstance(request.input, MessagesInput):
-            given, specials = request.input, self._prompting.special_texts
-            field = "append_messages.messages" if given.is_append else "messages.messages"
-            await self._prompting.run(lambda: conversation.check_no_control_tokens(given.messages, field, specials))
-        return text
 
     async def _generate(
         self, turn: TurnState, recollection: Recollection, text: str, budget: Budget

@@ -1,0 +1,87 @@
+"""One loaded model with all that serves it: its engine, its tokenizer, its turns."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from inference_svc.admission import Admission
+from inference_svc.config import EngineSettings
+from inference_svc.copies import Copies
+from inference_svc.engine import Engine
+from inference_svc.model_host import MemoriesLeft
+from inference_svc.outbox import Patience
+from inference_svc.prompting import Prompting
+from inference_svc.publishing import Publisher, PublishingLimits
+from inference_svc.recall import Recall
+from inference_svc.remote_cache import RemoteCache
+from inference_svc.service_stats import ServiceStats
+from inference_svc.turn_ending import TurnEnding
+from inference_svc.turn_flow import TurnLimits, TurnService
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Made by `open_served`. Turns go through `turns`."""
+
+    name: str
+    engine: Engine
+    prompting: Prompting
+    turns: TurnService
+    grace_s: float
+
+    async def retire(self) -> MemoriesLeft:
+        """Let turns end for the grace, end the rest, and give the store as long to take what is hot."""
+        await self.turns.drain(self.grace_s)
+        return await self.turns.store_hot(self.grace_s)
+
+    async def close(self) -> None:
+        """End the MLX thread, which frees weights and KV."""
+        self.prompting.close()
+        await asyncio.to_thread(self.engine.close)
+
+
+async def open_served(
+    name: str,
+    path: str,
+    settings: EngineSettings,
+    stores: Mapping[str, RemoteCache],
+    admission: Admission,
+    stats: ServiceStats,
+    clock: Callable[[], float],
+    now_ms: Callable[[], int],
+) -> ServedModel:
+    """Load a model. Seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
+    Raises what Engine.open raises.
+    """
+    engine = await asyncio.to_thread(
+        Engine.open,
+        path,
+        name=name,
+        cache_dir=settings.state_dir,
+        memory_budget_bytes=settings.memory_budget_bytes,
+        policy=settings.policy_request,
+        context_tokens=settings.context_tokens,
+        compute_type=settings.compute_type,
+        # Admission refuses first, and knows for whom; several replies to one input are several turns here too.
+        max_open_turns=settings.max_turns,
+    )
+    prompting = Prompting(engine.tokenizer, engine.token_text)
+    publishing = PublishingLimits(commit_wait_s=settings.commit_wait_s, timeout_s=settings.publish_timeout_s)
+    copies = Copies(engine, admission.publishing, clock)
+    publisher = Publisher(engine, copies, publishing, stats, clock, now_ms)
+    turns = TurnService(
+        engine,
+        prompting,
+        Recall(engine, prompting, stores, worthwhile_fraction=settings.worthwhile_fraction),
+        TurnEnding(engine, prompting, publisher, stores, clock),
+        stores,
+        TurnLimits(
+            store_budget_s=settings.store_budget_ms / 1000,
+            publish_timeout_s=settings.publish_timeout_s,
+            patience=Patience(settings.max_unread_bytes, settings.reader_stall_s),
+        ),
+        admission,
+        stats,
+        clock,
+    )
+    return ServedModel(name, engine, prompting, turns, settings.stop_grace_s)
