@@ -64,10 +64,22 @@ class QuantizedCodec:
 
     def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
         # Casting the few scales first is ten times faster on a CPU than asking dequantize for another type.
-        codes, scales, biases = parts
-        return mx.dequantize(
-            codes, scales.astype(dtype), biases.astype(dtype), group_size=self.group_size, bits=self.bits
-        )
+        codes, scales, biases = parts[0], parts[1].astype(dtype), parts[2].astype(dtype)
+        if mx.default_device().type == mx.DeviceType.cpu:
+            return _dequantized(codes, scales, biases, self.group_size, self.bits)
+        return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
+
+
+def _dequantized(codes: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
+    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU: MLX's own has a shift for each code of a word there, and takes
+    half again as long for many rows and twice as long for the few of a decoding step.
+    """
+    values = codes.view(mx.uint8)  # the first code is in the lowest bits, and words are little-endian
+    if bits == 4:
+        values = mx.stack([values & 0x0F, values >> 4], axis=-1)
+    groups = values.reshape(*scales.shape, group_size).astype(scales.dtype)
+    rows = groups * scales[..., None] + biases[..., None]
+    return rows.reshape(*scales.shape[:-1], scales.shape[-1] * group_size)
 
 
 @dataclass(frozen=True, slots=True)
