@@ -71,8 +71,8 @@ class QuantizedCodec:
 
 
 def _dequantized(codes: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
-    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU: MLX's own has a shift for each code of a word there, and takes
-    half again as long for many rows and twice as long for the few of a decoding step.
+    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU. MLX's own shifts once for each code of a word there, which
+    takes half again as long for many rows and twice as long for the few of a decoding step.
     """
     values = codes.view(mx.uint8)  # the first code is in the lowest bits, and words are little-endian
     if bits == 4:
