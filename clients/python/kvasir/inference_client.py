@@ -24,7 +24,9 @@ from kvasir.inference_client_turns import (
     Reply,
     ResponseFormat,
     Sampling,
+    count_request,
     turn_request,
+    warm_request,
 )
 from kvasir.status import from_rpc_error
 
@@ -72,6 +74,7 @@ class InferenceClient:
         regex: str | None = None,
         tools: Sequence[pb.Tool] = (),
         keep_partial: bool = False,
+        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
@@ -91,6 +94,7 @@ class InferenceClient:
             response_format=ResponseFormat(json_schema, regex),
             tools=tools,
             keep_partial=keep_partial,
+            priority=priority,
             model=model,
             request_id=request_id or str(uuid.uuid4()),
         )
@@ -117,6 +121,7 @@ class InferenceClient:
         regex: str | None = None,
         tools: Sequence[pb.Tool] = (),
         keep_partial: bool = False,
+        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
         model: str = "",
         request_id: str = "",
         timeout_s: float | None = None,
@@ -134,6 +139,7 @@ class InferenceClient:
             regex=regex,
             tools=tools,
             keep_partial=keep_partial,
+            priority=priority,
             model=model,
             request_id=request_id,
             timeout_s=timeout_s,
@@ -143,22 +149,69 @@ class InferenceClient:
                 reply.add(event)
         return reply
 
+    def warm(
+        self,
+        *,
+        agent_id: str,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        append_messages: Messages | None = None,
+        tools: Sequence[pb.Tool] = (),
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> pb.WarmResponse:
+        """Put an agent's memory into the engine ahead of its next turn, and with an input compute that prompt too."""
+        request = warm_request(Input(prompt, messages, append_messages), agent_id=agent_id, tools=tools, model=model)
+        return self._call(pb.WarmResponse, request, timeout_s)
+
+    def count_tokens(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        tools: Sequence[pb.Tool] = (),
+        model: str = "",
+    ) -> int:
+        """Tokens of a prompt, or of messages after the chat template."""
+        request = count_request(Input(prompt, messages, None), tools=tools, model=model)
+        return (self._call(pb.CountTokensResponse, request, self._timeout_s)).tokens
+
     def list_models(self) -> Sequence[pb.Model]:
-        """The models that the engine serves."""
-        return (self._call(pb.ListModelsResponse, pb.ListModelsRequest())).models
+        """The models that the engine may load; one at most is loaded."""
+        return (self._call(pb.ListModelsResponse, pb.ListModelsRequest(), self._timeout_s)).models
 
     def get_model(self, name: str = "") -> pb.Model:
-        """One model; the only one when no name is given. Raises NotFound."""
-        return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name))).model
+        """One model; the loaded one when no name is given. Raises NotFound."""
+        return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name), self._timeout_s)).model
+
+    def load_model(
+        self, name: str, *, drop_unstored: bool = False, timeout_s: float | None = None
+    ) -> pb.LoadModelResponse:
+        """Make this the loaded model; another is unloaded first. Takes as long as loading does. Raises NotFound, and
+        FailedPrecondition when hot memories could not be stored.
+        """
+        request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
+        return self._call(pb.LoadModelResponse, request, timeout_s)
+
+    def unload_model(
+        self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None
+    ) -> pb.UnloadModelResponse:
+        """Store what is hot, and free the model. Raises as load_model does."""
+        request = pb.UnloadModelRequest(model=name, drop_unstored=drop_unstored)
+        return self._call(pb.UnloadModelResponse, request, timeout_s)
 
     def get_capabilities(self) -> pb.GetCapabilitiesResponse:
         """Limits of the engine, whether it reaches its store, and misses since its start."""
-        return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
+        return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest(), self._timeout_s)
 
-    def _call(self, response_type: type[_Response], request: Any) -> _Response:
+    def get_stats(self) -> pb.GetStatsResponse:
+        """Counters since the start, and what is under way."""
+        return self._call(pb.GetStatsResponse, pb.GetStatsRequest(), self._timeout_s)
+
+    def _call(self, response_type: type[_Response], request: Any, timeout_s: float | None) -> _Response:
         """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
         method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
         try:
-            return cast("_Response", method(request, timeout=self._timeout_s, metadata=self._metadata))
+            return cast("_Response", method(request, timeout=timeout_s, metadata=self._metadata))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None

@@ -2,7 +2,8 @@
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import manifest_pb2
@@ -13,7 +14,8 @@ Messages = Sequence[manifest_pb2.Message | Mapping[str, str]]
 Sampling = pb.Sampling | Mapping[str, object]
 JsonSchema = str | Mapping[str, object]
 
-READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in ("ListModels", "GetModel", "GetCapabilities"))
+_READ_RPCS = ("CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
+READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS)
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
 _KNOWN = {None: "which version is kept is not known here", 0: "it remembered nothing before"}
@@ -106,21 +108,18 @@ def turn_request(
     response_format: ResponseFormat,
     tools: Sequence[pb.Tool],
     keep_partial: bool,
+    priority: pb.Priority,
     model: str,
     request_id: str,
 ) -> pb.GenerateRequest:
     """The request's message. Raises InvalidArgument for what cannot be put into one; the service checks the rest."""
-    inputs = {
-        "prompt": given.prompt,
-        "messages": _message_list(given.messages, "messages"),
-        "append_messages": _message_list(given.append_messages, "append_messages"),
-    }
-    if sum(value is not None for value in inputs.values()) != 1:
+    inputs = _inputs(given)
+    if len(inputs) != 1:
         raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
     schema, regex = response_format.json_schema, response_format.regex
     if schema is not None and regex is not None:
         raise InvalidArgument("response_format: expected json_schema or regex, got both", field="response_format")
-    try:
+    with _refusing():
         return pb.GenerateRequest(
             request_id=request_id,
             model=model,
@@ -129,13 +128,48 @@ def turn_request(
             sampling=pb.Sampling(**sampling) if isinstance(sampling, Mapping) else sampling,  # type: ignore[arg-type]
             tools=tools,
             keep_partial=keep_partial,
+            priority=priority,
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
             regex=regex,  # type: ignore[arg-type]
             **inputs,  # type: ignore[arg-type]
         )
+
+
+def warm_request(given: Input, *, agent_id: str, tools: Sequence[pb.Tool], model: str) -> pb.WarmRequest:
+    """As turn_request; no input at all means what the agent remembers."""
+    inputs = _inputs(given)
+    if len(inputs) > 1:
+        raise InvalidArgument("input: expected at most one of prompt, messages and append_messages", field="input")
+    with _refusing():
+        return pb.WarmRequest(agent_id=agent_id, tools=tools, model=model, **inputs)  # type: ignore[arg-type]
+
+
+def count_request(given: Input, *, tools: Sequence[pb.Tool], model: str) -> pb.CountTokensRequest:
+    """As turn_request, for what is only counted."""
+    inputs = _inputs(given)
+    if len(inputs) != 1:
+        raise InvalidArgument("input: expected exactly one of prompt and messages", field="input")
+    with _refusing():
+        return pb.CountTokensRequest(tools=tools, model=model, **inputs)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """protobuf refuses a value out of its type's range, and text that is no UTF-8."""
+    try:
+        yield
     except (TypeError, ValueError) as error:
-        # protobuf refuses a value out of its type's range, and text that is no UTF-8.
         raise InvalidArgument(f"request: {type(error).__name__}: {str(error)[:200]}", field="request") from None
+
+
+def _inputs(given: Input) -> dict[str, str | pb.MessageList]:
+    """What was given, by the field's name."""
+    inputs = {
+        "prompt": given.prompt,
+        "messages": _message_list(given.messages, "messages"),
+        "append_messages": _message_list(given.append_messages, "append_messages"),
+    }
+    return {name: value for name, value in inputs.items() if value is not None}
 
 
 class KnownVersions:
