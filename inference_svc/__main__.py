@@ -73,7 +73,7 @@ async def serve(settings: EngineSettings) -> None:
         stack.push_async_callback(host.close)
         await host.load(host.names[0])
         formats = ReplyFormats(GrammarTrial())
-        stack.callback(formats.close)
+        stack.push_async_callback(formats.close)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(  # type: ignore[no-untyped-call]
             InferenceService(
                 host,

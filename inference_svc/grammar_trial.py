@@ -4,6 +4,7 @@ The process is kept for the next one, and replaced when it had to be killed or e
 """
 
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ class GrammarTrial:
         self._process: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
         self._waiting = 0
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def check(self, constraint: Constraint) -> None:
         """Raise InvalidArgument, the field named, for a format that is none, or takes too much to compile;
@@ -41,10 +43,16 @@ class GrammarTrial:
         finally:
             self._waiting -= 1
 
-    def close(self) -> None:
-        """End the process. Idempotent."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+    async def close(self) -> None:
+        """End the process, and wait until it is gone. Idempotent."""
+        self._end()
+        await asyncio.gather(*self._ending)
+
+    def _end(self) -> None:
+        if self._process is not None:
+            ending = asyncio.create_task(_ended(self._process))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
         self._process = None
 
     async def _ask(self, constraint: Constraint) -> None:
@@ -57,12 +65,12 @@ class GrammarTrial:
             answer = await asyncio.wait_for(process.stdout.readline(), self._timeout_s)
         except BaseException as error:
             # Also when the caller goes away meanwhile: the next one must not read this one's answer.
-            self.close()
+            self._end()
             if isinstance(error, TimeoutError | ConnectionError | ValueError):
                 raise too_complex(constraint) from None
             raise
         if not answer:
-            self.close()
+            self._end()
             raise too_complex(constraint)
         if problem := json.loads(answer)["error"]:
             raise refused(constraint, problem)
@@ -82,6 +90,13 @@ def refused(constraint: Constraint, problem: str) -> InvalidArgument:
     return InvalidArgument(
         f"{field}: {told[:_MAX_TOLD_CHARS]}".replace("\n<non-verbose/>", ""), reason="FORMAT_INVALID", field=field
     )
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    # To the end of its pipes, too: what is left open would be closed when nobody expects it.
+    await process.communicate()
 
 
 async def _start() -> asyncio.subprocess.Process:

@@ -22,6 +22,6 @@ class ReplyFormats:
         await self._trial.check(constraint)
         await asyncio.get_running_loop().run_in_executor(self._thread, grammars.compile, constraint)
 
-    def close(self) -> None:
-        self._trial.close()
+    async def close(self) -> None:
+        await self._trial.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
