@@ -193,6 +193,7 @@ class Engine:
             time.monotonic,
             self.model.kv_identity_hash,
             self._matcher(plan.sampling),
+            has_states=self.model.has_states,
         )
         self._count_turn()
 

@@ -18,10 +18,10 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import Event, Hot, ModelInfo, SequenceKey, Snapshot, TurnPlan
 from inference_svc.prefix_gate import PrefixGate
-from inference_svc.running_turn import RunningTurn, begin
+from inference_svc.running_turn import MOST_POINTS, RunningTurn, begin
 from inference_svc.sampling import sample
 from inference_svc.scheduler import Rules, Scheduler
-from inference_svc.tensor_files import chain_hashes, file_identities
+from inference_svc.tensor_files import chain_hashes, file_identities, state_identity
 from inference_svc.turn import Turn
 
 OnEvents = Callable[[list[Event]], None]
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
     """KV bytes that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
-    return capacity_rows(len(plan.token_ids) + plan.sampling.max_tokens) * model.kv_bytes_per_token
+    rows_bytes = capacity_rows(len(plan.token_ids) + plan.sampling.max_tokens) * model.kv_bytes_per_token
+    return rows_bytes + model.live_state_bytes + MOST_POINTS * model.state_bytes
 
 
 class EngineWorker:
@@ -102,7 +103,9 @@ class EngineWorker:
         return memory is not None and self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
 
     def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
-        """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail."""
+        """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail and
+        the states.
+        """
         memory = self.memories.get(key)
         if memory is None:
             return None
@@ -111,8 +114,10 @@ class EngineWorker:
             last_block = first_block + max_blocks
             tokens = tokens[: last_block * BLOCK_TOKENS]
         files = self._files(memory.kv, tokens, memory.chain[:last_block], first_block)
-        tail = files.pop() if len(tokens) % BLOCK_TOKENS else None
-        return Snapshot(first_block, tuple(files), tail, memory.state)
+        if last_block < len(memory.chain):
+            return Snapshot(first_block, tuple(files), None, memory.state)
+        tail = files.pop() if files and files[-1][0].kind == "tail" else None
+        return Snapshot(first_block, tuple(files), tail, memory.state, self._states(memory))
 
     def running_blocks(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
@@ -131,8 +136,15 @@ class EngineWorker:
     def _files(
         self, kv: SequenceKV, token_ids: Sequence[int], chain: Sequence[str], first_block: int
     ) -> list[tuple[FileIdentity, bytes]]:
+        if not kv.row_layers:
+            return []  # nothing is in blocks
         identities = file_identities(self._model.kv_identity_hash, token_ids, chain, first_block)
         return [(identity, kv.to_file(self._model.kv_identity, identity)) for identity in identities]
+
+    def _states(self, memory: Memory[SequenceKV]) -> tuple[tuple[FileIdentity, bytes], ...]:
+        tokens, hash_ = memory.state.token_ids, self._model.kv_identity_hash
+        identities = [state_identity(hash_, tokens[:point], memory.chain) for point in memory.kv.points]
+        return tuple((identity, memory.kv.to_file(self._model.kv_identity, identity)) for identity in identities)
 
     # --- beginning ---
 
@@ -148,7 +160,7 @@ class EngineWorker:
         """KV of all tokens that the turn may come to have, and of those that it overwrites and may have to put back."""
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
         is_cut = isinstance(turn.plan.reuse, Hot) and memory is not None
-        saved = max(0, memory.kv.length - turn.reusable_tokens) if is_cut and memory is not None else 0
+        saved = max(0, memory.kv.length - memory.kv.start_before(turn.reusable_tokens)) if is_cut and memory else 0
         return turn_bytes(turn.plan, self._model) + saved * self._model.kv_bytes_per_token
 
     def _begin(self, turn: Turn) -> None:
@@ -215,6 +227,8 @@ class EngineWorker:
         if turn.computed + len(cell) < turn.prompt_tokens:
             self._runner.prefill(running.kv, cell)
             turn.prefilled(len(cell))
+            if turn.is_at_point:
+                running.kv.mark()
             return
         [token] = sample([running.sampler], self._runner.last_logits(running.kv, cell))
         turn.prefilled(len(cell))

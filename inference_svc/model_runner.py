@@ -7,16 +7,17 @@ from typing import Any
 import mlx.core as mx
 from kvasir.block_file import TensorSpec, layer_tensors
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import FailedPrecondition
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.kv.applied import keys_are_stored_as_said
-from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
+from inference_svc.kv.layers import AnyLayerKV
+from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.state_kv import StateKV
+from inference_svc.kv.window_kv import WindowKV
 
-_PROBE_TOKENS = mx.uint32, ((0, 1, 2),)
 _RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
@@ -24,7 +25,7 @@ _FILE_TYPES = {mx.uint32: "U32", mx.float16: "F16", mx.bfloat16: "BF16"}
 
 
 class ModelRunner:
-    """A loaded model whose layers all keep all their tokens. Lives on the MLX thread.
+    """A loaded model whose layers can all be kept. Lives on the MLX thread.
 
     Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, naming the first layer that is not kept.
     """
@@ -32,21 +33,22 @@ class ModelRunner:
     def __init__(self, model: Module) -> None:
         self._model: Any = model
         self._steps = 0
-        probe = _probe(model)
-        self.layers = tuple(_layout(model, cache) for cache in probe)
-        self.compute_type = _DTYPE_NAMES[probe[0].keys.dtype]
-        self.compute_item_bytes = int(probe[0].keys.dtype.size)
+        self._layout = probed_layout(model)
+        self.layers = self._layout.entries
+        self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
+        self.compute_item_bytes = int(self._layout.kv_type.size)
         self.vocabulary_size = int(_computes_last_position_only(model).shape[-1])
 
     def check_policy(self, policy: identity_pb2.KvPolicy) -> None:
         """Raise InvalidArgument for a policy that cannot be had, FailedPrecondition for a layer that cannot have it."""
-        for index, layer in enumerate(self.layers):
-            for codec, dim in zip(layer_codecs(policy, index), (layer.key_dim, layer.value_dim), strict=True):
-                if why := codec.problem(dim):
-                    raise _not_kept(self._model, index, why)
+        self._layout.check_policy(self._model, policy)
 
     def new_kv(self, policy: identity_pb2.KvPolicy) -> SequenceKV:
-        return SequenceKV.empty(policy, len(self.layers))
+        return SequenceKV.of(identity_pb2.KvIdentity(layers=self.layers, policy=policy))
+
+    def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
+        """A new KV in the form in which the model takes its caches."""
+        return self._layout.caches(self.new_kv(policy).layers)
 
     def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
         """Compute the KV of the next tokens, and no more than that. Evaluates."""
@@ -63,10 +65,9 @@ class ModelRunner:
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits [rows, 1 or n, vocabulary] of tokens [rows, n], the last ones at least, not evaluated. `caches`: one
-        batched cache per layer.
+        batched cache per entry of the layout.
         """
-        logits: mx.array = self._model(tokens, cache=list(caches))
-        return logits
+        return self._layout.forward(self._model, tokens, caches)
 
     def stepped(self) -> None:
         """A token of every sequence was decoded."""
@@ -94,61 +95,18 @@ class ModelRunner:
         mx.clear_cache()
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
-        """Layers whose live KV, after a probe, is stored exactly as the identity's policy says."""
+        """Layers with K and V whose live KV, after a probe, is stored exactly as the identity's policy says."""
         kv = self.new_kv(identity.policy)
-        self.prefill(kv, _PROBE_TOKENS[1][0])
-        exact = _probe(self._model)
-        return sum(
-            _live_tensors(layer, index) == layer_tensors(identity, index, layer.offset)
-            and keys_are_stored_as_said(layer, identity.policy, exact[index].keys[..., : layer.offset, :])
-            for index, layer in enumerate(kv.layers)
-        )
+        self.prefill(kv, PROBE_TOKENS)
+        keys = own_keys(self._model, PROBE_TOKENS)
+        return sum(_is_stored_as_said(layer, identity, index, keys[index]) for index, layer in enumerate(kv.layers))
 
     def _forward(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
-        logits: mx.array = self._model(mx.array([token_ids], dtype=mx.uint32), cache=kv.layers)
-        return logits
-
-
-def _probe(model: Module) -> list[Any]:
-    """mlx-lm's own caches for this model, after three tokens. Only shapes and types are looked at."""
-    caches: list[Any] = make_prompt_cache(model)
-    for index, cache in enumerate(caches):
-        if type(cache) is not KVCache:
-            raise _not_kept(model, index, f"it keeps its memory in {type(cache).__name__}, not every token's K and V")
-    if len(caches) != len(model.layers):
-        raise _not_kept(model, len(caches), "it shares the memory of another layer")
-    mx.eval(model(_probe_tokens(), cache=caches))
-    for index, cache in enumerate(caches):
-        if cache.keys is None or cache.keys.ndim != 4 or cache.values.ndim != 4:
-            raise _not_kept(model, index, "it does not use the K and V that it was given")
-    return caches
+        return self.forward(mx.array([token_ids], dtype=mx.uint32), kv.layers)
 
 
 def _probe_tokens() -> mx.array:
-    dtype, tokens = _PROBE_TOKENS
-    return mx.array(tokens, dtype=dtype)
-
-
-def _layout(model: Module, cache: Any) -> identity_pb2.LayerLayout:
-    latent_rank = getattr(getattr(model, "args", None), "kv_lora_rank", None)
-    is_latent = cache.keys.shape[1] == 1 and cache.keys.shape[3] == latent_rank
-    return identity_pb2.LayerLayout(
-        kind=identity_pb2.LAYER_KIND_LATENT if is_latent else identity_pb2.LAYER_KIND_FULL,
-        kv_heads=cache.keys.shape[1],
-        key_dim=cache.keys.shape[3],
-        value_dim=cache.values.shape[3],
-    )
-
-
-def _not_kept(model: Module, index: int, why: str) -> FailedPrecondition:
-    layers = list(model.layers)
-    name = type(layers[index]).__name__ if index < len(layers) else "missing"
-    return FailedPrecondition(
-        f"layer {index} ({name}) of {getattr(model, 'model_type', 'the model')} cannot be kept: {why}",
-        reason="LAYER_NOT_KEPT",
-        field="model",
-        metadata={"layer": str(index), "class": name},
-    )
+    return mx.array([PROBE_TOKENS], dtype=mx.uint32)
 
 
 def _computes_last_position_only(model: Module) -> mx.array:
@@ -193,7 +151,17 @@ def _every_position(model: Module) -> Iterator[None]:
         trunk.__class__ = narrowed
 
 
-def _live_tensors(layer: LayerKV, index: int) -> list[TensorSpec]:
+def _is_stored_as_said(
+    layer: AnyLayerKV, identity: identity_pb2.KvIdentity, index: int, own_keys: mx.array | None
+) -> bool:
+    """Whether what the layer really holds after a probe is what a file of the identity says, rotation included."""
+    if isinstance(layer, StateKV) or own_keys is None:
+        return False
+    live = _live_tensors(layer, index) == layer_tensors(identity, index, layer.offset)
+    return live and keys_are_stored_as_said(layer, identity.policy, own_keys)
+
+
+def _live_tensors(layer: LayerKV | WindowKV, index: int) -> list[TensorSpec]:
     """What the layer really holds, in a file's words."""
     specs: list[TensorSpec] = []
     for letter, buffer in zip("kv", layer.buffers, strict=True):

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvasir.block_file import expected_tensors
+from kvasir.block_file import expected_state_tensors, expected_tensors
 from kvasir.block_hash import BLOCK_TOKENS, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.manifest import keeps_states
 
 from inference_svc.auto_policy import ChosenPolicy, chosen_policy
 from inference_svc.grammars import Grammars
+from inference_svc.kv.capacity import live_state_bytes
 from inference_svc.kv_policy import PolicyRequest, name_of
 from inference_svc.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model_runner import ModelRunner
@@ -23,6 +25,7 @@ from inference_svc.token_text import TokenText
 # Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap.
 _CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 4 * BLOCK_TOKENS}
 _DEFAULT_CONTEXT_TOKENS = 4096
+_ANY_LENGTH = 1 << 40  # longer than any window
 
 
 @dataclass(frozen=True)
@@ -64,8 +67,11 @@ def open_model(
         kv_bytes_per_token_fp16=sum(
             2 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in identity.layers
         ),
-        layer_count=len(runner.layers),
+        layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
         policy_applied_layers=runner.applied_layers(identity),
+        has_states=keeps_states(identity),
+        state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity, _ANY_LENGTH)),
+        live_state_bytes=live_state_bytes(identity, _CELL_TOKENS[device()]),
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,
         cell_tokens=_CELL_TOKENS[device()],

@@ -40,6 +40,8 @@ class ModelInfo:
     policy_name: str = ""  # in words: "q4-rotated, layer 7 exact"
     policy_why: str = ""  # how it came to be in force
     has_states: bool = False  # some layers do not keep all tokens: KV is resumed at snapshot points only
+    state_bytes: int = 0  # of what those layers keep at one point, at most
+    live_state_bytes: int = 0  # of what they hold while a sequence runs, at most
 
 
 class Priority(Enum):
@@ -132,6 +134,9 @@ class TurnPlan:
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
     priority: Priority = Priority.INTERACTIVE
     namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody
+    # Prompt tokens after which a model with states makes a point: what the next prompt surely begins with too. None:
+    # all but the last, which is computed in any case.
+    point_tokens: int | None = None
 
 
 class FinishReason(Enum):

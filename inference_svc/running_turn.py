@@ -11,8 +11,11 @@ from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import Cold, Hot, ModelInfo, Restored, TurnPlan
 from inference_svc.sampling import Sampler
-from inference_svc.tensor_files import chain_hashes, check_files
+from inference_svc.tensor_files import chain_hashes, check_files, check_state
 from inference_svc.turn import Turn
+
+# Where it began, the prompt's, the turn's end, and that of the memory which is put back if the turn is undone.
+MOST_POINTS = 4
 
 
 @dataclass
@@ -42,6 +45,12 @@ class RunningTurn:
         if missing:
             runner.prefill(self.kv, missing)
         self.kv.trim_to(len(state.token_ids))
+        if self.kv.can_go_on_from(len(state.token_ids)):  # not so if states have seen what is not remembered
+            self.kv.mark()
+        # Where this turn began others of its kind may begin again: the last words said otherwise, or once more.
+        self.kv.keep_points({self.turn.cached, self.turn.prompt_point, len(state.token_ids)})
+        self.turn.points = self.kv.points
+        state = self.turn.state()
         known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]
         return Memory(self.kv, state, chain_hashes(kv_identity_hash, state.token_ids, known))
 
@@ -56,7 +65,7 @@ class RunningTurn:
 def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo) -> RunningTurn:
     """Give the turn the KV that its plan reuses. `memory` is the hot memory of its key.
 
-    Raises FailedPrecondition (HOT_MEMORY_GONE) and DataLoss (BLOB_DAMAGED); nothing has changed then.
+    Raises FailedPrecondition (HOT_MEMORY_GONE, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed then.
     """
     sampler = _sampler(turn)
     turn.restoring()
@@ -76,6 +85,8 @@ def _sampler(turn: Turn) -> Sampler:
 
 def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None, hot: Hot) -> RunningTurn:
     keep = _kept(turn.plan, hot.keep_tokens)
+    if memory is not None:
+        keep = memory.kv.start_before(keep)
     if memory is None or not _begins_with(memory.state.token_ids, turn.plan.token_ids, keep):
         raise FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
     kv = memory.kv
@@ -90,7 +101,13 @@ def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restor
     if not _begins_with(restored.token_ids, turn.plan.token_ids, keep):
         raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
     files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
-    kv = SequenceKV.from_files(model.kv_identity, files, keep)
+    state = None
+    if model.has_states:
+        if restored.state is None or keep < restored.keep_tokens:
+            raise FailedPrecondition("the plan restores no state of the tokens that it keeps", reason="STATE_MISSING")
+        kept_ids = restored.token_ids[:keep]
+        state = check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)
+    kv = SequenceKV.from_files(model.kv_identity, files, keep, state)
     chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
     turn.began(keep, restored.shareable_tokens)
     return RunningTurn(turn, kv, sampler, chain)

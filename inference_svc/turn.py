@@ -42,19 +42,24 @@ class Turn:
         clock: Callable[[], float],
         kv_identity_hash: str = "",
         matcher: GrammarMatcher | None = None,
+        *,
+        has_states: bool = False,
     ) -> None:
+        """`has_states`: of a model with layers that do not keep all tokens."""
         self.plan = plan
         self.matcher = matcher  # of the plan's constraint; advanced by the turn's sampler
         self._kv_identity_hash = kv_identity_hash
         self.token_ids = list(plan.token_ids)
         self.computed = 0  # leading tokens whose KV exists
         self.cached = 0  # of those, the reused ones
+        self.points: tuple[int, ...] = ()  # token counts that its memory can go back to, of a model with states
         self.shareable = 0
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
         self._full_told = 0
         self._stop_token_ids = stop_token_ids
         self._cell_tokens = cell_tokens
+        self._has_states = has_states
         self._clock = clock
         self._events: list[Event] = []
         self._stream = token_text.stream()
@@ -122,8 +127,23 @@ class Turn:
         return max(0, self.prompt_tokens - self.computed)
 
     @property
+    def prompt_point(self) -> int:
+        """Prompt tokens after which the memory is to have a point; 0 for none."""
+        if not self._has_states:
+            return 0
+        asked = self.plan.point_tokens
+        return self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
+
+    @property
+    def is_at_point(self) -> bool:
+        """The memory is to have a point here."""
+        return 0 < self.computed == self.prompt_point
+
+    @property
     def next_cell_tokens(self) -> int:
-        return cell_end(self.computed, self.prompt_tokens, self._cell_tokens) - self.computed
+        end = cell_end(self.computed, self.prompt_tokens, self._cell_tokens)
+        # Where a point is asked for a cell ends: a function of the prompt alone, like the grid.
+        return (self.prompt_point if self.computed < self.prompt_point < end else end) - self.computed
 
     @property
     def next_cell_draws(self) -> bool:
@@ -239,7 +259,9 @@ class Turn:
         """What is remembered if the turn ends now."""
         kept = self.remembered - self.prompt_tokens
         chars = (*self.plan.token_chars, *(len(text) for text in self._spelled[:kept]))
-        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, self.shareable)
+        # What states make of shared rows would have to be shared too: such a memory serves its own agent.
+        shareable = 0 if self._has_states else self.shareable
+        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, shareable, self.points)
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""

@@ -8,9 +8,10 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.layer_kv import LayerKV
+from inference_svc.kv.window_kv import WindowKV
 
 
-def keys_are_stored_as_said(layer: LayerKV, policy: identity_pb2.KvPolicy, keys: mx.array) -> bool:
+def keys_are_stored_as_said(layer: LayerKV | WindowKV, policy: identity_pb2.KvPolicy, keys: mx.array) -> bool:
     """Whether the layer stores `keys` [1, kv_heads, rows, dim], which it was given, rotated if and only if the policy
     says so, and shows them to attention plain. Shapes are taken for granted.
     """

@@ -1,6 +1,10 @@
 """How many rows a sequence's buffers get: arithmetic that admission does before anything is allocated."""
 
+from kvasir.block_file import layer_tensors, recurrent_tensors
+from kvasir.cachestore.v1 import identity_pb2
+
 STEP_ROWS = 256
+WINDOW_SPARE_ROWS = 128
 
 
 def capacity_rows(rows: int) -> int:
@@ -9,6 +13,23 @@ def capacity_rows(rows: int) -> int:
     Growing copies the buffer, so long ones grow in longer steps; the spare rows stay below what 16-bit scales save.
     """
     return _whole_steps(rows) + (rows // 32) // STEP_ROWS * STEP_ROWS
+
+
+def window_capacity_rows(kept: int, coming: int) -> int:
+    """Rows of a window's buffer that keeps `kept` and takes `coming` more: it is not moved for the next few either."""
+    return capacity_rows(kept + coming + WINDOW_SPARE_ROWS)
+
+
+def live_state_bytes(identity: identity_pb2.KvIdentity, cell_tokens: int) -> int:
+    """What the layers that do not keep all tokens hold while one sequence runs, at most."""
+    size_bytes = 0
+    for index, layer in enumerate(identity.layers):
+        if layer.kind == identity_pb2.LAYER_KIND_WINDOW:
+            rows = window_capacity_rows(layer.window - 1, cell_tokens)
+            size_bytes += sum(tensor.size_bytes for tensor in layer_tensors(identity, index, rows))
+        elif layer.kind == identity_pb2.LAYER_KIND_STATE:
+            size_bytes += sum(tensor.size_bytes for tensor in recurrent_tensors(layer, index))
+    return size_bytes
 
 
 def _whole_steps(rows: int) -> int:

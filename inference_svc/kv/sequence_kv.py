@@ -135,6 +135,12 @@ class SequenceKV:
         """Forget all points but those at these token counts."""
         self._points = [point for point in self._points if point.tokens in tokens]
 
+    def start_before(self, length: int) -> int:
+        """The last token count, at most `length`, that the next token can be computed from."""
+        if self.can_go_on_from(length):
+            return length
+        return max((point for point in self.points if point <= length), default=0)
+
     def can_go_on_from(self, length: int) -> bool:
         """Whether after `trim_to(length)` the next token can be computed."""
         return not self.stateful_layers or length == 0 or length in self.points or self._is_whole_at(length)

@@ -12,14 +12,12 @@ import mlx.core as mx
 from kvasir.block_file import window_rows
 from mlx_lm.models.base import create_causal_mask
 
-from inference_svc.kv.capacity import capacity_rows
+from inference_svc.kv.capacity import window_capacity_rows
 from inference_svc.kv.codec import Codec, Parts
 from inference_svc.kv.row_buffer import RowBuffer
 
 if TYPE_CHECKING:
     from inference_svc.kv.batch_window import BatchWindowKV
-
-_SPARE_ROWS = 128
 
 
 class WindowKV:
@@ -166,7 +164,7 @@ class WindowKV:
     def _drop_unseen(self, coming: int) -> None:
         """Move the rows that the next token sees to the front of buffers with room for `coming` more and some."""
         kept = self.kept_rows
-        capacity = capacity_rows(kept + coming + _SPARE_ROWS)
+        capacity = window_capacity_rows(kept, coming)
         for buffer in self.buffers:
             if buffer.parts:
                 buffer.parts = tuple(_with_room(part, capacity) for part in self._kept(buffer))

@@ -103,7 +103,7 @@ def policy_way(runner: ModelRunner, name: str, policy: identity_pb2.KvPolicy) ->
     """This engine's own KV under a policy."""
     identity = identity_pb2.KvIdentity(layers=runner.layers, policy=policy)
     bytes_per_token = sum(tensor.size_bytes for tensor in expected_tensors(identity, 1))
-    return Way(Findings(name, bytes_per_token), lambda: runner.new_kv(policy).layers)
+    return Way(Findings(name, bytes_per_token), lambda: runner.new_caches(policy))
 
 
 def peer_ways(runner: ModelRunner) -> list[Way]:

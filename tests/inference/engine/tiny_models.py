@@ -35,15 +35,6 @@ LLAMA: dict[str, Any] = {
 }
 QWEN2 = {**LLAMA, "model_type": "qwen2", "hidden_size": 256}  # its heads are hidden_size / heads wide
 QWEN3 = {**LLAMA, "model_type": "qwen3"}
-# Deep enough that one of its layers is a full one behind five windows.
-GEMMA3 = {
-    **LLAMA,
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 6,
-    "sliding_window": 64,
-    "sliding_window_pattern": 6,
-    "query_pre_attn_scalar": 64,
-}
 NARROW_HEADS = {**LLAMA, "head_dim": 48}
 
 
@@ -82,11 +73,9 @@ def _weights(config: dict[str, Any], rng: np.random.Generator) -> dict[str, np.n
 def _extras(config: dict[str, Any]) -> dict[str, np.ndarray]:
     """Norms and biases that the family has besides its projections."""
     width, head = config["hidden_size"], config["head_dim"]
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if config["model_type"] == "gemma3_text":
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    norms = ("input_layernorm", "post_attention_layernorm")
     extras = {f"{name}.weight": np.ones(width, np.float32) for name in norms}
-    if config["model_type"] in ("qwen3", "gemma3_text"):
+    if config["model_type"] == "qwen3":
         extras |= {f"self_attn.{letter}_norm.weight": np.ones(head, np.float32) for letter in "qk"}
     if config["model_type"] == "qwen2":
         queries, keys = config["num_attention_heads"], config["num_key_value_heads"]

@@ -1,0 +1,250 @@
+"""Memories of every layout: hot, restored from tensor files, batched, cut, forked, undone, and damaged."""
+
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from kvasir.block_file import check_schema, expected_state_tensors, parse_header
+from kvasir.errors import Cancelled, DataLoss
+
+from inference_svc.engine import Engine
+from inference_svc.plan import Ended, Hot, Restored, SequenceKey, Snapshot, Tokens
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.families import DEEPSEEK_V3, FALCON_H1, FAMILIES, write_family
+
+ALL = {**FAMILIES, "falcon_h1": FALCON_H1, "deepseek_v3": DEEPSEEK_V3}
+WITH_STATES = ["gemma3", "gpt_oss", "granite_hybrid", "falcon_h1"]
+BUDGET = 128 << 20
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Driver]]:
+    drivers: dict[str, Driver] = {}
+
+    def get(name: str) -> Driver:
+        if name not in drivers:
+            directory = write_family(tmp_path_factory.mktemp(name), ALL[name], seed=1)
+            engine = Engine.open(directory, cache_dir=tmp_path_factory.mktemp("cache"), memory_budget_bytes=BUDGET)
+            drivers[name] = Driver(engine)
+        return drivers[name]
+
+    yield get
+    for driver in drivers.values():
+        driver.engine.close()
+
+
+def snapshot(driver: Driver, key: SequenceKey) -> Snapshot:
+    taken = driver.engine.snapshot(key, 0).result(60)
+    assert taken is not None
+    return taken
+
+
+def stored(taken: Snapshot, keep: int) -> Restored:
+    """What a store would give back for a prompt that begins with the first `keep` tokens."""
+    files = tuple(data for _, data in (*taken.blocks, *([taken.tail] if taken.tail else [])))
+    states = {identity.tokens: data for identity, data in taken.states}
+    return Restored(files, taken.state.token_ids, keep, taken.state.shareable_tokens, states.get(keep))
+
+
+def spoken(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple[SequenceKey, Ended]:
+    """An agent whose last turn had a prompt of `length` tokens and remembers all that it said."""
+    for attempt in range(20):
+        key = driver.key()
+        ended = driver.turn(tokens_of(length, seed + 100 * attempt), key=key, **{"max_tokens": 5, **sampling})
+        if len(ended.state.token_ids) == length + 5:  # random models often end inside a character
+            return key, ended
+    raise AssertionError("no memory of that length in 20 attempts")
+
+
+@pytest.mark.parametrize("length", [60, 97, 251, 330])
+@pytest.mark.parametrize("name", ALL)
+def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
+    name: str, length: int, family: Callable[[str], Driver]
+) -> None:
+    """From its end and, where its layers allow it, from elsewhere: 64 greedy tokens, through real tensor files."""
+    driver = family(name)
+    key, ended = spoken(driver, length)
+    whole = len(ended.state.token_ids)
+    taken = snapshot(driver, key)
+    points = ended.state.points if driver.engine.model.has_states else (whole - 20, whole)
+    for keep in points:
+        prompt = (*ended.state.token_ids[:keep], *tokens_of(20, seed=keep))
+        stayed = driver.turn(prompt, Hot(keep), driver.fork(key))
+        came_back = driver.turn(prompt, stored(taken, keep), driver.key())
+        assert (stayed.cached_tokens, came_back.cached_tokens) == (keep, keep)
+        assert came_back.state == stayed.state
+        assert len(came_back.state.token_ids) >= len(prompt)
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_the_next_turn_of_a_model_with_states_goes_on_from_the_end_or_from_the_prompt(
+    name: str, family: Callable[[str], Driver]
+) -> None:
+    """Hybrids and sliding windows do hit, and what is said to be cached is what was not computed (LESSONS 18)."""
+    driver = family(name)
+    key, first = spoken(driver, 300)
+    end = len(first.state.token_ids)
+    assert first.state.points == (299, end)
+    second = driver.turn((*first.state.token_ids, *tokens_of(30, seed=1)), Hot(end), key, max_tokens=4)
+    assert second.cached_tokens == end
+    assert second.state.points[:2] == (end, end + 29), "where it began, the prompt, and its own end if it is whole"
+    rewritten = (*first.state.token_ids[:302], *tokens_of(9, seed=2))
+    again = driver.turn(rewritten, Hot(302), driver.fork(key), max_tokens=1)
+    assert again.cached_tokens == 0, "the prompt of two turns ago is forgotten"
+    key, first = spoken(driver, 300)
+    again = driver.turn(rewritten, Hot(302), key, max_tokens=1)
+    assert again.cached_tokens == 299, "a template that rewrites replies goes on from before the reply"
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_a_turn_from_a_point_says_what_the_same_turns_say_from_nothing(
+    name: str, family: Callable[[str], Driver]
+) -> None:
+    driver = family(name)
+    key, first = spoken(driver, 270)
+    prompt = (*first.state.token_ids[:272], *tokens_of(40, seed=3))
+    hot = driver.turn(prompt, Hot(272), key, max_tokens=12)
+    assert hot.cached_tokens == 269
+    same = driver.key()
+    driver.turn(first.state.token_ids[:270], key=same, max_tokens=1)
+    assert driver.turn(prompt, Hot(269), same, max_tokens=12).state == hot.state
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_the_files_of_a_memory_hold_what_its_layout_says(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    model = driver.engine.model
+    key, ended = spoken(driver, 256)
+    taken = snapshot(driver, key)
+    assert tuple(identity.tokens for identity, _ in taken.states) == ended.state.points == (255, 261)
+    assert model.has_states
+    assert ended.state.shareable_tokens == 0, "states would have to be shared, too"
+    for identity, data in (*taken.blocks, *taken.states, *([taken.tail] if taken.tail else [])):
+        header = parse_header(data, len(data))
+        check_schema(header, model.kv_identity)
+        assert header.identity == identity
+        assert identity.kv_identity_hash == model.kv_identity_hash
+    largest = sum(tensor.size_bytes for tensor in expected_state_tensors(model.kv_identity, 10_000))
+    assert largest == model.state_bytes
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_a_cancelled_turn_leaves_points_and_states_to_the_bit_as_they_were(
+    name: str, family: Callable[[str], Driver]
+) -> None:
+    driver = family(name)
+    key, ended = spoken(driver, 280)
+    before = snapshot(driver, key)
+    for keep in (len(ended.state.token_ids), 282):
+        listener = Listener().cancel_at(Tokens, 3)
+        prompt = (*ended.state.token_ids[:keep], *tokens_of(300, seed=5))
+        with pytest.raises(Cancelled):
+            driver.submit(prompt, Hot(keep), key, listener).end()
+        assert snapshot(driver, key) == before
+    end = len(ended.state.token_ids)
+    prompt = (*ended.state.token_ids, *tokens_of(10, seed=6))
+    expected = driver.turn(prompt, stored(before, end), driver.key())
+    assert driver.turn(prompt, Hot(end), key).state == expected.state
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Driver]) -> None:
+    """Neither side sees what the other makes of the state (LESSONS 6)."""
+    driver = family(name)
+    key, ended = spoken(driver, 200)
+    end = len(ended.state.token_ids)
+    before, fork = snapshot(driver, key), driver.fork(key)
+    prompts = [(*ended.state.token_ids, *tokens_of(15, seed=n)) for n in (1, 2)]
+    expected = [driver.turn(prompt, stored(before, end), driver.key()).state for prompt in prompts]
+    assert driver.turn(prompts[0], Hot(end), key).state == expected[0]
+    assert driver.turn(prompts[1], Hot(end), fork).state == expected[1]
+
+
+@pytest.mark.parametrize("name", WITH_STATES)
+def test_agents_with_states_speak_together_as_each_does_alone(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    prompts = [tokens_of(length, seed=length) for length in (20, 95, 130, 260)]
+    alone = [driver.reply(driver.turn(prompt, max_tokens=24)) for prompt in prompts]
+    together = [driver.submit(prompt, key=driver.key(), max_tokens=24) for prompt in prompts]
+    assert [driver.reply(listener.end()) for listener in together] == alone
+    assert len(set(alone)) == len(alone)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_a_state_that_saw_more_than_is_remembered_is_not_kept(name: str, family: Callable[[str], Driver]) -> None:
+    """A stop string takes tokens back that the state has seen: the memory then goes on from before the reply (LESSONS
+    12)."""
+    driver = family(name)
+    for seed in range(40):
+        prompt, key = tokens_of(120, seed=seed), driver.key()
+        text = driver.turn(prompt, max_tokens=12).text
+        if len(text) > 6 and text.isascii():
+            ended = driver.turn(prompt, key=key, max_tokens=12, stop=(text[3:6],))
+            if ended.matched_stop and len(ended.state.token_ids) < 120 + ended.completion_tokens - 1:
+                break
+    else:
+        raise AssertionError("no reply whose stop string spans tokens")
+    assert ended.state.points == (119,)
+    taken = snapshot(driver, key)
+    assert [identity.tokens for identity, _ in taken.states] == [119]
+    prompt = (*ended.state.token_ids, *tokens_of(5, seed=9))
+    stayed = driver.turn(prompt, Hot(len(ended.state.token_ids)), key)
+    assert stayed.cached_tokens == 119
+    assert driver.turn(prompt, stored(taken, 119), driver.key()).state == stayed.state
+
+
+def _with_nan(data: bytes) -> bytes:
+    """A state whose last number is not finite."""
+    header = parse_header(data, len(data))
+    width = {"F32": 4, "F16": 2, "BF16": 2}[header.tensors[-1].dtype]
+    nan = np.float32("nan").tobytes() if width == 4 else struct.pack("<H", 0x7E00)
+    return data[:-width] + nan
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_a_wrong_or_damaged_state_is_data_loss_and_changes_nothing(name: str, family: Callable[[str], Driver]) -> None:
+    """Of another moment (LESSONS 12), other tokens, other weights (LESSONS 13), cut short, or no numbers."""
+    driver = family(name)
+    key, ended = spoken(driver, 200)
+    taken, (_, other) = snapshot(driver, key), spoken(driver, 200, seed=50)
+    early, end = (data for _, data in taken.states)
+    tokens = len(ended.state.token_ids)
+    other_taken = snapshot(driver, driver.fork(spoken(driver, 200, seed=70)[0]))
+    assert len(other.state.token_ids) == tokens
+    wrong = {
+        "another moment": early,
+        "other tokens": other_taken.states[1][1],
+        "cut short": end[:-8],
+        "a byte of the header": bytes((end[0] ^ 1, *end[1:])),
+        "a tail": taken.tail[1] if taken.tail else b"",
+        "nothing": b"",
+        "no numbers": _with_nan(end),
+        "other weights": end.replace(driver.engine.model.kv_identity_hash.encode(), b"0" * 64),
+    }
+    prompt, good = (*ended.state.token_ids, *tokens_of(9)), stored(taken, tokens)
+    before = driver.engine.memory_used_bytes
+    for what, data in wrong.items():
+        restored = Restored(good.blobs, good.token_ids, tokens, 0, data)
+        with pytest.raises(DataLoss) as refused:
+            driver.turn(prompt, restored, driver.key())
+        assert refused.value.metadata == {"state": str(tokens)}, what
+    assert driver.turn(prompt, good, driver.key(), max_tokens=2).cached_tokens == tokens
+    assert driver.engine.memory_used_bytes >= before
+
+
+def test_room_is_made_for_states_before_they_are(tmp_path: Path) -> None:
+    """A budget that holds the rows but not the states refuses at once, with numbers (LESSONS 20)."""
+    directory = write_family(tmp_path / "m", FAMILIES["granite_hybrid"])
+    with_room = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        driver, model = Driver(with_room), with_room.model
+        spoken(driver, 40)
+        assert model.state_bytes > 0
+        used = driver.engine.memory_used_bytes
+        rows = 256 * model.kv_bytes_per_token
+        assert rows < used <= rows + 4 * model.state_bytes + model.live_state_bytes
+    finally:
+        with_room.close()
