@@ -18,10 +18,11 @@ class Prompts:
         """`count` tokens of text `number`, none of them special."""
         asked = count
         while True:
-            text = "\n".join(message["content"] or "" for message in conversation(number, asked).messages)
-            tokens = self._tokenizer.encode(text, add_special_tokens=False)
-            if len(tokens) >= count:
-                return tuple(tokens[:count])
+            tokens: list[int] = []
+            for message in conversation(number, asked).messages:
+                tokens += self._tokenizer.encode(f"{message['content']}\n", add_special_tokens=False)
+                if len(tokens) >= count:
+                    return tuple(tokens[:count])
             asked *= 2
 
 
