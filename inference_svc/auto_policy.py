@@ -16,7 +16,7 @@ from inference_svc.quality.findings import cheapest
 from inference_svc.quality.material import AT_LOAD, Extent
 
 _LOG = structlog.get_logger(__name__)
-# Half of what a start may take; looked at between texts.
+# For each rung that is tried; looked at between texts.
 TIME_LIMIT_S = 60.0
 
 
@@ -58,20 +58,28 @@ def _measured(
     extent: Extent,
     clock: Callable[[], float],
 ) -> Choice:
-    found = exam.held(
-        subject,
-        {rung.value: policy for rung, policy in policies.items()},
-        extent,
-        clock=clock,
-        say=lambda text: _LOG.info("kv_policy.measuring", what=text),
-        time_limit_s=TIME_LIMIT_S,
-    )
-    for each in (found.exact, *found.rungs):
-        facts: dict[str, Any] = each.as_json()
-        _LOG.info("kv_policy.measured", rung=facts.pop("name"), **facts)
-    winner, why = cheapest(found.rungs, found.exact)
-    refused = [f"{name} cannot be had ({reason})" for name, reason in found.refused.items()]
-    return Choice(Rung(winner.name), "; ".join([f"by {found.material}", *refused, why]))
+    """Up the ladder, one exam a rung: most models stay at the first, and wait for no other."""
+    reasons: list[str] = []
+    for rung in LADDER[:-1]:
+        found = exam.held(
+            subject,
+            {rung.value: policies[rung]},
+            extent,
+            clock=clock,
+            say=lambda text: _LOG.info("kv_policy.measuring", what=text),
+            time_limit_s=TIME_LIMIT_S,
+        )
+        if rung.value in found.refused:
+            reasons.append(f"{rung.value} cannot be had ({found.refused[rung.value]})")
+            continue
+        for each in (found.exact, *found.rungs):
+            facts: dict[str, Any] = each.as_json()
+            _LOG.info("kv_policy.measured", kept_as=facts.pop("name"), **facts)
+        winner, why = cheapest(found.rungs, found.exact)
+        reasons.append(f"by {found.material}: {why}")
+        if winner is not None:
+            return Choice(rung, "; ".join(reasons))
+    return Choice(LADDER[-1], "; ".join([*reasons, f"{LADDER[-1].value} is the most exact there is"]))
 
 
 def _remember(state_dir: Path, conditions: Conditions, choice: Choice) -> None:

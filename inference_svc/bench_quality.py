@@ -59,7 +59,8 @@ def measured(
         ],
         "peers": [each.as_json() for each in found.peers],
         "refused": found.refused,
-        "auto": {"chooses": winner.name, "why": why},
+        # As at load: what nothing below is good enough for gets the last rung.
+        "auto": {"chooses": winner.name if winner else LADDER[-1].value, "why": why},
         "compute_type": runner.compute_type,
         "device": device(),
         "blas": blas or "",

@@ -44,9 +44,9 @@ def remembered(directory: Path, conditions: Conditions) -> Choice | None:
     if not isinstance(entry, dict):
         return None
     rung, why = entry.get("rung"), entry.get("why")
-    if rung not in {each.value for each in Rung} or not isinstance(why, str):
+    if not isinstance(why, str):
         return None
-    return Choice(Rung(rung), why)
+    return next((Choice(each, why) for each in Rung if each.value == rung), None)
 
 
 def remember(directory: Path, conditions: Conditions, choice: Choice) -> None:

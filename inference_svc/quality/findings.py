@@ -100,15 +100,15 @@ def judged(found: Findings, exact: Findings) -> Verdict:
     return Verdict(found.top1 >= WITHIN, ", ".join(filter(None, (said, agreement))))
 
 
-def cheapest(ladder: Sequence[Findings], exact: Findings) -> tuple[Findings, str]:
-    """The first of the ladder that passes, else its last, and why, in words. The ladder must not be empty."""
+def cheapest(ladder: Sequence[Findings], exact: Findings) -> tuple[Findings | None, str]:
+    """The first of the ladder that passes, if one does, and the verdicts up to it in words."""
     reasons = []
     for found in ladder:
         verdict = judged(found, exact)
         reasons.append(f"{found.name} {'passes' if verdict.passes else 'does not'} ({verdict.why})")
         if verdict.passes:
             return found, "; ".join(reasons)
-    return ladder[-1], "; ".join([*reasons, f"{ladder[-1].name} is the most exact there is"])
+    return None, "; ".join(reasons)
 
 
 def can_answer(exact: Findings) -> bool:

@@ -44,8 +44,8 @@ class Extent:
 
 FULL = Extent((*(600,) * 5, *(1500,) * 4, 4000), 20, 10, canaries=4, canary_tokens=256)
 QUICK = Extent((300, 600), 8, 6, canaries=1, canary_tokens=128)
-# What `auto` asks at load: the longest conversation shows what grows with context.
-AT_LOAD = Extent((600, 600, 1500, 3000), 16, 10, canaries=2, canary_tokens=256)
+# What `auto` asks at load.
+AT_LOAD = Extent((600, 600, 2000), 16, 10, canaries=2, canary_tokens=256)
 
 
 # Conversations of this number on are used nowhere else.

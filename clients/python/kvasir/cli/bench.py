@@ -11,6 +11,7 @@ import typer
 from kvasir.bench import engine as engine_bench
 from kvasir.bench import engine_keys, engine_plots
 from kvasir.bench import store as store_bench
+from kvasir.cli import quality as quality_report
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 
@@ -84,6 +85,39 @@ def engine(
     caller.result(results, lambda out: out.print(show(results), markup=False))
     if not quick and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
+
+
+@app.command("quality", epilog=quality_report.KEYS)
+def quality(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
+    ] = "",
+    kv_exact_layers: Annotated[
+        str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
+    ] = "",
+    compute_type: Annotated[
+        str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
+    ] = "",
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a look.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls; and what
+    --kv-policy auto would choose from it.
+
+    A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world; any other repeats
+    random tokens and reads text of its own. Seeds are fixed.
+    """
+    caller = caller_of(context, as_json)
+    with _progress(caller, "measuring KV policies; minutes at full size") as say:
+        results = quality_report.measured(
+            model, is_quick=quick, exact_layers=kv_exact_layers, compute_type=compute_type, say=say
+        )
+    if as_markdown and not as_json:
+        caller.out.print(quality_report.markdown(results), markup=False)
+    else:
+        caller.result(results, lambda out: quality_report.show(out, results))
 
 
 @contextmanager

@@ -1,0 +1,156 @@
+"""The gate: what a KV policy costs is measured on the loaded model, and auto takes no rung that costs it answers."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from inference_svc.auto_policy import ChosenPolicy, chosen_policy
+from inference_svc.kv_policy import LADDER, PolicyRequest, Rung, name_of, policy_of
+from inference_svc.model_identity import tokenizer_digest
+from inference_svc.model_runner import ModelRunner
+from inference_svc.models import kvasir_tiny
+from inference_svc.models.loading import load
+from inference_svc.policy_memory import FILE
+from inference_svc.quality.exam import CANARY, WORLD, Exam, Subject, held
+from inference_svc.quality.findings import RECALL, TOOL_CALLS, judged
+from inference_svc.quality.material import Extent
+from tests.inference.engine.outlier_model import write_outlier_model
+
+GLANCE = Extent((300,), recall_each=4, tools_each=4, canaries=1, canary_tokens=64)
+AUTO = PolicyRequest.parse("auto")
+
+
+def subject_of(directory: Path) -> Subject:
+    loaded = load(directory, "float32")
+    speaks_world = tokenizer_digest(directory) == tokenizer_digest(kvasir_tiny.path())
+    return Subject(ModelRunner(loaded.model), loaded.tokenizer, speaks_world)
+
+
+def examined(subject: Subject, rungs: tuple[Rung, ...] = LADDER, with_peers: bool = False) -> Exam:
+    policies = {rung.value: policy_of(rung, "float32") for rung in rungs}
+    return held(subject, policies, GLANCE, clock=time.monotonic, say=lambda _: None, with_peers=with_peers)
+
+
+def chosen(subject: Subject, state_dir: Path, digest: str = "d" * 64, request: PolicyRequest = AUTO) -> ChosenPolicy:
+    return chosen_policy(request, subject, digest, state_dir, time.monotonic, GLANCE)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Subject:
+    return subject_of(kvasir_tiny.path())
+
+
+@pytest.fixture(scope="module")
+def outliers(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return subject_of(write_outlier_model(tmp_path_factory.mktemp("outliers"), times=64))
+
+
+def test_low_bit_kv_that_breaks_tool_calls_is_refused_by_the_gate(outliers: Subject, tmp_path: Path) -> None:
+    """(LESSONS 16) Exact KV makes every call; four bits, ours or mlx-lm's, make none; auto goes up to where they are
+    made again, and says why."""
+    exam = examined(outliers, (Rung.Q4, Rung.K8V4), with_peers=True)
+    q4, k8v4 = exam.rungs
+    assert exam.material == WORLD
+    assert exam.exact.share(TOOL_CALLS).right == exam.exact.share(TOOL_CALLS).n == 4
+    assert q4.share(TOOL_CALLS).right <= 1
+    assert exam.peers[0].share(TOOL_CALLS).right <= 1
+    assert not judged(q4, exam.exact).passes
+    assert judged(k8v4, exam.exact).passes
+    choice = chosen(outliers, tmp_path)
+    assert choice.policy == policy_of(Rung.K8V4, "float32")
+    assert "by questions: q4 does not (recall 0 of" in choice.why
+    assert "q4-rotated does not" in choice.why
+    assert "tool calls 0 of 4, exact KV 4" in choice.why
+
+
+@pytest.mark.parametrize(("times", "rung"), [(8, Rung.Q4_ROTATED), (1024, Rung.FP)])
+def test_auto_climbs_as_far_as_the_keys_demand(times: float, rung: Rung, tmp_path: Path) -> None:
+    subject = subject_of(write_outlier_model(tmp_path / "model", times))
+    assert name_of(chosen(subject, tmp_path).policy) == rung.value
+
+
+def test_more_bits_are_nearer_to_exact_kv_and_cost_more(tiny: Subject) -> None:
+    exam = examined(tiny, with_peers=True)
+    assert [found.share(RECALL).right for found in exam.rungs] == [exam.exact.share(RECALL).n] * len(LADDER)
+    kl = {found.name: found.kl for found in (*exam.rungs, *exam.peers)}
+    assert kl["q4"] > kl["k8v4"] > kl["q8"] > kl["fp"] >= 0.0
+    assert kl["q4-rotated"] > kl["k8v4"]
+    assert exam.exact.kl == 0.0
+    assert exam.exact.top1 == 1.0
+    # Another's four bits, measured alike: the measurement is of the policy and not of our caches.
+    assert 0.7 < kl["mlx-lm q4"] / kl["q4"] < 1.4
+    cost = [found.bytes_per_token for found in exam.rungs]
+    assert cost == sorted(cost)
+    assert cost[0] == 8 * 2 * 2 * (64 // 2 + 4)
+    assert cost[-1] == 8 * 2 * 2 * 128
+
+
+def test_a_model_that_cannot_be_asked_sings_the_canary(model_dir: Path, tmp_path: Path) -> None:
+    """Random weights with the world's tokenizer answer nothing: held to their likeliest next tokens, they need more
+    than four bits."""
+    subject = subject_of(model_dir)
+    exam = examined(subject, (Rung.Q4, Rung.FP))
+    assert subject.speaks_world
+    assert exam.material == CANARY
+    assert RECALL not in exam.exact.shares
+    assert not judged(exam.rungs[0], exam.exact).passes
+    assert judged(exam.rungs[-1], exam.exact).passes
+    choice = chosen(subject, tmp_path)
+    assert choice.policy.key_bits > 4
+    assert "top-1 agreement" in choice.why
+
+
+def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subject, tmp_path: Path) -> None:
+    first = chosen(tiny, tmp_path)
+    assert first.policy == policy_of(Rung.Q4, "float32"), "it bears four bits, and gets the cheapest rung"
+    assert first.why.startswith("auto: by questions: q4 passes")
+    file = tmp_path / FILE
+    # What is written is believed: so nothing was measured.
+    content = json.loads(file.read_text())
+    (key,) = content["choices"]
+    content["choices"][key]["rung"] = "q8"
+    file.write_text(json.dumps(content))
+    again = chosen(tiny, tmp_path)
+    assert again.policy == policy_of(Rung.Q8, "float32")
+    assert again.why.startswith("auto, remembered: ")
+    last = PolicyRequest.parse("auto", "last")
+    assert chosen(tiny, tmp_path, digest="e" * 64, request=last).policy.exact_layers == [7], "another model"
+    assert len(json.loads(file.read_text())["choices"]) == 2
+    assert file.stat().st_mode & 0o077 == 0
+
+
+def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: Path) -> None:
+    """And one that cannot be read is no memory."""
+    in_the_way = tmp_path / "state"
+    in_the_way.write_text("a file, where the directory should be")
+    assert chosen(tiny, in_the_way).policy == policy_of(Rung.Q4, "float32")
+
+
+def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> None:
+    extent = Extent((300, 300, 300), 1, 1, canaries=1, canary_tokens=32)
+    now = iter(range(0, 10**6, 10))
+    policies = {"q4": policy_of(Rung.Q4, "float32")}
+    said: list[str] = []
+    exam = held(tiny, policies, extent, clock=lambda: float(next(now)), say=said.append, time_limit_s=60.0)
+    assert exam.material == WORLD
+    assert exam.is_cut_short
+    assert len(said) in (1, 2)
+    assert exam.exact.positions == exam.rungs[0].positions > 0
+
+
+def test_asking_leaves_what_was_read_as_it_was(tiny: Subject) -> None:
+    """Or the second question would be put behind the first."""
+    once, twice = (
+        held(
+            tiny,
+            {"q4": policy_of(Rung.Q4, "float32")},
+            Extent((300,), recall_each=each, tools_each=each, canaries=1, canary_tokens=32),
+            clock=time.monotonic,
+            say=lambda _: None,
+        )
+        for each in (1, 3)
+    )
+    assert once.rungs[0].kl == twice.rungs[0].kl
+    assert twice.rungs[0].share(TOOL_CALLS).right == 3
