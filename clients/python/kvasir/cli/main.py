@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, bench, chat, demo, doctor, failures, store, up
+from kvasir.cli import agents, bench, chat, demo, doctor, engine, failures, store, up
 from kvasir.cli.caller import Caller, caller_of
 from kvasir.cli.home import DEFAULT_HOME, Home
 from kvasir.credentials import CredentialFileError
@@ -24,6 +24,8 @@ app.command("up")(up.up)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("stats")(engine.stats)
+app.add_typer(engine.models, name="models")
 app.add_typer(agents.app, name="agents")
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")

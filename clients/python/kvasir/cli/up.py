@@ -13,7 +13,7 @@ import secrets
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -56,8 +56,12 @@ class Plan:
 def up(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            help="A directory or name of an mlx-lm model; the shipped one if left out. Several times, as NAME=PATH: the "
+            "first is loaded, and `kvasir models load` swaps them.",
+        ),
+    ] = None,
     listen: Annotated[
         str,
         typer.Option(help="HOST:PORT for the engine, with a token; a Unix socket if left out.", metavar="HOST:PORT"),
@@ -67,6 +71,9 @@ def up(
     ] = "",
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate, needed beyond this machine.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its key, mode 0600.")] = None,
+    metrics_listen: Annotated[
+        str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
+    ] = "",
 ) -> None:
     """Run the store and the engine as one group, until Ctrl-C."""
     caller = caller_of(context)
@@ -74,12 +81,19 @@ def up(
     home.make()
     with locked(home) as descriptor:
         make_credentials(home)
-        plan = plan_of(home, model, listen, store_listen, tls_cert, tls_key)
+        metrics = ("--metrics-listen", metrics_listen) if metrics_listen else ()
+        plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, metrics)
         asyncio.run(_run(caller, plan, descriptor))
 
 
 def plan_of(
-    home: Home, model: str, listen: str, store_listen: str, tls_cert: Path | None, tls_key: Path | None
+    home: Home,
+    models: Sequence[str],
+    listen: str,
+    store_listen: str,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    engine_options: Sequence[str] = (),
 ) -> Plan:
     """What to start. Raises InvalidArgument for an address that is none, or is taken."""
     for option, address in (("--listen", listen), ("--store-listen", store_listen)):
@@ -110,7 +124,8 @@ def plan_of(
         store=store_endpoint,
         log_file=home.logs / "engine.log",
         state_dir=home.engine_state,
-        model=model,
+        model=models[0] if models else "",
+        options=(*(part for model in models[1:] for part in ("--model", model)), *engine_options),
         credentials_file=credentials,
         tls_cert_file=tls_cert if listen else None,
         tls_key_file=tls_key if listen else None,

@@ -1,0 +1,163 @@
+"""`kvasir stats` and `kvasir models …`: what the engine did and does, and which model it has loaded."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvasir.cli import failures
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.rows import size
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference_client import InferenceClient
+
+models = typer.Typer(help="See which models the engine may load, and load one.", no_args_is_help=True)
+_DropOption = Annotated[
+    bool, typer.Option("--drop-unstored", help="Also when hot memories that cannot be stored are lost by it.")
+]
+
+
+@contextmanager
+def engine_client(caller: Caller) -> Iterator[InferenceClient]:
+    """A client of the caller's engine. Says which address does not answer."""
+    endpoint = caller.engine
+    client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
+    with client, failures.naming("engine", endpoint):
+        yield client
+
+
+def stats(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show what the engine did since its start and does now: turns, tokens, hits, misses by reason, memory.
+
+    --json: model, uptime_s, namespaces (a list: namespace, turns, turn_ends, refusals, prefilled_tokens, cached_tokens,
+    decoded_tokens, sources, misses, publications, published_bytes, waiting_turns, running_turns, kv_memory_used_bytes)
+    and engine (admins only).
+    """
+    caller = caller_of(context, as_json)
+    with engine_client(caller) as client:
+        row = stats_row(client.get_stats())
+    caller.result(row, lambda out: _show_stats(out, row))
+
+
+@models.command("ls")
+def list_models(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the models that configuration names."""
+    caller = caller_of(context, as_json)
+    with engine_client(caller) as client:
+        rows = [model_row(model) for model in client.list_models()]
+    caller.result(rows, lambda out: out.print(_models_table(rows)))
+
+
+@models.command("load")
+def load_model(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="A name of `kvasir models ls`.", metavar="NAME")],
+    drop_unstored: _DropOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a model; another is unloaded first, its hot memories stored."""
+    caller = caller_of(context, as_json)
+    with caller.busy(f"loading {name}"), engine_client(caller) as client:
+        answer = client.load_model(name, drop_unstored=drop_unstored)
+    value = {"loaded": answer.model.name, **_left(answer.left)}
+    caller.result(value, lambda out: out.print(f"{name} is loaded; {_left_in_words(answer.left)}", markup=False))
+
+
+@models.command("unload")
+def unload_model(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="The loaded model if left out.", metavar="[NAME]")] = "",
+    drop_unstored: _DropOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Let turns end, store what is hot, and free the model."""
+    caller = caller_of(context, as_json)
+    with caller.busy("unloading"), engine_client(caller) as client:
+        left = client.unload_model(name, drop_unstored=drop_unstored).left
+    caller.result(_left(left), lambda out: out.print(f"unloaded; {_left_in_words(left)}"))
+
+
+def stats_row(answer: pb.GetStatsResponse) -> dict[str, Any]:
+    """The answer as plain values."""
+    row: dict[str, Any] = {
+        "model": answer.model,
+        "uptime_s": answer.uptime_s,
+        "namespaces": [_fields(namespace) for namespace in answer.namespaces],
+    }
+    if answer.HasField("engine"):
+        row["engine"] = _fields(answer.engine)
+    return row
+
+
+def model_row(model: pb.Model) -> dict[str, Any]:
+    """What is known of a model; of one that is not loaded, its name."""
+    row: dict[str, Any] = {"name": model.name, "is_loaded": model.is_loaded}
+    if model.is_loaded:
+        row |= {
+            "context_tokens": model.context_tokens,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "kv_policy": model.kv_policy,
+            "compute_type": model.compute_type,
+        }
+    return row
+
+
+def _fields(message: pb.NamespaceStats | pb.EngineStats) -> dict[str, Any]:
+    values = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+    return {name: dict(sorted(value.items())) if hasattr(value, "items") else value for name, value in values.items()}
+
+
+def _left(left: pb.MemoriesLeft) -> dict[str, int]:
+    return {"stored": left.stored, "dropped": left.dropped}
+
+
+def _left_in_words(left: pb.MemoriesLeft) -> str:
+    return f"{left.stored} hot memories are in the store" + (f", {left.dropped} are lost" if left.dropped else "")
+
+
+def _show_stats(out: Console, row: dict[str, Any]) -> None:
+    out.print(f"model: {row['model'] or 'none is loaded'}; up for {row['uptime_s']:.0f} s", markup=False)
+    if engine := row.get("engine"):
+        table = _pairs()
+        for name, value in engine.items():
+            table.add_row(name.replace("_", " "), _told(name, value))
+        out.print(table)
+    for namespace in row["namespaces"]:
+        out.print(f"\nnamespace {namespace['namespace']}", markup=False)
+        table = _pairs()
+        for name, value in namespace.items():
+            if isinstance(value, dict):
+                for word, count in value.items():
+                    table.add_row(f"{name.replace('_', ' ')}: {word.replace('_', ' ')}", str(count))
+            elif name != "namespace":
+                table.add_row(name.replace("_", " "), _told(name, value))
+        out.print(table)
+
+
+def _pairs() -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    return table
+
+
+def _told(name: str, value: int) -> str:
+    return size(value) if name.endswith("_bytes") else str(value)
+
+
+def _models_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("model", "", "context", "KV per token", "KV policy", "computes in"):
+        table.add_column(column, justify="right" if column in ("context", "KV per token") else "left")
+    for row in rows:
+        state = "loaded" if row["is_loaded"] else ""
+        facts = (
+            (str(row["context_tokens"]), size(row["kv_bytes_per_token"]), row["kv_policy"], row["compute_type"])
+            if row["is_loaded"]
+            else ("", "", "", "")
+        )
+        table.add_row(row["name"], state, *facts)
+    return table
