@@ -134,14 +134,21 @@ class HotMemories(Generic[KvT]):
             self._expected.speaks(key)
         return True
 
-    def missing_bytes(self, needed_bytes: int, key: SequenceKey | None = None, *, extends: bool = False) -> int:
+    def missing_bytes(
+        self,
+        needed_bytes: int,
+        key: SequenceKey | None = None,
+        *,
+        extends: bool = False,
+        spare: Collection[Hashable] = (),
+    ) -> int:
         """What running turns would have to give up for a reservation that `reserve` refused; 0 if dropping idle
-        memories, spared or not, is enough.
+        memories, but those of `spare`, is enough.
         """
         lent = key if extends else None
-        held, missing = self.ledger.charge(min(needed_bytes, self.budget_bytes), lent)
-        own = held - missing
-        return max(0, missing - self.ledger.free_bytes - (self.ledger.resident_bytes - own))
+        missing = self.ledger.charge(min(needed_bytes, self.budget_bytes), lent)[1]
+        droppable = sum(size for idle, size in self.ledger.residents.items() if idle != lent and idle not in spare)
+        return max(0, missing - self.ledger.free_bytes - droppable)
 
     def resize(self, owner: Hashable, needed_bytes: int) -> bool:
         """Hold more or less for a turn that runs: less once its plan's blobs are gone, more if there is room or

@@ -1,12 +1,13 @@
 """Who runs in the next step: pure bookkeeping over turns. No tensors, no clock of its own, no bytes.
 
-The life of a turn is waiting → running → gone, and after a preemption waiting once more. A step is what the worker does
+The life of a turn is waiting → running → gone, and after a preemption waiting once more; then, running again, it is
+restoring until its KV has been brought back. A step is what the worker does
 between two looks at its mailbox:
 
     end what scheduler.cancelled() says                 # remove(turn) each
     blocked = scheduler.begin_waiting(now, try_begin)   # try_begin reserves bytes and gives the turn its KV
     if blocked: for each of scheduler.preemptions(blocked, missing_bytes, held_bytes):
-        publish and free its rows; scheduler.preempted(turn, now)     # it goes on in a later begin_waiting
+        put it aside and free its rows; scheduler.preempted(turn, now)
     decode one token for all of scheduler.begin_step(now)
     while (turn := scheduler.next_prefill(seconds since the first)) is not None:
         one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
@@ -48,6 +49,16 @@ class Schedulable(Sharing, Hashable, Protocol):
     @property
     def is_cancelled(self) -> bool:
         """It is to end: it gets nothing more."""
+        ...
+
+    @property
+    def can_be_put_aside(self) -> bool:
+        """It may be asked to give up its rows: they can be kept elsewhere meanwhile."""
+        ...
+
+    @property
+    def is_restoring(self) -> bool:
+        """It was put aside, has room again, and waits for its KV: it neither speaks nor prefills."""
         ...
 
     @property
@@ -305,7 +316,7 @@ class Scheduler(Generic[TurnT]):
     def _waits_for_sibling(self, turn: TurnT) -> bool:
         """Somebody is prefilling what it needs too. Once it waits, it looks again only when that is over."""
         entry = self._entries[turn]
-        if self.rules.gate_s <= 0 or entry.gate_is_over:
+        if self.rules.gate_s <= 0 or entry.gate_is_over or entry.preemptions:  # who goes on begins with its own
             return False
         awaited = entry.awaits
         if awaited is None or awaited.source not in self.running or awaited.source.shareable >= awaited.shared_tokens:
@@ -347,6 +358,8 @@ class Scheduler(Generic[TurnT]):
         entry = self._entries[turn]
         return (
             turn.priority is Priority.BACKGROUND
+            and turn.can_be_put_aside
+            and not turn.is_restoring
             and not turn.is_cancelled
             and not entry.began_aged
             and entry.preemptions < self.rules.max_preemptions
@@ -356,14 +369,15 @@ class Scheduler(Generic[TurnT]):
 
     @staticmethod
     def _speaks(turn: TurnT) -> bool:
-        return not turn.is_prefilling and not turn.is_cancelled
+        return not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring
 
     def _next_in_round(self) -> TurnT | None:
         """The most urgent class's warm turn with one cell left, if the last cell was not given so; else its turn that
         was served longest ago.
         """
         lines = self._urgent_lines()
-        prefilling = [turn for turn in self.running if turn.is_prefilling and not turn.is_cancelled]
+        computes = [turn for turn in self.running if not turn.is_cancelled and not turn.is_restoring]
+        prefilling = [turn for turn in computes if turn.is_prefilling]
         urgent = [turn for turn in prefilling if self._is_urgent(turn, lines)]
         turns = urgent or prefilling
         warm = [turn for turn in turns if turn.is_warm and turn.rest_tokens <= self.rules.cell_tokens]

@@ -45,6 +45,10 @@ class Job:
     begun_s: float | None = None
     ended_s: float | None = None
     preemptions: int = 0
+    can_be_put_aside: bool = True
+    restore_s: float = 0.0  # how long its KV takes to come back after it was put aside
+    restored_s: float = 0.0  # when it has come back
+    is_restoring: bool = False
     lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
     began_from: object = None
     cells: list[float] = field(default_factory=list)  # when each of its cells was computed
@@ -134,6 +138,7 @@ class World:
         blocked = self.scheduler.begin_waiting(self.now, self._try_begin)
         if blocked is not None:
             self._preempt_for(blocked)
+        self._restore()
         self._decode()
         self._prefill()
         for job in [job for job in self.scheduler.running if job.generated >= job.reply_tokens]:
@@ -164,6 +169,9 @@ class World:
             self._end(job, leaves=False)
             return True
         job.begun_s = self.now if job.begun_s is None else job.begun_s
+        if job.preemptions and job.restore_s:
+            job.is_restoring, job.restored_s = True, self.now + job.restore_s
+            return True
         job.cached = job.computed = min(job.reusable_tokens, job.prompt_tokens - 1)
         hot = self.memories.idle(job.namespace) if job.namespace is not None else []
         if donor := self.scheduler.donor_of(job, hot):
@@ -180,15 +188,27 @@ class World:
             job = preempt.turn
             assert job.priority is BACKGROUND
             assert blocked.priority is INTERACTIVE
+            assert job.can_be_put_aside
+            assert not job.is_restoring
             job.preemptions += 1
             job.computed = job.cached = job.shareable = job.reusable_tokens = 0
             self.memories.release(job)
             self.scheduler.preempted(job, self.now)
 
+    def _restore(self) -> None:
+        """KV that was on its way is there. While nobody computes, time passes until the first of it is."""
+        waiting = [job for job in self.scheduler.running if job.is_restoring]
+        if waiting and len(waiting) == len(self.scheduler.running):
+            self.now = max(self.now, min(job.restored_s for job in waiting))
+        for job in waiting:
+            job.is_restoring = self.now < job.restored_s
+
     def _decode(self) -> None:
         speaking = self.scheduler.begin_step(self.now)
         assert set(speaking) == {
-            job for job in self.scheduler.running if not job.is_prefilling and not job.is_cancelled
+            job
+            for job in self.scheduler.running
+            if not job.is_prefilling and not job.is_cancelled and not job.is_restoring
         }
         self.now += self.token_s if speaking else 0.0
         for job in speaking:
@@ -204,10 +224,12 @@ class World:
     def _prefill(self) -> None:
         spent, tokens = 0.0, 0
         starts: dict[Job, int] = {}
-        waits = any(job.is_prefilling and not job.is_cancelled for job in self.scheduler.running)
+        computing = [job for job in self.scheduler.running if not job.is_restoring]
+        waits = any(job.is_prefilling and not job.is_cancelled for job in computing)
         while (job := self.scheduler.next_prefill(spent)) is not None:
             assert not job.is_cancelled
-            speaks = any(not other.is_prefilling for other in self.scheduler.running)
+            assert not job.is_restoring
+            speaks = any(not other.is_prefilling for other in self.scheduler.running if not other.is_restoring)
             assert not tokens or not speaks or spent < self.rules.budget_s, "more than the budget and one cell"
             starts.setdefault(job, job.computed)
             tokens += job.next_cell_tokens

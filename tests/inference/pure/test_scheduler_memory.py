@@ -371,6 +371,42 @@ def test_interactive_turns_give_way_to_nobody_and_background_turns_ask_nobody() 
     assert [job.preemptions for job in jobs] == [0, 0]
 
 
+def test_who_cannot_be_put_aside_is_not_and_another_is() -> None:
+    world, jobs = busy_world(BACKGROUND, BACKGROUND)
+    jobs[1].can_be_put_aside = False
+    world.submit(Job(CELL, 1))
+    world.step()
+    assert [job.preemptions for job in jobs] == [1, 0]
+
+
+def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing() -> None:
+    world, (old, young) = busy_world(BACKGROUND, BACKGROUND)
+    young.restore_s = 1.0
+    person = Job(CELL, 1)
+    world.submit(person)
+    while not young.is_restoring:
+        world.step()
+    assert world.memories.ledger.reserved_by(young) == young.needed_bytes
+    world.submit(Job(CELL, 1))
+    world.step()
+    assert (old.preemptions, young.preemptions) == (1, 1)  # never who has no rows to give up
+    world.run()
+    assert young.generated == young.reply_tokens
+
+
+def test_what_an_interactive_turn_spares_is_not_counted_as_its_room() -> None:
+    """Else others would be put aside for it, and it would wait all the same."""
+    world, jobs = busy_world(BACKGROUND, BACKGROUND, BACKGROUND)
+    jobs[0].is_cancelled = True
+    world.step()
+    key = key_of("idle")
+    assert world.memories.put(key, memory(BUSY // 3 - 10))
+    free = world.memories.ledger.free_bytes
+    assert world.memories.missing_bytes(free + 20) == 0
+    assert world.memories.missing_bytes(free + 20, spare={key}) == 20
+    assert world.memories.missing_bytes(free + 20, key, extends=True) == 0
+
+
 def test_a_predecessor_of_an_interactive_turns_line_does_not_give_way() -> None:
     world = World(budget_bytes=BUSY)
     before = Job(BUSY - 300, 100, key=key_of("a"), priority=BACKGROUND)
@@ -414,7 +450,7 @@ def test_background_turns_end_though_people_never_stop_asking_for_their_room(
 ) -> None:
     """Each gives way so often and no more: no two turns chase each other for ever."""
     world = World(budget_bytes=4 * CELL, rules=Rules(max_preemptions=most, ageing_s=ageing_s))
-    background = [Job(2 * CELL, 40, priority=BACKGROUND) for _ in range(count)]
+    background = [Job(2 * CELL, 40, priority=BACKGROUND, restore_s=0.05 * number) for number in range(count)]
     world.submit(*background)
     while not all(job in world.ended for job in background):
         if sum(job.priority is INTERACTIVE for job in (*world.scheduler.waiting, *world.scheduler.running)) < 2:
