@@ -73,7 +73,7 @@ def _round(lab: Lab) -> _Round:
     # One after the other: B arrives at the same point of A, and waits.
     alone = lab.start(first, reply_tokens)
     alone.end()
-    waited = lab.start(second, reply_tokens)
+    waited = lab.start(second, 1)
     waited.end()
     # Together: B is submitted in the very step that tells a third of A's tokens.
     joined = lab.run()
