@@ -14,22 +14,24 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import KvasirError
 
 from inference_svc.blas import load_optimized_blas
+from inference_svc.kv_policy import PolicyRequest
 from inference_svc.models import kvasir_tiny
 
 _PROBE_MEMORY_BYTES = 1 << 30
 
 
-def described(model: str | Path, cache_dir: Path) -> dict[str, Any]:
+def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dict[str, Any]:
     """Facts about a model, read after a probe. Raises what Engine.open raises."""
     load_optimized_blas()
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine import Engine
 
-    engine = Engine.open(model, cache_dir=cache_dir, memory_budget_bytes=_PROBE_MEMORY_BYTES)
+    engine = Engine.open(model, cache_dir=cache_dir, memory_budget_bytes=_PROBE_MEMORY_BYTES, policy=request)
     try:
         info = engine.model
         policy = info.kv_identity.policy
@@ -39,10 +41,16 @@ def described(model: str | Path, cache_dir: Path) -> dict[str, Any]:
             "weights_digest": info.kv_identity.weights_digest,
             "layers": [_layer(layer) for layer in info.kv_identity.layers],
             "policy": {
+                "name": info.policy_name,
+                "why": info.policy_why,
                 "key_bits": policy.key_bits,
                 "value_bits": policy.value_bits,
                 "group_size": policy.group_size,
                 "scale_type": identity_pb2.ScaleType.Name(policy.scale_type).removeprefix("SCALE_TYPE_").lower(),
+                "key_rotation": identity_pb2.KeyRotation.Name(policy.key_rotation)
+                .removeprefix("KEY_ROTATION_")
+                .lower(),
+                "exact_layers": list(policy.exact_layers),
                 "applied_layers": info.policy_applied_layers,
                 "layer_count": info.layer_count,
             },
@@ -78,10 +86,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m inference_svc.describe", description=__doc__)
     parser.add_argument("--model", default="", help="directory or name; the shipped model if left out")
     parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
+    parser.add_argument("--kv-policy", default="q4", help="as the engine's option; auto measures, unless it did before")
+    parser.add_argument("--kv-exact-layers", default="", help="as the engine's option")
     arguments = parser.parse_args()
+    # What is measured is told on the way; stdout is for the facts.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     with tempfile.TemporaryDirectory() as nowhere:
         try:
-            facts = described(arguments.model or kvasir_tiny.path(), arguments.cache_dir or Path(nowhere))
+            request = PolicyRequest.parse(arguments.kv_policy, arguments.kv_exact_layers)
+            facts = described(arguments.model or kvasir_tiny.path(), arguments.cache_dir or Path(nowhere), request)
         except KvasirError as error:
             sys.stderr.write(f"{error.message}\n")
             return 1

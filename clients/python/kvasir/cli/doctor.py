@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ from kvasir.cli.home import Endpoint
 from kvasir.cli.rows import size, stats_row
 from kvasir.cli.self_test import self_test
 from kvasir.errors import KvasirError
+from kvasir.inference_client import InferenceClient
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
 _LITTLE_DISK_BYTES = 2 << 30
@@ -41,12 +43,17 @@ def doctor(
     model: Annotated[
         str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
     ] = "",
+    kv_policy: Annotated[
+        str, typer.Option(help="As of `kvasir up`; auto measures the model, unless an engine of this home did.")
+    ] = "",
+    kv_exact_layers: Annotated[str, typer.Option(help="As of `kvasir up`.")] = "",
     does_self_test: Annotated[bool, typer.Option("--self-test", help="Also tell, kill, and ask.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what of a model persists, what computes, what runs; and what to do about it."""
     caller = caller_of(context, as_json)
-    report = examined(caller, model)
+    policy = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers)]
+    report = examined(caller, model, [part for option in policy if option[1] for part in option])
     if does_self_test:
         with caller.busy("telling, killing, asking"):
             report["self_test"] = self_test(model)
@@ -56,12 +63,14 @@ def doctor(
         raise typer.Exit(PROBLEMS)
 
 
-def examined(caller: Caller, model: str) -> dict[str, Any]:
+def examined(caller: Caller, model: str, policy: Sequence[str]) -> dict[str, Any]:
     """Everything but the self-test. `problems` are sentences that say what to do."""
     problems: list[str] = []
-    with caller.busy("loading the model"):
-        facts = model_facts(model, problems)
     home = caller.home.root
+    # What the home's engine has measured before need not be measured again; a home is not made for it.
+    remembered = ["--cache-dir", str(caller.home.engine_state)] if caller.home.engine_state.is_dir() else []
+    with caller.busy("loading the model"):
+        facts = model_facts(model, [*policy, *remembered], problems)
     disk = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists()))
     if disk.free < _LITTLE_DISK_BYTES:
         problems.append(f"{home}: only {size(disk.free)} of disk are free")
@@ -75,14 +84,14 @@ def examined(caller: Caller, model: str) -> dict[str, Any]:
         "model": facts,
         "home": {"path": str(home), "free_disk_bytes": disk.free},
         "store": _service(caller.store, STORE_SERVICE) | _store_stats(caller),
-        "engine": _service(caller.engine, ENGINE_SERVICE),
+        "engine": _service(caller.engine, ENGINE_SERVICE) | _loaded_model(caller),
         "problems": problems,
     }
 
 
-def model_facts(model: str, problems: list[str]) -> dict[str, Any] | None:
+def model_facts(model: str, options: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
     """What `inference_svc.describe` says; None, and a problem more, when the model cannot be kept."""
-    argv = [sys.executable, "-m", "inference_svc.describe", *(["--model", model] if model else [])]
+    argv = [sys.executable, "-m", "inference_svc.describe", *(["--model", model] if model else []), *options]
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if answer.returncode == 0:
         facts: dict[str, Any] = json.loads(answer.stdout)
@@ -102,6 +111,25 @@ def _version(name: str) -> str:
 
 def _service(endpoint: Endpoint, name: str) -> dict[str, Any]:
     return {"address": endpoint.address, "is_ready": asyncio.run(is_ready(endpoint, name))}
+
+
+def _loaded_model(caller: Caller) -> dict[str, Any]:
+    """What the running engine says of its model: read from its live memory."""
+    endpoint = caller.engine
+    try:
+        with InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
+            model = client.get_model()
+    except (KvasirError, ValueError):
+        return {"model": None}
+    return {
+        "model": {
+            "name": model.name,
+            "kv_policy": model.kv_policy,
+            "kv_policy_why": model.kv_policy_why,
+            "applied_layers": model.policy_applied_layers,
+            "layer_count": model.layer_count,
+        }
+    }
 
 
 def _store_stats(caller: Caller) -> dict[str, Any]:
@@ -124,6 +152,8 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     for name in ("store", "engine"):
         service = report[name]
         write(f"{name}: {'ready' if service['is_ready'] else 'does not run'} at {service['address']}")
+    if loaded := report["engine"]["model"]:
+        write(f"serving: {loaded['name']}, KV policy {_applied(loaded['kv_policy'], loaded['kv_policy_why'], loaded)}")
     if report["store"]["stats"]:
         stats = report["store"]["stats"]
         write(f"stored: {stats['agent_count']} agents, {stats['blob_count']} blobs, {size(stats['blob_bytes'])}")
@@ -141,14 +171,26 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     policy, table = facts["policy"], Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"):
         table.add_column(column, justify="left" if column in ("keeps", "persists") else "right")
-    bits = f"K {policy['key_bits']} bits, V {policy['value_bits']} bits, groups of {policy['group_size']}"
-    for layer, count in Counter(json.dumps(layer) for layer in facts["layers"]).items():
-        row = json.loads(layer)
+    stored = [_stored(policy, index) for index in range(len(facts["layers"]))]
+    for alike, count in Counter(zip(map(json.dumps, facts["layers"]), stored, strict=True)).items():
+        row, bits = json.loads(alike[0]), alike[1]
         keeps = f"window of {row['window']}" if row["window"] else f"{row['kind']}, every token"
         table.add_row(str(count), keeps, str(row["kv_heads"]), str(row["key_dim"]), str(row["value_dim"]), bits)
     out.print(table)
     ratio = facts["kv_bytes_per_token"] / facts["kv_bytes_per_token_fp16"]
     out.print(
         f"{facts['kv_bytes_per_token']} bytes per token instead of {facts['kv_bytes_per_token_fp16']} at fp16 "
-        f"({ratio:.3f}); the policy is applied to {policy['applied_layers']} of {policy['layer_count']} layers"
+        f"({ratio:.3f})"
     )
+    out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}", markup=False)
+
+
+def _stored(policy: dict[str, Any], layer: int) -> str:
+    if policy["key_bits"] == policy["value_bits"] == 16 or layer in policy["exact_layers"]:
+        return "16 bits"
+    rotated = ", rotated" if policy["key_rotation"] != "none" else ""
+    return f"K {policy['key_bits']} bits{rotated}, V {policy['value_bits']} bits, groups of {policy['group_size']}"
+
+
+def _applied(name: str, why: str, counts: dict[str, Any]) -> str:
+    return f"{name}, applied to {counts['applied_layers']} of {counts['layer_count']} layers ({why})"
