@@ -30,8 +30,8 @@ class ExpectedUse(Generic[KeyT]):
         self._now = 0
         self._rhythms: dict[KeyT, _Rhythm] = {}  # last turn first to go
 
-    def speaks(self, key: KeyT) -> None:
-        """A turn of the agent begins."""
+    def spoke(self, key: KeyT) -> None:
+        """A turn of the agent left a memory."""
         self._now += 1
         before = self._rhythms.pop(key, None)
         self._rhythms[key] = _Rhythm(self._now, None if before is None else self._now - before.last)

@@ -78,7 +78,7 @@ class HotMemories(Generic[KvT]):
         before = self.ledger.residents.get(key, 0)
         if self.ledger.is_lent(key) or not self._make_room(memory.kv.allocated_bytes - before, {key}):
             return False
-        self._expected.speaks(key)
+        self._expected.spoke(key)
         self._memories[key] = memory
         return self.ledger.keep(key, memory.kv.allocated_bytes)
 
@@ -130,8 +130,6 @@ class HotMemories(Generic[KvT]):
         self.ledger.reserve(owner, needed_bytes, lent)
         if lent is not None and lent in self._memories:
             self._lent[owner] = lent
-        if key is not None:
-            self._expected.speaks(key)
         return True
 
     def missing_bytes(
@@ -172,6 +170,7 @@ class HotMemories(Generic[KvT]):
         """
         self.ledger.release(owner)
         self._lent.pop(owner, None)
+        self._expected.spoke(key)
         return self._keep(key, memory)
 
     def _keep(self, key: SequenceKey, memory: Memory[KvT]) -> bool:
