@@ -124,6 +124,17 @@ def test_between_two_cells_of_one_prompt_every_other_that_waits_gets_one(
                 assert between.count(other) == 1 or not waited or other.cells[-1] < end_s, "somebody was passed over"
 
 
+def test_newcomers_do_not_come_before_those_who_wait_already() -> None:
+    """A new prompt after every cell is more than can be served; an old one goes on all the same."""
+    world = World(rules=Rules(ageing_s=1e9))
+    long = Job(4 * CELL)
+    world.submit(long)
+    world.arrivals = {after: [Job(CELL)] for after in range(1, 60)}
+    world.run()
+    given_at = [index for index, served in enumerate(world.prefilled) if served is long]
+    assert given_at[-1] <= 1 + 2 + 4 + 8
+
+
 def test_every_generating_turn_decodes_in_every_step() -> None:
     world = World()
     speaking = [Job(1, 9), Job(1, 9)]
