@@ -58,8 +58,8 @@ def up(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="A directory or name of an mlx-lm model; the shipped one if left out. Several times, as NAME=PATH: the "
-            "first is loaded, and `kvasir models load` swaps them.",
+            help="A directory or name of an mlx-lm model; the shipped one if left out. Several times, as NAME=PATH: "
+            "the first is loaded, and `kvasir models load` swaps them.",
         ),
     ] = None,
     listen: Annotated[
@@ -74,6 +74,16 @@ def up(
     metrics_listen: Annotated[
         str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
     ] = "",
+    kv_policy: Annotated[
+        str,
+        typer.Option(
+            help="How keys and values are stored: q4 (if left out), q4-rotated, k8v4, q8, fp; or auto, the cheapest "
+            "with which the model answers as with exact KV, measured once. `kvasir bench quality` shows their costs."
+        ),
+    ] = "",
+    kv_exact_layers: Annotated[
+        str, typer.Option(help='Layers that stay at 16 bits: "last", or indexes with commas between.')
+    ] = "",
 ) -> None:
     """Run the store and the engine as one group, until Ctrl-C."""
     caller = caller_of(context)
@@ -81,8 +91,13 @@ def up(
     home.make()
     with locked(home) as descriptor:
         make_credentials(home)
-        metrics = ("--metrics-listen", metrics_listen) if metrics_listen else ()
-        plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, metrics)
+        given = (
+            ("--metrics-listen", metrics_listen),
+            ("--kv-policy", kv_policy),
+            ("--kv-exact-layers", kv_exact_layers),
+        )
+        options = [part for option in given if option[1] for part in option]
+        plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, options)
         asyncio.run(_run(caller, plan, descriptor))
 
 
