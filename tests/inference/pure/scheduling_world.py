@@ -133,6 +133,7 @@ class World:
 
     def step(self) -> None:
         self.steps += 1
+        assert self.steps < 3_000, "somebody waits for ever"
         for job in self.scheduler.cancelled():
             self._end(job, leaves=False)
         blocked = self.scheduler.begin_waiting(self.now, self._try_begin)
@@ -145,7 +146,7 @@ class World:
             self._end(job, leaves=True)
         self.check()
 
-    def run(self, most_steps: int = 100_000) -> None:
+    def run(self, most_steps: int = 3_000) -> None:
         """Until nobody is left."""
         while self.scheduler.waiting or self.scheduler.running:
             assert self.steps < most_steps, "somebody waits for ever"
