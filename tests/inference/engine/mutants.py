@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -191,34 +192,6 @@ MUTANTS = (
         "models",
     ),
     Mutant(
-        "the first prompt is computed whole before the next",
-        "scheduler.py",
-        "start = self.running.index(self._last_prefilled) + 1 if self._last_prefilled in self.running else 0",
-        "start = 0",
-        "turns scheduling",
-    ),
-    Mutant(
-        "turns of one agent run beside each other",
-        "scheduler.py",
-        "if turn.line is not None and any(other.line == turn.line for other in self._before(turn)):",
-        "if False:",
-        "turns scheduling",
-    ),
-    Mutant(
-        "the memory used last is dropped first",
-        "hot_memories.py",
-        "self.drop(idle.pop(0))",
-        "self.drop(idle.pop())",
-        "turns scheduling",
-    ),
-    Mutant(
-        "the budget forgets the running turns",
-        "engine_worker.py",
-        "self.memories.make_room(turn_bytes(turn.plan, self._model), reserved, busy)",
-        "self.memories.make_room(turn_bytes(turn.plan, self._model), 0, busy)",
-        "turns",
-    ),
-    Mutant(
         "a snapshot does not wait for the turn's end",
         "engine_worker.py",
         "        if self._running_of(key) is None:\n            work()",
@@ -277,7 +250,7 @@ MUTANTS = (
 )
 
 
-def caught_by(mutant: Mutant, copy: Path) -> str:
+def caught_by(mutant: Mutant, copy: Path, tests_of: str = "engine/test_") -> str:
     """The first test that fails with the mutant; "" when none does."""
     path = copy / "inference_svc" / mutant.file
     source = path.read_text()
@@ -287,7 +260,7 @@ def caught_by(mutant: Mutant, copy: Path) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'clients/python'}"}
     try:
         for name in mutant.tests.split():
-            tests = f"tests/inference/engine/test_{name}.py"
+            tests = f"tests/inference/{tests_of}{name}.py"
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=120", "--no-header", tests]
             done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
             if done.returncode == 1 and (failed := re.search(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)):
@@ -299,10 +272,10 @@ def caught_by(mutant: Mutant, copy: Path) -> str:
     return ""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="words of the mutant")
-    arguments = parser.parse_args()
+def report(
+    mutants: Sequence[Mutant], table: Path, title: str, how: str, tests_of: str = "engine/test_", only: str = ""
+) -> int:
+    """Try those whose words hold `only`; the table is written when all were tried. 1 if a mutant was not noticed."""
     rows, missed = [], 0
     with tempfile.TemporaryDirectory() as directory:
         copy = Path(directory)
@@ -310,18 +283,25 @@ def main() -> int:
             source = ROOT / name
             ignored = shutil.ignore_patterns("__pycache__")
             (shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy))
-        for mutant in MUTANTS:
-            if arguments.only in mutant.what:
-                test = caught_by(mutant, copy)
+        for mutant in mutants:
+            if only in mutant.what:
+                test = caught_by(mutant, copy, tests_of)
                 missed += not test or test.startswith("(")
                 rows.append(f"| {mutant.what} | `{mutant.file}` | {(test and f'`{test}`') or '**nothing**'} |")
                 print(rows[-1], flush=True)
-    if not arguments.only:
-        head = "# Mutants of the engine\n\nEach was put into a copy of the code; the test is the first that failed.\n"
-        how = "Written by `python -m tests.inference.engine.mutants`.\n"
-        table = ["| what was broken | where | which test noticed |", "|---|---|---|", *rows]
-        TABLE.write_text("\n".join([head, how, *table]) + "\n")
+    if not only:
+        head = f"# {title}\n\nEach was put into a copy of the code; the test is the first that failed.\n"
+        lines = ["| what was broken | where | which test noticed |", "|---|---|---|", *rows]
+        table.write_text("\n".join([head, f"Written by `{how}`.\n", *lines]) + "\n")
     return 1 if missed else 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="words of the mutant")
+    arguments = parser.parse_args()
+    how = "python -m tests.inference.engine.mutants"
+    return report(MUTANTS, TABLE, "Mutants of the engine", how, only=arguments.only)
 
 
 if __name__ == "__main__":
