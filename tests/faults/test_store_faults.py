@@ -23,6 +23,7 @@ def run(directory: Path, trials: int, seed: int) -> Findings:
 
 def check(findings: Findings) -> None:
     assert findings.problems == []
+    assert findings.unlike_undisturbed == 0
     lost = sorted(findings.lost_s)
     assert lost[int(0.98 * (len(lost) - 1))] < BUDGET_S + SLACK_S
 

@@ -22,6 +22,10 @@ from tests.system_fixtures import House
 if TYPE_CHECKING:
     from tests.hammer.actors import Actor
 
+# Words generated one by one round differently than the same prefilled, and a rounding may turn a code or some. Rows of
+# other tokens or of another place differ in most bytes.
+_UNLIKE_AT_MOST = 0.02
+
 
 @dataclass(frozen=True)
 class RoundPlan:
@@ -48,6 +52,7 @@ class RoundResult:
     requests: int = 0
     compared: int = 0
     seconds: float = 0.0
+    unlike_prefilled: list[float] = field(default_factory=list)  # by agent: the part of the bytes of its memory
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[Problem] = field(default_factory=list)
 
@@ -126,12 +131,17 @@ class Arena:
             Problem(sort, record.agent, what, record.to_json(), vars(alone) if alone else {}, history)
         )
 
-    async def _compare_stored(self, record: TurnRecord, held: list[str], waiting: Awaitable[list[str]]) -> None:
-        alone = await waiting
-        self.counts["memories equal to the bit" if held == alone else "memories not equal to the bit"] += 1
+    async def _compare_stored(
+        self, record: TurnRecord, held: list[str], waiting: Awaitable[tuple[list[str], float]]
+    ) -> None:
+        alone, unlike_prefilled = await waiting
+        self.counts["memories compared to the bit"] += 1
+        self.result.unlike_prefilled.append(unlike_prefilled)
         if held != alone:
-            differing = [index for index, pair in enumerate(zip(held, alone, strict=False)) if pair[0] != pair[1]]
-            what = f"stored blobs {differing} of {len(held)} are not those of the same turns alone ({len(alone)})"
+            differing = [index for index, pair in enumerate(zip(held, alone, strict=False)) if len(set(pair)) > 1]
+            self.problem("bits", record, f"stored blobs {differing} of {len(held)} are not those left alone")
+        if unlike_prefilled > _UNLIKE_AT_MOST:
+            what = f"{unlike_prefilled:.0%} of a blob are not what the same tokens prefilled at once give"
             self.problem("bits", record, what)
 
     async def settle(self) -> None:

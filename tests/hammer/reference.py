@@ -55,12 +55,15 @@ class Reference:
 
         return wait()
 
-    def blobs(self, agent: str) -> Awaitable[list[str]]:
-        """Hashes of the blobs that hold the agent's memory as it is now: what a store would have of it."""
+    def blobs(self, agent: str) -> Awaitable[tuple[list[str], float]]:
+        """Hashes of the blobs that hold the agent's memory as it is now: what a store would have of it. And the part
+        of their bytes that differs from those of the same tokens prefilled at once, nothing reused, cut or decoded.
+        """
         answer = self._send({"op": "blobs", "agent": agent})
 
-        async def wait() -> list[str]:
-            return list((await answer)["blobs"])
+        async def wait() -> tuple[list[str], float]:
+            found = await answer
+            return found["blobs"], found["unlike"]
 
         return wait()
 

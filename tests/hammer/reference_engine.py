@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
@@ -21,6 +22,7 @@ from tests.hammer.records import Alone, TurnRecord
 
 _MEMORY_BYTES = 4 << 30
 _WORTHWHILE_FRACTION = 0.8  # the service's default
+_FORCED = 1000.0  # a bias that no logit outweighs
 _NOTHING = Memory("", (), ())
 
 
@@ -37,7 +39,9 @@ class AloneEngine:
             case {"op": "turn", "record": fields}:
                 return vars(self._turn(TurnRecord(**fields)))
             case {"op": "blobs", "agent": agent}:
-                return {"blobs": self._blobs(agent)}
+                files = self._files(agent)
+                unlike = _difference(files, self._prefilled(agent)) if files else 0.0
+                return {"blobs": [Digest.of(data).hash for data in files], "unlike": unlike}
             case {"op": "fork", "source": source, "target": target}:
                 self._copy(source, target)
             case {"op": "undo", "agent": agent}:
@@ -102,12 +106,27 @@ class AloneEngine:
         assert isinstance(last, Ended)
         return last, [token for event in events if isinstance(event, Tokens) for token in event.ids]
 
-    def _blobs(self, agent: str) -> list[str]:
+    def _files(self, agent: str) -> list[bytes]:
+        """The tensor files of the agent's memory."""
         snapshot = self._engine.snapshot(_key(agent), 0).result(60)
         if snapshot is None:
             return []
-        files = [*snapshot.blocks, *([snapshot.tail] if snapshot.tail else [])]
-        return [Digest.of(data).hash for _, data in files]
+        return [data for _, data in (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))]
+
+    def _prefilled(self, agent: str) -> list[bytes]:
+        """Those of the same tokens prefilled at once, but for the last, which is generated."""
+        *prompt, last = self._words[agent].token_ids
+        plan = TurnPlan(
+            token_ids=tuple(prompt),
+            token_chars=(1,) * len(prompt),
+            sampling=SamplingParams(max_tokens=1, logit_bias=((last, _FORCED),)),
+            key=_key(_anew(agent)),
+        )
+        ended, _ = self._run(plan)
+        assert ended.state.token_ids == (*prompt, last)
+        files = self._files(_anew(agent))
+        self._forget(_anew(agent))
+        return files
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
         return render(self._prompting.template, [manifest_pb2.Message(**each) for each in messages], ())
@@ -142,12 +161,24 @@ def _reuse(record: TurnRecord, expected: int) -> Cold | Hot:
     return Hot(record.cached_tokens) if is_own else Cold()
 
 
+def _difference(files: list[bytes], others: list[bytes]) -> float:
+    """The part of the bytes that differs, of the file of which it is largest."""
+    pairs = [
+        (np.frombuffer(one, np.uint8), np.frombuffer(other, np.uint8)) for one, other in zip(files, others, strict=True)
+    ]
+    return max(float((one != other).mean()) if one.size == other.size else 1.0 for one, other in pairs)
+
+
 def _before(agent: str) -> str:
     return f"{agent} before its last turn"
 
 
 def _cut(agent: str) -> str:
     return f"{agent} in a turn that was cut"
+
+
+def _anew(agent: str) -> str:
+    return f"{agent} from its beginning"
 
 
 def _key(agent: str) -> SequenceKey:
