@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvasir import errors
 from kvasir.block_hash import BLOCK_TOKENS
+from kvasir.manifest import keeps_all_tokens
 
 from inference_svc.engine import Engine
 from inference_svc.held_bytes import HeldBytes
@@ -24,13 +25,13 @@ _PIECE_BYTES = 16 << 20
 
 def piece_blocks(kv_bytes_per_token: int) -> int:
     """Blocks that one copy holds, so that it takes milliseconds."""
-    return max(1, _PIECE_BYTES // (kv_bytes_per_token * BLOCK_TOKENS))
+    return max(1, _PIECE_BYTES // (max(1, kv_bytes_per_token) * BLOCK_TOKENS))
 
 
 def files_of(snapshot: Snapshot) -> list[bytes]:
-    """Tensor files in the order of the sequence: blocks, then the tail."""
+    """Tensor files in the order of a manifest: blocks, then the tail, then the states."""
     tail = (snapshot.tail,) if snapshot.tail is not None else ()
-    return [data for _, data in (*snapshot.blocks, *tail)]
+    return [data for _, data in (*snapshot.blocks, *tail, *snapshot.states)]
 
 
 async def copied(asked: "Future[Snapshot | None]") -> Snapshot | None:
@@ -69,9 +70,10 @@ class Copies:
         What the store took is noted in the memory's `kept.blocks`. Gives the store `patience_s` to take what does not
         fit. Raises ResourceExhausted (with numbers) when it does not, or when the memory was dropped or went on.
         """
+        has_blocks = keeps_all_tokens(self._engine.model.kv_identity)
         give_up, sent_bytes, held_bytes, snapshot = self._clock() + patience_s, 0, 0, first
         try:
-            while not _is_whole(snapshot, memory):
+            while has_blocks and not _is_whole(snapshot, memory):
                 held_bytes = self._hold(snapshot, held_bytes)
                 if not self.held.fits(self.piece_bytes):
                     if not store.is_reachable:

@@ -5,7 +5,7 @@ or the store's; the digests here name it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvasir import manifest as manifests
@@ -32,6 +32,7 @@ class Kept:
     expected_version: int | None = None
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
+    states: dict[int, Digest] = field(default_factory=dict)  # of its points, those that are in the store
     # Set when a commit was sent and its answer was lost: a head with this manifest is then ours after all.
     attempted: Digest | None = None
     # The same of the memories that this one extends: a head with such a manifest is this one's parent.
@@ -57,12 +58,14 @@ class AgentMemory:
     shareable_tokens: int
     tokenizer_digest: str
     kept: Kept
+    points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
 
 
 def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     """The memory that a checked manifest describes."""
     blocks = [Digest.from_proto(block) for block in manifest.blocks]
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
+    states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
     return AgentMemory(
         words=Memory(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=tuple(manifest.messages),
@@ -70,12 +73,19 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         # What was brought here may say of itself what it likes: it serves its own agent and nobody else.
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
-        kept=Kept(head, is_head=True, blocks=blocks, tail=tail),
+        kept=Kept(head, is_head=True, blocks=blocks, tail=tail, states=states),
+        points=tuple(states),
     )
 
 
-def to_manifest(memory: AgentMemory, model: ModelInfo, blocks: Sequence[Digest], tail: Digest | None) -> bytes:
-    """The manifest of a memory whose tensors are stored under these digests."""
+def to_manifest(
+    memory: AgentMemory,
+    model: ModelInfo,
+    blocks: Sequence[Digest],
+    tail: Digest | None,
+    states: Mapping[int, Digest],
+) -> bytes:
+    """The manifest of a memory whose tensors are stored under these digests; `states` by their points' tokens."""
     head = memory.kept.head
     return manifests.build(
         kv_identity=model.kv_identity,
@@ -84,6 +94,7 @@ def to_manifest(memory: AgentMemory, model: ModelInfo, blocks: Sequence[Digest],
         token_chars=memory.words.token_chars,
         blocks=blocks,
         tail=tail,
+        states=sorted(states.items()),
         shareable_tokens=memory.shareable_tokens,
         messages=memory.messages,
         tokenizer_digest=model.tokenizer_digest,

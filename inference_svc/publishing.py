@@ -285,7 +285,9 @@ class Publisher:
         count = len(snapshot.blocks)
         blocks = [*kept.blocks[: snapshot.first_block], *digests[:count]]
         tail = digests[count] if snapshot.tail is not None else None
-        manifest = to_manifest(memory, self._engine.model, blocks, tail)
+        points = [identity.tokens for identity, _ in snapshot.states]
+        states = dict(zip(points, digests[len(digests) - len(points) :], strict=True))
+        manifest = to_manifest(memory, self._engine.model, blocks, tail, states)
         digest = Digest.of(manifest)
         kept.attempted = digest
         parent_version = kept.head.version if kept.head is not None else 0
@@ -306,7 +308,7 @@ class Publisher:
             whole = await self._whole_snapshot(key, memory, store)
             return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
         kept.head, kept.is_head, kept.attempted = head, True, None
-        kept.blocks[:], kept.tail = blocks, tail
+        kept.blocks[:], kept.tail, kept.states = blocks, tail, states
         written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
         counters = self._stats.of(key.namespace)
         counters.publications[SnapshotState.COMMITTED] += 1

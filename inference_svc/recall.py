@@ -7,7 +7,7 @@ cover. Whatever the store cannot give is a miss with its reason.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvasir import manifest as manifests
 from kvasir.block_file import MAX_HEADER_BYTES
@@ -64,6 +64,7 @@ class _Choice:
     blocks: Sequence[Digest] = ()
     tail: Digest | None = None
     shareable_tokens: int = 0
+    states: Mapping[int, Digest] = field(default_factory=dict)  # by point, ascending
 
 
 class Recall:
@@ -143,8 +144,10 @@ class Recall:
         """A manifest may name any size; what could not be a block of this layout is not asked for."""
         largest = self._engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
         named = [*kept.blocks, *((kept.tail,) if kept.tail else ())]
-        wrong = next((digest for digest in named if digest.size_bytes > largest), None)
-        return f"blob {wrong}: expected at most {largest} bytes" if wrong else None
+        largest_state = self._engine.model.state_bytes + MAX_HEADER_BYTES
+        bounded = [(largest, digest) for digest in named] + [(largest_state, each) for each in kept.states.values()]
+        wrong = next(((most, digest) for most, digest in bounded if digest.size_bytes > most), None)
+        return f"blob {wrong[1]}: expected at most {wrong[0]} bytes" if wrong else None
 
     # --- the plan ---
 
@@ -157,17 +160,22 @@ class Recall:
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
         usable_files: int | None = None,
+        usable_point: int | None = None,
     ) -> Prepared:
         """Hold the prompt against the memory, then against shared blocks, and read what of the store's KV is reused.
 
         `hold` is awaited with the bytes that are about to be read: memory for them is another's to give, and the wait
         for it is not the store's. `usable_files`: how many leading tensor files of the memory may be used, after the
-        engine refused the next one.
+        engine refused the next one. `usable_point`: the last point whose state may be used, after it refused a later
+        one.
         """
         choice = await self._by_text(recollection, text)
         miss = recollection.miss or _text_miss(recollection, choice.match, text)
         store = self._stores.get(namespace)
-        if store is not None and usable_files is None:
+        if self._engine.model.has_states:
+            choice, no_point = _at_point(choice, recollection.memory, usable_point)
+            miss = miss or no_point
+        elif store is not None and usable_files is None:
             choice = await self._by_block_hashes(store, choice, text, namespace, budget)
         reuse, read_miss = await self._reuse(choice, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
@@ -203,6 +211,7 @@ class Recall:
             kept.blocks,
             kept.tail,
             memory.shareable_tokens,
+            kept.states,
         )
 
     def _match(self, words: Memory, text: str) -> tuple[PrefixMatch, Tokenized]:
@@ -263,6 +272,8 @@ class Recall:
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
         # The last file is full, or a tail that holds all the rest.
         covered = min(len(blobs) * BLOCK_TOKENS, len(choice.known_ids))
+        if self._engine.model.has_states:
+            return await self._from_state(choice, blobs, covered, miss, store, budget, hold)
         if not covered:
             return Cold(), miss
         return (
@@ -274,6 +285,44 @@ class Recall:
             ),
             miss,
         )
+
+    async def _from_state(
+        self,
+        choice: _Choice,
+        blobs: Sequence[bytes],
+        covered: int,
+        miss: Miss | None,
+        store: RemoteCache,
+        budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
+    ) -> tuple[Reuse, Miss | None]:
+        """The last point that the files cover and whose state can be had."""
+        has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
+        reach = min(choice.keep, covered) if has_blocks else choice.keep
+        for point in sorted((point for point in choice.states if point <= reach), reverse=True):
+            digest = choice.states[point]
+            await hold(digest.size_bytes)
+            states, state_miss = await store.read_blobs([digest], budget)
+            miss = miss or state_miss
+            if states:
+                files = tuple(blobs[: -(-point // BLOCK_TOKENS)])
+                known = min(len(files) * BLOCK_TOKENS, len(choice.known_ids)) if has_blocks else point
+                return Restored(files, tuple(choice.known_ids[:known]), point, 0, states[0]), miss
+        return Cold(), miss
+
+
+def _at_point(choice: _Choice, memory: AgentMemory | None, usable_point: int | None) -> tuple[_Choice, Miss | None]:
+    """The choice, cut to the last point that its model's states can go back to; and the miss, if that cuts anything."""
+    if memory is None or not choice.keep:
+        return choice, None
+    most = choice.keep if usable_point is None else min(choice.keep, usable_point)
+    point = max((point for point in memory.points if point <= most), default=0)
+    if point == choice.keep:
+        return choice, None
+    miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {choice.keep} tokens, states go back to {point}")
+    if not point:
+        return _Choice(choice.tokens, 0, Source.COLD, choice.match), miss
+    return replace(choice, keep=point), miss
 
 
 async def _wait(kept: Kept, budget: Budget) -> None:

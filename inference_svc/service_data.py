@@ -36,6 +36,7 @@ class MissReason(Enum):
     BLOB_DAMAGED = "blob_damaged"
     MANIFEST_INVALID = "manifest_invalid"
     NO_MEMORY = "no_memory"
+    NO_STATE_POINT = "no_state_point"
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,6 +167,7 @@ class TurnEnding:
                 # A stop string may have taken back tokens of a block that was already sent.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
             ),
+            points=state.points,
         )
         self._engine.tag_hot(key, memory)
         return memory

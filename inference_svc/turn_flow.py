@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import structlog
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.manifest import tokens_within_chars
 
 from inference_svc import conversation, replay
 from inference_svc.admission import Admission
@@ -24,6 +25,7 @@ from inference_svc.handoff import HandOff
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
+from inference_svc.prefix_matching import common_prefix_length
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
@@ -217,6 +219,21 @@ class TurnService:
         await self._prompting.run(lambda: conversation.check_no_control_tokens(given.messages, field, specials))
         return await self._prompting.run(lambda: conversation.render(self._prompting.template, messages, tools))
 
+    async def _point_chars(self, turn: TurnState, text: str) -> int | None:
+        """Characters of the prompt that the next prompt surely begins with, for models with states: all but what asks
+        for the reply, which templates often write otherwise once the reply is there. None: nothing is known of it.
+        """
+        if not turn.messages or not self._engine.model.has_states:
+            return None
+        template, messages, tools = self._prompting.template, turn.messages, turn.request.tools
+        try:
+            told = await self._prompting.run(
+                lambda: conversation.render(template, messages, tools, add_generation_prompt=False)
+            )
+        except errors.InvalidArgument:
+            return None  # some templates render only what is to be answered
+        return common_prefix_length(told, text)
+
     def _check_length(self, text: str) -> None:
         """An absurd prompt is refused without tokenizing it."""
         context = self._engine.model.context_tokens
@@ -228,6 +245,8 @@ class TurnService:
     ) -> tuple[Recollection, Prepared, Ended]:
         """Plan and run, planning again when what the plan stood on went away in between."""
         usable_files: int | None = None
+        usable_point: int | None = None
+        turn.point_chars = await self._point_chars(turn, text)
 
         async def hold(size_bytes: int) -> None:
             await self._admission.restoring.wait_for(size_bytes)
@@ -242,6 +261,7 @@ class TurnService:
                     budget=budget,
                     hold=hold,
                     usable_files=usable_files,
+                    usable_point=usable_point,
                 )
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
@@ -257,9 +277,13 @@ class TurnService:
             except errors.DataLoss as error:
                 # The bytes are those of their digest and still not what they must be. The stored tokens are known:
                 # from there on they are prefilled again.
-                usable_files = int(error.metadata.get("blob", "0"))
-                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"tensor file {usable_files} of the memory was refused")
-                _LOG.warning("restore.refused", request_id=turn.request.request_id, blob=usable_files)
+                if point := error.metadata.get("state"):
+                    usable_point, what = int(point) - 1, f"the state of {point} tokens"
+                else:
+                    usable_files = int(error.metadata.get("blob", "0"))
+                    what = f"tensor file {usable_files} of the memory"
+                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")
+                _LOG.warning("restore.refused", request_id=turn.request.request_id, what=what)
             finally:
                 self._let_go(turn)
         raise _moved_away()
@@ -345,6 +369,9 @@ class TurnService:
             keep_partial=turn.request.keep_partial,
             priority=turn.request.priority,
             namespace=turn.request.namespace,
+            point_tokens=None
+            if turn.point_chars is None
+            else tokens_within_chars(prepared.tokens.chars, turn.point_chars),
         )
 
 

@@ -64,6 +64,7 @@ class TurnState:
     parent_version: int = 0
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
     damage: Miss | None = None
+    point_chars: int | None = None  # of the prompt, after which a model with states makes a point
     first_token_at: float | None = None
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
