@@ -6,7 +6,7 @@ be called from any thread, do not block, and touch no tensor; what they return i
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -44,14 +44,24 @@ _DECODED_PART = 2
 class TurnHandle:
     """A submitted turn."""
 
-    def __init__(self, turn: Turn, wake: Callable[[], None]) -> None:
+    def __init__(self, turn: Turn, post: Callable[[Callable[[EngineWorker], None]], object]) -> None:
         self._turn = turn
-        self._wake = wake
+        self._post = post
 
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
         self._turn.is_cancelled = True
-        self._wake()
+        self._post(lambda _worker: None)  # wakes it
+
+    def files_stored(self) -> None:
+        """The files of `PutAside` have left this machine's memory: others may be put aside."""
+        self._post(lambda worker: worker.files_stored(self._turn))
+
+    def resume(self, blobs: Sequence[bytes]) -> None:
+        """The answer to `Wanted`: the files of `PutAside`, or as many leading ones as could be had. They are checked;
+        what is missing or damaged is computed again. Without effect once the turn is over.
+        """
+        self._post(lambda worker: worker.resume(self._turn, blobs))
 
 
 class Engine:
@@ -205,7 +215,7 @@ class Engine:
 
         posted = self._thread.post(lambda worker: worker.submit(turn, listen))
         posted.add_done_callback(lambda done: listen([Failed(_closed())]) if done.cancelled() else None)
-        return TurnHandle(turn, self._wake)
+        return TurnHandle(turn, self._thread.post)
 
     def hot_memory(self, key: SequenceKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
@@ -246,9 +256,6 @@ class Engine:
         """Fail what runs with Unavailable, free the model, end the thread cleanly; blocks until it has. Idempotent."""
         self._is_closed = True
         self._thread.close()
-
-    def _wake(self) -> None:
-        self._thread.post(lambda _worker: None)
 
     def _when_idle(self, key: SequenceKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
         result: Future[ResultT] = Future()

@@ -1,7 +1,8 @@
 """What the MLX thread does: begins turns, steps them, ends them, and keeps what they leave.
 
 All turns that speak are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
-fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit.
+fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit. When an interactive turn finds
+no room, background turns are put aside for it (`putting_aside`).
 """
 
 import logging
@@ -16,16 +17,19 @@ from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.decode_batch import DecodeBatch
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model_runner import ModelRunner
-from inference_svc.plan import Event, Hot, ModelInfo, SequenceKey, Snapshot, TurnPlan
+from inference_svc.plan import Event, ModelInfo, SamplingParams, SequenceKey, Snapshot, TurnPlan
 from inference_svc.prefix_gate import PrefixGate
+from inference_svc.putting_aside import PuttingAside
 from inference_svc.running_turn import MOST_POINTS, RunningTurn, begin
-from inference_svc.sampling import sample
+from inference_svc.sampling import Sampler, sample
 from inference_svc.scheduler import Rules, Scheduler
 from inference_svc.tensor_files import chain_hashes, file_identities, state_identity
 from inference_svc.turn import Turn
 
 OnEvents = Callable[[list[Event]], None]
 logger = logging.getLogger(__name__)
+# Files of turns that were put aside and are not stored yet may take this part of the budget, beside it.
+_UNSTORED_PART = 2
 
 
 def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
@@ -58,6 +62,9 @@ class EngineWorker:
         self._gate: PrefixGate[Turn] = PrefixGate(model.cell_tokens)
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._running: dict[Turn, RunningTurn] = {}
+        self._aside = PuttingAside(runner, model, memory_budget_bytes // _UNSTORED_PART)
+        self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
+        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known
         self._listeners: dict[Turn, OnEvents] = {}
         self._when_idle: dict[SequenceKey, list[Callable[[], None]]] = {}
 
@@ -71,7 +78,7 @@ class EngineWorker:
         """
         for turn in self._scheduler.cancelled():
             self._guarded(turn, self._cancel)
-        self._scheduler.begin_waiting(self._clock(), self._try_begin)
+        self._begin_waiting()
         speaking = self._scheduler.begin_step(self._clock())
         if speaking:
             self._decode(speaking)
@@ -89,11 +96,21 @@ class EngineWorker:
         self._tell()
 
     def when_idle(self, key: SequenceKey, work: Callable[[], None]) -> None:
-        """Do `work` now, or as soon as no turn of the key runs."""
-        if self._running_of(key) is None:
+        """Do `work` now, or as soon as no turn of the key runs or is put aside."""
+        if not self._is_used(key):
             work()
         else:
             self._when_idle.setdefault(key, []).append(work)
+
+    def resume(self, turn: Turn, blobs: Sequence[bytes]) -> None:
+        """The files of a turn that was put aside and is wanted, as far as they could be had."""
+        if turn.is_restoring and turn in self._aside:
+            self._guarded(turn, lambda _: self._running.update({turn: self._aside.take_back(turn, blobs)}))
+            self._tell()
+
+    def files_stored(self, turn: Turn) -> None:
+        """The files of a turn that was put aside are not held in memory any more."""
+        self._aside.stored(turn)
 
     # --- memories ---
 
@@ -122,6 +139,8 @@ class EngineWorker:
     def running_blocks(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
         running = self._running_of(key)
+        if running is None and self._is_used(key):
+            return None  # its turn is put aside: the memory is another's blocks
         if running is None:
             whole = self.snapshot(key, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
@@ -148,18 +167,55 @@ class EngineWorker:
 
     # --- beginning ---
 
+    def _begin_waiting(self) -> None:
+        self._refused.clear()
+        blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin)
+        if blocked is not None and self._make_room(blocked):
+            self._scheduler.begin_waiting(self._clock(), self._try_begin)
+
     def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
-        """Begin a waiting turn; False if there is no room for it yet."""
-        extends = isinstance(turn.plan.reuse, Hot)
+        """Begin a waiting turn, or have the files of one that was put aside brought; False if there is no room yet."""
+        extends = turn.memory_key is not None
         if not self.memories.reserve(turn, self._needed_bytes(turn), turn.plan.key, extends=extends, spare=spare):
+            self._refused.setdefault(turn, spare)
             return False
-        self._guarded(turn, self._begin)
+        if turn in self._aside:
+            turn.wanted()
+            self._tell_one(turn, self._listeners[turn])
+        else:
+            self._guarded(turn, self._begin)
         return True
+
+    def _make_room(self, blocked: Turn) -> bool:
+        """Put turns aside for one that found no room; False if nobody was."""
+        needed, extends = self._needed_bytes(blocked), blocked.memory_key is not None
+        spare = self._refused.get(blocked, ())
+        missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, spare=spare)
+        preemptions = self._scheduler.preemptions(blocked, missing, self.memories.ledger.reserved_by)
+        turns = [preemption.turn for preemption in preemptions]
+        if not self._aside.have_room(turns):
+            return False
+        for turn in turns:
+            self._guarded(turn, self._put_aside)
+        self._runner.release_unused()
+        return bool(turns)
+
+    def _put_aside(self, turn: Turn) -> None:
+        running = self._running[turn]
+        self._batch.leave(running.kv)
+        self._aside.put(running)
+        if running.memory is not None and turn.plan.key is not None:
+            self.memories.drop(turn.plan.key)  # its rows are the turn's
+        del self._running[turn]
+        self.memories.release(turn)
+        self._scheduler.preempted(turn, self._clock())
+        self.preemptions += 1
+        self._tell_one(turn, self._listeners[turn])
 
     def _needed_bytes(self, turn: Turn) -> int:
         """KV of all tokens that the turn may come to have, and of those that it overwrites and may have to put back."""
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
-        is_cut = isinstance(turn.plan.reuse, Hot) and memory is not None
+        is_cut = turn.memory_key is not None and memory is not None
         saved = max(0, memory.kv.length - memory.kv.start_before(turn.reusable_tokens)) if is_cut and memory else 0
         return turn_bytes(turn.plan, self._model) + saved * self._model.kv_bytes_per_token
 
@@ -194,15 +250,18 @@ class EngineWorker:
         order = [by_kv[id(kv)] for kv in self._batch.sequences]
         self.computed_tokens += len(order)
         try:
-            logits = self._batch.step([turn.token_ids[-1] for turn in order])
-            drawn = sample([self._running[turn].sampler for turn in order], logits)
+            logits = self._batch.step([turn.next_token for turn in order])
+            drawn = sample([self._sampler_of(turn) for turn in order], logits)
         except Exception:
             logger.exception("decode.failed")
             self._lose(order)
             return
         self._runner.stepped()
         for turn, token in zip(order, drawn, strict=True):
+            is_known = not turn.next_token_draws
             turn.decoded()
+            if is_known:
+                continue
             if turn.finish_reason is not None:
                 self._guarded(turn, self._finish)
             elif isinstance(token, KvasirError):
@@ -224,7 +283,7 @@ class EngineWorker:
         running = self._running[turn]
         cell = turn.next_cell()
         self.computed_tokens += len(cell)
-        if turn.computed + len(cell) < turn.prompt_tokens:
+        if not turn.next_cell_draws:
             self._runner.prefill(running.kv, cell)
             turn.prefilled(len(cell))
             if turn.is_at_point:
@@ -298,10 +357,11 @@ class EngineWorker:
     def _remove(self, turn: Turn) -> None:
         """The turn is over: it leaves the schedule, and what waited for its agent is done."""
         self._running.pop(turn, None)
+        self._aside.forget(turn)
         self.memories.release(turn)
         self._scheduler.remove(turn)
         self._tell_one(turn, self._listeners.pop(turn))
-        if turn.plan.key is not None and self._running_of(turn.plan.key) is None:
+        if turn.plan.key is not None and not self._is_used(turn.plan.key):
             for work in self._when_idle.pop(turn.plan.key, ()):
                 work()
 
@@ -321,6 +381,13 @@ class EngineWorker:
 
     def _running_of(self, key: SequenceKey) -> RunningTurn | None:
         return next((running for turn, running in self._running.items() if turn.plan.key == key), None)
+
+    def _is_used(self, key: SequenceKey) -> bool:
+        """A turn of the key has begun and is not over."""
+        return self._running_of(key) is not None or self._aside.has(key)
+
+    def _sampler_of(self, turn: Turn) -> Sampler:
+        return self._running[turn].sampler if turn.next_token_draws else self._no_draw
 
     def _count_bytes(self) -> None:
         extended = {id(running.memory.kv) for running in self._running.values() if running.memory is not None}

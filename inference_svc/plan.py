@@ -137,6 +137,9 @@ class TurnPlan:
     # Prompt tokens after which a model with states makes a point: what the next prompt surely begins with too. None:
     # all but the last, which is computed in any case.
     point_tokens: int | None = None
+    # While another turn needs its room its KV may be given to its listener (`PutAside`) and, if it extends a hot
+    # memory, that memory be dropped: it is whole elsewhere.
+    can_be_put_aside: bool = False
 
 
 class FinishReason(Enum):
@@ -208,6 +211,32 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
+class PutAside:
+    """The turn gave up its rows for another's. `files` are the tensor files of its first `tokens` tokens: full blocks,
+    and the tail. They are the listener's to keep, who says by `TurnHandle.files_stored` when they have left this
+    machine's memory. The turn goes on after `Wanted`.
+    """
+
+    files: tuple[bytes, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """There is room again for a turn that was put aside, and it is held until `TurnHandle.resume` brings the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A turn that was put aside goes on where it was. KV of its first `tokens` tokens came back; that of `lost_tokens`
+    more did not, and is computed again.
+    """
+
+    tokens: int
+    lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceState:
     """What a sequence remembers: token i completes `token_chars[i]` code points of the whole text."""
 
@@ -246,7 +275,7 @@ class Failed:
     error: KvasirError
 
 
-Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Ended | Failed
+Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | PutAside | Wanted | Resumed | Ended | Failed
 
 
 @dataclass(frozen=True, slots=True)

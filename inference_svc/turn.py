@@ -18,12 +18,15 @@ from inference_svc.plan import (
     Hot,
     Prefilled,
     Priority,
+    PutAside,
+    Resumed,
     SequenceState,
     Started,
     Timings,
     TokenLogprobs,
     Tokens,
     TurnPlan,
+    Wanted,
 )
 from inference_svc.stop_strings import StopScanner
 from inference_svc.tensor_files import chain_hashes
@@ -56,7 +59,9 @@ class Turn:
         self.shareable = 0
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
-        self._full_told = 0
+        self.is_restoring = False  # it has room again after it was put aside, but not its KV yet
+        self._was_put_aside = False
+        self._full_told = self._prefilled_told = 0
         self._stop_token_ids = stop_token_ids
         self._cell_tokens = cell_tokens
         self._has_states = has_states
@@ -94,8 +99,14 @@ class Turn:
 
     @property
     def memory_key(self) -> Hashable | None:
-        """The hot memory that the plan extends."""
-        return self.plan.key if isinstance(self.plan.reuse, Hot) else None
+        """The hot memory that the plan extends; none once the turn was put aside, with that memory's rows."""
+        return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_put_aside else None
+
+    @property
+    def can_be_put_aside(self) -> bool:
+        """Not with states: they are kept at points only. Not if a cancel must leave what was said so far."""
+        is_allowed = self.plan.can_be_put_aside and not self.plan.keep_partial and not self._has_states
+        return is_allowed and self.finish_reason is None
 
     @property
     def reusable_tokens(self) -> int:
@@ -167,11 +178,23 @@ class Turn:
         self._restored_s = self._clock()
         self._events.append(Started(cached, is_shared))
 
+    def put_aside(self, files: tuple[bytes, ...]) -> None:
+        """Its KV is in these files and nowhere else."""
+        self._was_put_aside = True
+        self._events.append(PutAside(files, self.computed))
+
+    def wanted(self) -> None:
+        """There is room for its KV."""
+        self.is_restoring = True
+        self._events.append(Wanted())
+
     def resumed(self, computed: int, shareable: int) -> None:
         """It goes on after it was preempted. The first `computed` tokens' KV is there again; 0 if it was lost. The rest
         is computed as it was before, the prompt in its cells and the reply token by token, so that its KV is what it
         was; nothing of it is drawn or told again.
         """
+        self.is_restoring = False
+        self._events.append(Resumed(computed, self.computed - computed))
         self.computed = computed
         self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
 
@@ -184,7 +207,9 @@ class Turn:
         stop = self.computed + count
         self.shareable = shareable_after(self.shareable, self.computed, stop, self._cell_tokens)
         self._advance(stop)
-        self._events.append(Prefilled(stop, self.prompt_tokens))
+        if stop > self._prefilled_told:
+            self._prefilled_told = stop
+            self._events.append(Prefilled(stop, self.prompt_tokens))
 
     @property
     def next_token(self) -> int:

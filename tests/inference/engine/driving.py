@@ -95,12 +95,21 @@ class Driver:
         keep_partial: bool = False,
         namespace: str | None = None,
         priority: Priority = Priority.INTERACTIVE,
+        can_be_put_aside: bool = False,
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
         params = replace(SamplingParams(max_tokens=GENERATED), **sampling)
         plan = TurnPlan(
-            tuple(tokens), (1,) * len(tokens), params, reuse or Cold(), key, keep_partial, priority, namespace
+            tuple(tokens),
+            (1,) * len(tokens),
+            params,
+            reuse or Cold(),
+            key,
+            keep_partial,
+            priority,
+            namespace,
+            can_be_put_aside=can_be_put_aside,
         )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener

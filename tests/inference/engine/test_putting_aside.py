@@ -1,0 +1,287 @@
+"""Background turns that give up their room to people's: they go on where they were, to the bit, and nothing is lost."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.errors import Cancelled, Unavailable
+
+from inference_svc.engine import Engine
+from inference_svc.plan import (
+    Constraint,
+    ConstraintKind,
+    Ended,
+    Event,
+    Hot,
+    Prefilled,
+    Priority,
+    PutAside,
+    Resumed,
+    Reuse,
+    Started,
+    Tokens,
+    Wanted,
+)
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+
+PROMPT = tokens_of(700, 1)
+PERSON = tokens_of(900, 2)
+# Each of the two fits, both together do not; half of it, which files in memory may take, holds what the first computes.
+BUDGET_TOKENS = 1_700
+
+
+class Keeper(Listener):
+    """Keeps the files of a turn that was put aside, and brings `brought` of them back when it is wanted."""
+
+    def __init__(self, brought: Callable[[Sequence[bytes]], Sequence[bytes] | None] = lambda files: files) -> None:
+        super().__init__()
+        self.files: tuple[bytes, ...] = ()
+        self.tokens_at: list[int] = []  # generated before each time that it was put aside
+        self._brought = brought
+
+    def __call__(self, events: list[Event]) -> None:
+        super().__call__(events)
+        for event in events:
+            if isinstance(event, PutAside):
+                self.files = event.files
+                self.tokens_at.append(self.count(Tokens))
+                self.handle.result(60).files_stored()
+            if isinstance(event, Wanted) and (brought := self._brought(self.files)) is not None:
+                self.handle.result(60).resume(brought)
+
+    def one(self, kind: type[Event]) -> Any:
+        [event] = [event for event in self.events if isinstance(event, kind)]
+        return event
+
+
+def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
+    unit = Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=1 << 20, step_budget_s=0)
+    per_token = unit.model.kv_bytes_per_token
+    unit.close()
+    return Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=BUDGET_TOKENS * per_token, step_budget_s=0)
+
+
+@pytest.fixture(scope="module")
+def small(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Driver]:
+    engine = open_engine(model_dir, tmp_path_factory.mktemp("digests"))
+    yield Driver(engine)
+    engine.close()
+
+
+def background(driver: Driver, listener: Listener, reuse: Reuse | None = None, **settings: Any) -> Listener:
+    plain: dict[str, Any] = {"key": driver.key(), "max_tokens": 48}
+    plain |= {"priority": Priority.BACKGROUND, "can_be_put_aside": True}
+    return driver.submit(settings.pop("tokens", PROMPT), reuse, listener=listener, **(plain | settings))
+
+
+def person(driver: Driver, **settings: Any) -> Listener:
+    return driver.submit(PERSON, max_tokens=settings.pop("max_tokens", 2), **settings)
+
+
+def disturbed(driver: Driver, keeper: Keeper, kind: type[Event], count: int, **settings: Any) -> Ended:
+    """The end of a background turn whose room a person takes at an event of it."""
+    people: list[Listener] = []
+    keeper.at(kind, count, lambda: people.append(person(driver)))
+    ended = background(driver, keeper, **settings).end()
+    assert [one.end().finish_reason.value for one in people] == ["length"]
+    return ended
+
+
+def logprobs(listener: Listener) -> list[object]:
+    return [event.logprobs for event in listener.events if isinstance(event, Tokens)]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 7, "logprobs": 3},
+    "penalized": {"repetition_penalty": 1.5, "temperature": 0.7, "seed": 3, "top_p": 0.9},
+    "constrained": {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]{3} ){30}"), "temperature": 0.8, "seed": 1},
+}
+CUTS: list[tuple[type[Event], int]] = [(Tokens, 10), (Prefilled, 2)]
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_turn_that_was_put_aside_says_and_remembers_what_it_does_undisturbed(
+    small: Driver, cut: tuple[type[Event], int], settings: dict[str, Any]
+) -> None:
+    alone, alone_key = Keeper(), small.key()
+    expected = background(small, alone, key=alone_key, **settings).end()
+    expected_files = small.files(alone_key)
+    assert small.engine.drop_hot(alone_key).result(60)
+    keeper, key = Keeper(), small.key()
+    ended = disturbed(small, keeper, *cut, key=key, **settings)
+    assert keeper.one(Resumed).lost_tokens == 0
+    assert (ended.text, ended.state) == (expected.text, expected.state)
+    assert logprobs(keeper) == logprobs(alone)
+    assert small.files(key) == expected_files
+
+
+def test_a_stop_string_is_found_across_the_cut_and_not_told(small: Driver) -> None:
+    alone = background(small, Keeper()).end()
+    start = len(alone.text) // 2
+    stop = alone.text[start : start + 6]
+    expected = background(small, Keeper(), stop=(stop,)).end()
+    before = len(expected.state.token_ids) - len(PROMPT)
+    for count in range(max(1, before - 1), before + 2):
+        keeper = Keeper()
+        ended = disturbed(small, keeper, Tokens, count, stop=(stop,))
+        assert (ended.text, ended.matched_stop, ended.state) == (expected.text, stop, expected.state)
+
+
+@pytest.mark.parametrize(("cut", "most"), [((Tokens, 10), 11), ((Prefilled, 2), 2)], ids=["decoding", "prefilling"])
+def test_a_person_gets_the_room_within_a_step_and_a_cell(
+    small: Driver, cut: tuple[type[Event], int], most: int
+) -> None:
+    keeper = Keeper()
+    disturbed(small, keeper, *cut)
+    events = keeper.events[: keeper.events.index(keeper.one(PutAside))]
+    assert cut[1] <= sum(isinstance(event, cut[0]) for event in events) <= most
+
+
+@pytest.mark.parametrize(
+    "brought",
+    [
+        lambda _: (),
+        lambda files: files[:1],
+        lambda files: files[:-1],
+        lambda files: (files[0], files[1][:-64], *files[2:]),
+        lambda files: (files[1], *files[1:]),
+        lambda files: (*files, files[-1]),
+    ],
+    ids=["nothing", "one block", "all but the tail", "one that is short", "another's place", "one too many"],
+)
+@pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
+def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said_twice(
+    small: Driver, cut: tuple[type[Event], int], brought: Callable[[Sequence[bytes]], Sequence[bytes]]
+) -> None:
+    settings = SETTINGS["sampled"]
+    alone, alone_key = Keeper(), small.key()
+    expected = background(small, alone, key=alone_key, **settings).end()
+    expected_files = small.files(alone_key)
+    small.engine.drop_hot(alone_key).result(60)
+    keeper, key = Keeper(brought), small.key()
+    ended = disturbed(small, keeper, *cut, key=key, **settings)
+    aside, resumed = keeper.one(PutAside), keeper.one(Resumed)
+    assert resumed.tokens + resumed.lost_tokens == aside.tokens
+    assert (ended.text, ended.state) == (expected.text, expected.state)
+    assert logprobs(keeper) == logprobs(alone)
+    assert [event for event in keeper.events if isinstance(event, Prefilled)] == [
+        event for event in alone.events if isinstance(event, Prefilled)
+    ]
+    assert small.files(key) == expected_files
+
+
+def test_a_turn_is_put_aside_twice_and_no_more(small: Driver) -> None:
+    key, alone_key = small.key(), small.key()
+    expected = background(small, Keeper(), key=alone_key).end()
+    small.engine.drop_hot(alone_key).result(60)
+    keeper, people = Keeper(), []
+    for count in (5, 20, 35):
+        keeper.at(Tokens, count, lambda: people.append(person(small)))
+    ended = background(small, keeper, key=key).end()
+    assert len(keeper.tokens_at) == 2
+    assert ended.state == expected.state
+    for one in people:
+        one.end()
+
+
+def test_the_hot_memory_that_it_extends_goes_with_it_and_the_turn_is_what_it_would_have_been(small: Driver) -> None:
+    key, state = small.remember(500)
+    tokens = (*state.token_ids, *tokens_of(200, 3))
+    alone = small.fork(key)
+    expected = background(small, Keeper(), Hot(500), key=alone, tokens=tokens, max_tokens=24).end()
+    expected_files = small.files(alone)
+    small.engine.drop_hot(alone).result(60)
+    keeper, seen = Keeper(), []
+    keeper.at(PutAside, 1, lambda: seen.append(small.engine.hot_memory(key)))
+    ended = disturbed(small, keeper, Tokens, 5, reuse=Hot(500), key=key, tokens=tokens, max_tokens=24)
+    assert seen == [None]
+    assert (ended.state, ended.cached_tokens) == (expected.state, 500)
+    assert small.files(key) == expected_files
+
+
+@pytest.mark.parametrize("when", [PutAside, Wanted])
+def test_a_cancel_while_it_is_aside_or_wanted_frees_everything_at_once(small: Driver, when: type[Event]) -> None:
+    key, state = small.remember(300)
+    tokens = (*state.token_ids, *PROMPT[:300])
+    keeper = Keeper(lambda _: None)
+    keeper.cancel_at(when, 1)
+    with pytest.raises(Cancelled):
+        disturbed(small, keeper, Tokens, 5, reuse=Hot(300), key=key, tokens=tokens)
+    assert keeper.events[-2] == keeper.one(when)
+    person(small).end()
+    assert all_is_free(small)
+    assert small.engine.hot_memory(key) is None  # its memory is where the plan says that it is whole
+
+
+def test_nobody_begins_with_blocks_of_a_turn_that_is_aside_nor_takes_its_memory_for_it(small: Driver) -> None:
+    """A key's older memory is not the turn's: blocks that are asked for meanwhile would be another text's."""
+    key, _ = small.remember(300)
+    asked: list[Any] = []
+    keeper = Keeper()
+    keeper.at(PutAside, 1, lambda: asked.append(small.engine.snapshot(key, 0, blocks_only=True)))
+    keeper.at(PutAside, 1, lambda: asked.append(small.engine.snapshot(key, 0)))
+    ended = disturbed(small, keeper, Tokens, 5, key=key)
+    assert asked[0].result(60) is None
+    assert asked[1].result(60).state == ended.state
+
+
+def test_who_may_not_be_put_aside_is_not(small: Driver) -> None:
+    for settings in ({"can_be_put_aside": False}, {"keep_partial": True}, {"priority": Priority.INTERACTIVE}):
+        keeper = Keeper()
+        disturbed(small, keeper, Tokens, 5, **settings)
+        assert keeper.count(PutAside) == 0
+
+
+def test_files_in_memory_are_bounded_until_they_are_stored(small: Driver) -> None:
+    """Half of the budget: a turn that has computed more waits for nobody, and gives way to nobody."""
+    keeper = Keeper()
+    disturbed(small, keeper, Tokens, 5, tokens=tokens_of(1000, 5))
+    assert keeper.count(PutAside) == 0
+
+
+def test_many_people_and_many_background_turns_all_come_to_their_end(small: Driver) -> None:
+    keepers = [background(small, Keeper(), tokens=tokens_of(400, seed), max_tokens=30) for seed in range(3)]
+    people: list[Listener] = []
+
+    def another() -> None:
+        people.append(Listener())
+        if len(people) < 6:
+            people[-1].at(Started, 1, another)
+        small.submit(PERSON, listener=people[-1], max_tokens=8)
+
+    another()
+    replies = [keeper.end() for keeper in keepers]
+    for number in range(6):
+        people[number].end()
+    for seed, reply in enumerate(replies):
+        alone = background(small, Keeper(), tokens=tokens_of(400, seed), max_tokens=30).end()
+        assert reply.state == alone.state
+    assert small.engine.preemptions > 0
+    assert all_is_free(small)
+
+
+def test_an_engine_that_closes_ends_who_is_aside_and_who_is_wanted(model_dir: Path, tmp_path: Path) -> None:
+    driver = Driver(open_engine(model_dir, tmp_path))
+    aside, wanted, first = Keeper(), Keeper(lambda _: None), Listener()
+    background(driver, aside.at(Tokens, 5, lambda: driver.submit(PERSON, listener=first, max_tokens=400)))
+    aside.wait_for(PutAside)
+    driver.engine.close()
+    for one in (aside, first):
+        with pytest.raises(Unavailable):
+            one.end()
+    driver = Driver(open_engine(model_dir, tmp_path))
+    background(driver, wanted.at(Tokens, 5, lambda: person(driver)))
+    wanted.wait_for(Wanted)
+    driver.engine.close()
+    with pytest.raises(Unavailable):
+        wanted.end()
+
+
+def all_is_free(driver: Driver) -> bool:
+    """No turn holds bytes any more."""
+    worker = driver.engine._worker
+    driver.engine.drop_hot(driver.key()).result(60)  # the worker has done what came before
+    return worker.memories.ledger.reserved_bytes == 0 and not worker._aside._aside
