@@ -52,7 +52,8 @@ class RunningTurn:
         self.turn.points = self.kv.points
         state = self.turn.state()
         known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]
-        return Memory(self.kv, state, chain_hashes(kv_identity_hash, state.token_ids, known))
+        chain = chain_hashes(kv_identity_hash, state.token_ids, known)
+        return Memory(self.kv, state, chain, priority=self.turn.priority)
 
     def undo(self) -> None:
         """Make the hot memory what it was before the turn, to the bit."""
