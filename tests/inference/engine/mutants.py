@@ -18,6 +18,13 @@ ROOT = Path(__file__).parents[3]
 TABLE = ROOT / "tests/inference/engine/MUTANTS.md"
 _COPIED = ("inference_svc", "clients", "tests", "pyproject.toml")
 
+# That a test fails is enough to know here; the smallest example of it takes minutes.
+_NO_SHRINKING = """
+from hypothesis import Phase, settings
+settings.register_profile("no shrinking", phases=[Phase.explicit, Phase.generate])
+settings.load_profile("no shrinking")
+"""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -283,6 +290,8 @@ def report(
             source = ROOT / name
             ignored = shutil.ignore_patterns("__pycache__")
             (shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy))
+        with (copy / "tests/conftest.py").open("a") as conftest:
+            conftest.write(_NO_SHRINKING)
         for mutant in mutants:
             if only in mutant.what:
                 test = caught_by(mutant, copy, tests_of)

@@ -154,8 +154,8 @@ MUTANTS = (
     Mutant(
         "a cancelled turn is served until it is removed",
         "scheduler.py",
-        "if turn.is_prefilling and not turn.is_cancelled]",
-        "if turn.is_prefilling]",
+        "if not turn.is_cancelled and not turn.is_restoring]",
+        "if not turn.is_restoring]",
         f"{ORDER} {HISTORY}",
     ),
     Mutant(
@@ -355,8 +355,8 @@ MUTANTS = (
     Mutant(
         "interactive turns give way",
         "scheduler.py",
-        "            turn.priority is Priority.BACKGROUND\n            and not",
-        "            not",
+        "            turn.priority is Priority.BACKGROUND\n            and turn.can_be_put_aside",
+        "            turn.can_be_put_aside",
         MEMORY,
     ),
     Mutant(
@@ -378,6 +378,28 @@ MUTANTS = (
         "scheduler.py",
         "            and entry.preemptions < self.rules.max_preemptions\n",
         "",
+        MEMORY,
+    ),
+    Mutant("who cannot be put aside gives way", "scheduler.py", "            and turn.can_be_put_aside\n", "", MEMORY),
+    Mutant(
+        "who has no rows to give up is asked to",
+        "scheduler.py",
+        "            and not turn.is_restoring\n            and not turn.is_cancelled",
+        "            and not turn.is_cancelled",
+        MEMORY,
+    ),
+    Mutant(
+        "who waits for its KV speaks",
+        "scheduler.py",
+        "not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring",
+        "not turn.is_prefilling and not turn.is_cancelled",
+        MEMORY,
+    ),
+    Mutant(
+        "what is spared counts as room",
+        "hot_memories.py",
+        "if idle != lent and idle not in spare)",
+        "if idle != lent)",
         MEMORY,
     ),
     Mutant("a turn that aged gives way", "scheduler.py", "            and not entry.began_aged\n", "", MEMORY),
