@@ -1,0 +1,170 @@
+"""Several models, one loaded at a time: what is named, what is refused, and that agents' lines survive a swap."""
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir import errors
+from kvasir.credentials import ADMIN, CLIENT, Principal, write_credentials
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference_client_turns import Reply
+
+from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.system_fixtures import House
+
+GREEDY = {"max_tokens": 6}
+TOLD = [{"role": "user", "content": "The word of the day is heliotrope, and it grows by the south wall. " * 10}]
+ASKED = [{"role": "user", "content": "Which word?"}]
+
+
+@pytest.fixture(scope="module")
+def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Two that load, and one that does not."""
+    other = write_model(tmp_path_factory.mktemp("models") / "other", LLAMA, seed=1)
+    return ["--model", f"first={model}", "--model", f"second={other}", "--model", f"broken={model.parent / 'nowhere'}"]
+
+
+@pytest.fixture
+def house(models: list[str], model: Path, tmp_path: Path) -> Iterator[House]:
+    house = House(tmp_path, model)
+    at = house.engine.options.index("--model")
+    house.engine.options[at : at + 2] = models
+    try:
+        house.start()
+        yield house
+    finally:
+        house.close()
+
+
+def test_agents_lines_survive_a_swap_of_models_and_back(house: House) -> None:
+    with house.client() as client:
+        assert [(each.name, each.is_loaded) for each in client.list_models()] == [
+            ("first", True),
+            ("second", False),
+            ("broken", False),
+        ]
+        told = client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
+        twin = client.reply(agent_id="twin", messages=TOLD, sampling=GREEDY)
+        expected = client.reply(agent_id="twin", append_messages=ASKED, sampling=GREEDY)
+        assert told.token_ids == twin.token_ids
+
+        answer = client.load_model("second")
+        assert (answer.model.name, answer.model.is_loaded, answer.left.stored) == ("second", True, 2)
+        # Her words are there, under another model: they are computed again, and become another line.
+        other = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
+        assert other.started.model == "second"
+        assert other.started.miss == pb.MISS_REASON_KV_IDENTITY_DIFFERS
+        assert other.finished.snapshot.version == 1
+
+        client.load_model("first")
+        again = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
+        assert again.started.source == pb.CACHE_SOURCE_WARM
+        assert not again.started.reason
+        assert again.started.parent_version == 1
+        assert again.token_ids == expected.token_ids
+
+
+def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from_the_wire(
+    house: House, model: Path
+) -> None:
+    with house.client() as client:
+        with pytest.raises(errors.FailedPrecondition) as other:
+            client.reply(prompt="hello", model="second", sampling=GREEDY)
+        assert (other.value.reason, other.value.field) == ("MODEL_NOT_LOADED", "model")
+        assert "'first'" in other.value.message
+        assert "LoadModel" in other.value.message
+        for name in (str(model), "nowhere", "../first", "mlx-community/Qwen3-8B-4bit"):
+            with pytest.raises(errors.NotFound):
+                client.load_model(name)
+            with pytest.raises(errors.NotFound):
+                client.reply(prompt="hello", model=name, sampling=GREEDY)
+        assert client.get_model("second") == pb.Model(name="second")
+
+        client.unload_model()
+        client.unload_model("first")  # changes nothing
+        assert not any(each.is_loaded for each in client.list_models())
+        assert client.get_stats().model == ""
+        for call in (lambda: client.reply(prompt="hello"), lambda: client.count_tokens(prompt="hello")):
+            with pytest.raises(errors.FailedPrecondition) as none:
+                call()
+            assert none.value.reason == "MODEL_NOT_LOADED"
+            assert "'first', 'second', 'broken'" in none.value.message
+        client.load_model("first")
+        assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
+
+
+def test_a_model_that_cannot_be_loaded_leaves_the_one_before(house: House) -> None:
+    with house.client() as client:
+        with pytest.raises(errors.KvasirError):
+            client.load_model("broken")
+        assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
+
+
+def test_a_swap_lets_running_turns_end_and_refuses_new_ones_meanwhile(house: House) -> None:
+    replies: list[Reply] = []
+    with house.client() as client:
+        events = client.generate(agent_id="ada", messages=TOLD, sampling={"max_tokens": 300})
+        next(events)
+
+        def listen() -> None:
+            reply = Reply()
+            for event in events:
+                reply.add(event)
+            replies.append(reply)
+
+        listening = threading.Thread(target=listen)
+        swapping = threading.Thread(target=client.load_model, args=("second",))
+        listening.start()
+        swapping.start()
+        refusals: list[errors.KvasirError] = []
+        while swapping.is_alive():
+            try:
+                client.reply(prompt="hello", sampling={"max_tokens": 1}, timeout_s=5)
+            except errors.Unavailable as changing:
+                refusals.append(changing)
+            time.sleep(0.02)
+        listening.join(30)
+        assert [each.reason for each in refusals if each.retry_after_s][:1] == ["MODEL_CHANGING"]
+        assert replies[0].finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
+        assert client.get_model().name == "second"
+
+
+def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost(house: House) -> None:
+    with house.client() as client:
+        client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
+        house.store.kill()
+        pending = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
+        assert pending.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
+        with pytest.raises(errors.FailedPrecondition) as kept:
+            client.unload_model()
+        assert (kept.value.reason, kept.value.metadata["unstored"]) == ("MEMORIES_NOT_STORED", "1")
+        # Nothing changed: she goes on, hot.
+        following = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
+        assert following.started.source == pb.CACHE_SOURCE_HOT
+        assert client.unload_model(drop_unstored=True).left.dropped == 1
+
+
+def test_only_an_admin_changes_models(models: list[str], model: Path, tmp_path: Path) -> None:
+    house = House(tmp_path, model)
+    people = [Principal("client", "n", frozenset({CLIENT})), Principal("admin", "n", frozenset({ADMIN}))]
+    tokens = write_credentials(tmp_path / "credentials.toml", people, lambda: secrets.token_urlsafe(32))
+    house.engine.options += ["--credentials-file", str(tmp_path / "credentials.toml")]
+    try:
+        house.start()
+        with house.client(tokens["client"]) as client, house.client(tokens["admin"]) as admin:
+            for call in (lambda: client.load_model("sharpened"), client.unload_model):
+                with pytest.raises(errors.PermissionDenied):
+                    call()
+            assert client.get_model().name == "sharpened"
+            admin.unload_model()
+            with pytest.raises(errors.FailedPrecondition):
+                client.reply(prompt="hello", sampling=GREEDY)
+            # Each sees its own namespace, and the admin besides it the engine.
+            assert [each.namespace for each in client.get_stats().namespaces] == ["n"]
+            assert not client.get_stats().HasField("engine")
+            assert admin.get_stats().HasField("engine")
+    finally:
+        house.close()
