@@ -79,6 +79,7 @@ class EngineWorker:
         for turn in self._scheduler.cancelled():
             self._guarded(turn, self._cancel)
         self._begin_waiting()
+        self._finish_spoken()  # whose memory is whole and who says nothing
         speaking = self._scheduler.begin_step(self._clock())
         if speaking:
             self._decode(speaking)

@@ -141,6 +141,16 @@ class TurnPlan:
     # memory, that memory be dropped: it is whole elsewhere.
     can_be_put_aside: bool = False
 
+    @property
+    def speaks(self) -> bool:
+        """False, by max_tokens 0, of a turn that only leaves its prompt as the key's hot memory."""
+        return self.sampling.max_tokens > 0
+
+    @property
+    def most_reused(self) -> int:
+        """Prompt tokens that may be reused. Of a turn that speaks the last is computed: the reply begins with what follows."""
+        return len(self.token_ids) - (1 if self.speaks else 0)
+
 
 class FinishReason(Enum):
     """Why generation ended."""

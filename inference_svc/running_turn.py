@@ -115,8 +115,7 @@ def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restor
 
 
 def _kept(plan: TurnPlan, keep_tokens: int) -> int:
-    # The last prompt token is always computed: the reply begins with what follows it.
-    return min(keep_tokens, len(plan.token_ids) - 1)
+    return min(keep_tokens, plan.most_reused)
 
 
 def _begins_with(tokens: Sequence[int], prompt: Sequence[int], count: int) -> bool:

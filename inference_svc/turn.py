@@ -110,11 +110,9 @@ class Turn:
 
     @property
     def reusable_tokens(self) -> int:
-        """Leading tokens that the plan reuses. The last prompt token is always computed: the reply begins with what
-        follows it.
-        """
+        """Leading tokens that the plan reuses."""
         keep = 0 if isinstance(self.plan.reuse, Cold) else self.plan.reuse.keep_tokens
-        return min(keep, self.prompt_tokens - 1)
+        return min(keep, self.plan.most_reused)
 
     @cached_property
     def chain(self) -> tuple[str, ...]:
@@ -160,7 +158,7 @@ class Turn:
     def next_cell_draws(self) -> bool:
         """The next cell ends the prompt, and the reply's first token is still to be drawn."""
         ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
-        return ends_prompt and len(self.token_ids) == self.prompt_tokens
+        return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.speaks
 
     @property
     def full_blocks(self) -> int:
@@ -177,6 +175,7 @@ class Turn:
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
         self._events.append(Started(cached, is_shared))
+        self._end_if_silent()
 
     def put_aside(self, files: tuple[bytes, ...]) -> None:
         """Its KV is in these files and nowhere else."""
@@ -210,6 +209,7 @@ class Turn:
         if stop > self._prefilled_told:
             self._prefilled_told = stop
             self._events.append(Prefilled(stop, self.prompt_tokens))
+        self._end_if_silent()
 
     @property
     def next_token(self) -> int:
@@ -298,6 +298,12 @@ class Turn:
         if self.full_blocks > self._full_told:
             self._full_told = self.full_blocks
             self._events.append(BlocksFull(self.full_blocks))
+
+    def _end_if_silent(self) -> None:
+        """A turn that says nothing ends with its prompt."""
+        if not self.plan.speaks and not self.is_prefilling:
+            self._first_token_s = self._clock()
+            self.finish_reason = FinishReason.LENGTH
 
     def _tell(self, token_id: int, text: str) -> str:
         """The part of a token's text that the client may see now."""
