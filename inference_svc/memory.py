@@ -6,7 +6,7 @@ or the store's; the digests here name it.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvasir import manifest as manifests
 from kvasir.cachestore.v1 import manifest_pb2
@@ -59,6 +59,31 @@ class AgentMemory:
     tokenizer_digest: str
     kept: Kept
     points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
+    ahead: "Ahead | None" = None  # what the hot KV is of, if not of this
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A prompt that was computed before its turn. The agent does not remember it, the engine has its KV."""
+
+    words: Memory
+    blocks: tuple[Digest, ...]  # its leading full blocks that are in the store
+    shareable_tokens: int
+    points: tuple[int, ...]
+
+
+def as_hot(memory: AgentMemory) -> AgentMemory:
+    """The memory as the engine's KV has it, to hold a prompt against."""
+    if (ahead := memory.ahead) is None:
+        return memory
+    kept = replace(memory.kept, blocks=list(ahead.blocks), tail=None, states={})
+    shareable_tokens, points = ahead.shareable_tokens, ahead.points
+    return replace(memory, words=ahead.words, shareable_tokens=shareable_tokens, points=points, kept=kept)
+
+
+def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
+    """Of an agent that remembers nothing."""
+    return AgentMemory(Memory("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, Kept(head, is_head=True))
 
 
 def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:

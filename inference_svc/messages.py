@@ -7,7 +7,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
 from inference_svc.conversation import Tool, check_messages, check_tools, input_digest
-from inference_svc.plan import ModelInfo, Priority, TokenLogprobs
+from inference_svc.plan import ModelInfo, Priority, SamplingParams, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 from inference_svc.sampling_messages import choice_count, sampling_params, settings
 from inference_svc.service_data import (
@@ -23,6 +23,7 @@ from inference_svc.service_data import (
     TurnProgress,
     TurnRequest,
     TurnStarted,
+    Warmed,
 )
 
 _SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
@@ -66,6 +67,54 @@ def turn_request(
         priority=_priority(request),
         caller=caller,
         input_bytes=_input_bytes(given),
+    )
+
+
+def warm_request(
+    request: pb.WarmRequest,
+    *,
+    namespace: str,
+    caller: str,
+    max_prompt_bytes: int,
+    new_request_id: Callable[[], str],
+) -> TurnRequest:
+    """A turn that says nothing. Raises InvalidArgument that names the field."""
+    check_agent_id(request.agent_id)
+    tools = _tools(request.tools)
+    # An empty prompt stands for what the agent remembers.
+    given = PromptInput("") if request.WhichOneof("input") is None else _input(request, max_prompt_bytes)
+    _check_tools(given, tools)
+    return TurnRequest(
+        request_id=new_request_id(),
+        namespace=namespace,
+        agent_id=request.agent_id,
+        parent_version=None,
+        input=given,
+        input_digest="",
+        sampling=SamplingParams(max_tokens=0),
+        max_tokens_is_default=False,
+        tools=tools,
+        # Whoever waits for a reply comes first.
+        priority=Priority.BACKGROUND,
+        caller=caller,
+        input_bytes=_input_bytes(given),
+        is_warming=True,
+    )
+
+
+def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.WarmResponse:
+    return pb.WarmResponse(
+        model=model_name,
+        tokens=warmed.tokens,
+        cached_tokens=warmed.cached_tokens,
+        computed_tokens=warmed.tokens - warmed.cached_tokens,
+        source=_SOURCES[started.source],
+        reason=started.miss.detail if started.miss is not None else "",
+        miss=_miss(started.miss),
+        match=_MATCHES[started.match],
+        version=warmed.version,
+        restore_s=warmed.restore_s,
+        prefill_s=warmed.prefill_s,
     )
 
 
@@ -154,7 +203,9 @@ def _input_bytes(given: PromptInput | MessagesInput) -> int:
     return sum(message.ByteSize() for message in given.messages)
 
 
-def _input(request: pb.GenerateRequest | pb.CountTokensRequest, max_prompt_bytes: int) -> PromptInput | MessagesInput:
+def _input(
+    request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int
+) -> PromptInput | MessagesInput:
     kind = request.WhichOneof("input")
     if kind is None:
         raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")

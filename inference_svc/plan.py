@@ -148,7 +148,7 @@ class TurnPlan:
 
     @property
     def most_reused(self) -> int:
-        """Prompt tokens that may be reused. Of a turn that speaks the last is computed: the reply begins with what follows."""
+        """Prompt tokens that may be reused. Of a turn that speaks the last is computed: the reply begins behind it."""
         return len(self.token_ids) - (1 if self.speaks else 0)
 
 

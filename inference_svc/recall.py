@@ -16,7 +16,7 @@ from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
 
 from inference_svc.engine import Engine
-from inference_svc.memory import AgentMemory, Kept, from_manifest
+from inference_svc.memory import AgentMemory, Kept, as_hot, from_manifest
 from inference_svc.plan import Cold, Hot, Restored, Reuse, SequenceKey
 from inference_svc.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch, match_prefix
 from inference_svc.prompting import Prompting, Tokenized
@@ -161,15 +161,18 @@ class Recall:
         hold: Callable[[int], Awaitable[None]],
         usable_files: int | None = None,
         usable_point: int | None = None,
+        speaks: bool = True,
     ) -> Prepared:
         """Hold the prompt against the memory, then against shared blocks, and read what of the store's KV is reused.
 
         `hold` is awaited with the bytes that are about to be read: memory for them is another's to give, and the wait
         for it is not the store's. `usable_files`: how many leading tensor files of the memory may be used, after the
         engine refused the next one. `usable_point`: the last point whose state may be used, after it refused a later
-        one.
+        one. `speaks`: False when nothing is to be generated: then all of the prompt may be reused.
         """
-        choice = await self._by_text(recollection, text)
+        if recollection.kv_from is Source.HOT and recollection.memory is not None:
+            recollection = replace(recollection, memory=as_hot(recollection.memory))
+        choice = await self._by_text(recollection, text, speaks)
         miss = recollection.miss or _text_miss(recollection, choice.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
@@ -189,7 +192,7 @@ class Recall:
             stored_blocks=tuple(choice.blocks[: kept // BLOCK_TOKENS]),
         )
 
-    async def _by_text(self, recollection: Recollection, text: str) -> _Choice:
+    async def _by_text(self, recollection: Recollection, text: str, speaks: bool) -> _Choice:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
@@ -197,8 +200,9 @@ class Recall:
         )
         words = memory.words if memory is not None and is_ours else Memory("", (), ())
         match, tokens = await self._prompting.run(lambda: self._match(words, text))
-        # At least one token is computed: its logits are the next token's.
-        keep = min(match.kept_tokens, len(tokens.ids) - 1) if recollection.kv_from is not Source.COLD else 0
+        # Of a turn that speaks, at least one token is computed: its logits are the next token's.
+        most = len(tokens.ids) - (1 if speaks else 0)
+        keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
         if memory is None or keep <= 0:
             return _Choice(tokens, 0, Source.COLD, match)
         kept = memory.kept

@@ -18,6 +18,7 @@ from inference_svc.model_host import ModelHost
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.reply_formats import ReplyFormats
 from inference_svc.served_model import ServedModel
+from inference_svc.service_data import TurnStarted
 from inference_svc.service_stats import Standing
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
@@ -101,6 +102,27 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             running.cancel()
+
+    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+        self._check_serves()
+        caller = current_principal()
+        checked = messages.warm_request(
+            request,
+            namespace=caller.namespace,
+            caller=caller.name,
+            max_prompt_bytes=self._limits.max_prompt_bytes,
+            new_request_id=new_request_id,
+        )
+        served = self._host.serving(request.model)
+        running = served.turns.begin(checked)
+        started: TurnStarted | None = None
+        try:
+            async for event in running.events():
+                started = event if isinstance(event, TurnStarted) else started
+        finally:
+            running.cancel()
+        assert started is not None and running.warmed is not None
+        return messages.warm_response(started, running.warmed, served.name)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         self._check_serves()

@@ -80,6 +80,7 @@ class TurnRequest:
     choice: int = 0  # which of them this is
     priority: Priority = Priority.INTERACTIVE
     caller: str = ""  # the credential's name
+    is_warming: bool = False  # nothing is generated; an empty prompt then stands for what the agent remembers
     input_bytes: int = 0
 
 
@@ -158,6 +159,17 @@ class TurnFinished:
     timings: TurnTimings
     snapshot: SnapshotOutcome
     tool_calls: tuple[manifest_pb2.ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """A memory is hot. Of its tokens, `cached_tokens` were reused."""
+
+    tokens: int
+    cached_tokens: int
+    version: int  # the agent's newest; 0 if none or not known
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
 
 
 TurnEvent: TypeAlias = TurnStarted | TurnProgress | TurnDelta | TurnFinished

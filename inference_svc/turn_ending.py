@@ -15,7 +15,7 @@ from kvasir.errors import KvasirError
 from inference_svc import conversation
 from inference_svc.copies import Copies, copied
 from inference_svc.engine import Engine
-from inference_svc.memory import AgentMemory, Kept
+from inference_svc.memory import AgentMemory, Ahead, Kept, nothing_yet
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.plan import Ended, FinishReason, SequenceKey, Snapshot
 from inference_svc.prefix_matching import Memory, Outcome
@@ -32,6 +32,7 @@ from inference_svc.service_data import (
     TurnFinished,
     TurnStarted,
     TurnTimings,
+    Warmed,
 )
 from inference_svc.turn_state import TurnState, reply_reader
 
@@ -116,6 +117,21 @@ class TurnEnding:
             completion_tokens=ended.completion_tokens,
             snapshot=snapshot.state.value,
         )
+
+    def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        """Attach what the agent remembers to the KV that was computed ahead of its turn."""
+        state, memory = ended.state, recollection.memory
+        if memory is None or tuple(memory.words.token_ids) != state.token_ids:
+            words = Memory(prepared.text, state.token_ids, state.token_chars)
+            base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
+            memory = replace(base, ahead=Ahead(words, prepared.stored_blocks, state.shareable_tokens, state.points))
+        elif recollection.kv_from is Source.COLD:
+            memory = replace(memory, shareable_tokens=state.shareable_tokens, points=state.points)
+        if turn.key is not None:
+            self._engine.tag_hot(turn.key, memory)
+        restore_s = turn.restore_s + ended.timings.restore_s
+        tokens, version = len(state.token_ids), turn.parent_version
+        turn.running.warmed = Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s)
 
     async def _remember(
         self,

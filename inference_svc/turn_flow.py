@@ -26,6 +26,7 @@ from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
 from inference_svc.prefix_matching import common_prefix_length
+from inference_svc.prefix_matching import Outcome
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
@@ -37,6 +38,8 @@ from inference_svc.service_data import (
     PromptInput,
     Source,
     TurnRequest,
+    TurnStarted,
+    Warmed,
 )
 from inference_svc.service_stats import ServiceStats
 from inference_svc.telling import Telling
@@ -190,6 +193,8 @@ class TurnService:
         """Raises _MemoryMovedError when nothing has happened yet and all must be looked at again."""
         request = turn.request
         recollection = await self._recall.newest(turn.key, budget) if turn.key else NOTHING_REMEMBERED
+        if request.is_warming:
+            return await self._warm(turn, recollection, budget)
         memory = recollection.memory
         is_retry = memory is not None and replay.is_retry(request, memory)
         if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
@@ -203,7 +208,37 @@ class TurnService:
         text = await self._text(request.input, request.tools, turn.messages)
         self._check_length(text)
         recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
-        await self._ending.finish(turn, recollection, prepared, ended)
+        return await self._ending.finish(turn, recollection, prepared, ended)
+
+    async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:
+        """Make the agent's memory hot, or the prompt that is given, and say nothing."""
+        request, memory = turn.request, recollection.memory
+        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        if recollection.head is None and recollection.kv_from is not Source.HOT:
+            raise errors.Unavailable(
+                f"the agent's memory cannot be read now ({recollection.miss.detail if recollection.miss else ''})",
+                reason="MEMORY_UNREADABLE",
+                retry_after_s=1.0,
+            )
+        if request.input != PromptInput(""):
+            if memory is not None and not memory.kept.is_head and request.namespace in self._stores:
+                raise errors.Unavailable(
+                    "the agent's memory is not stored yet, and the prompt would take its place",
+                    reason="MEMORY_NOT_STORED",
+                    retry_after_s=1.0,
+                )
+            turn.messages = whole_conversation(request, recollection, is_retry=False)
+            text = await self._text(request.input, request.tools, turn.messages)
+        elif memory is None or not memory.words.token_ids:
+            turn.running.warmed = Warmed(0, 0, turn.parent_version)
+            miss = recollection.miss
+            turn.running.outbox.put(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
+            return
+        else:
+            text = memory.words.text
+        self._check_length(text)
+        recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
+        self._ending.warmed(turn, recollection, prepared, ended)
 
     async def _text(
         self,
@@ -262,6 +297,7 @@ class TurnService:
                     hold=hold,
                     usable_files=usable_files,
                     usable_point=usable_point,
+                    speaks=not turn.request.is_warming,
                 )
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
@@ -291,7 +327,8 @@ class TurnService:
     async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
         inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
         store = self._stores.get(turn.request.namespace)
-        stream = self._stream(turn.key, store, prepared) if turn.key is not None and store is not None else None
+        is_kept = turn.key is not None and not turn.request.is_warming
+        stream = self._stream(turn.key, store, prepared) if is_kept and turn.key and store is not None else None
         if turn.running.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
 
@@ -347,7 +384,7 @@ class TurnService:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
         if not count:
             raise errors.InvalidArgument("prompt: expected at least one token", field="prompt")
-        if count >= context:
+        if count + (not turn.request.is_warming) > context:
             raise too_long(str(count), context)
         sampling = turn.request.sampling
         if turn.request.max_tokens_is_default:

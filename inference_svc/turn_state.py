@@ -15,7 +15,7 @@ from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import Recollection
 from inference_svc.reply_parts import ReplyReader
-from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent, TurnRequest
+from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent, TurnRequest, Warmed
 
 
 class RunningTurn:
@@ -26,6 +26,7 @@ class RunningTurn:
         self.task: asyncio.Task[None] | None = None
         self.handle: TurnHandle | None = None
         self.is_ending = False
+        self.warmed: Warmed | None = None  # what a turn that says nothing left
         self.ended_by: errors.KvasirError | None = None  # what the reader is told of a turn that was not let end
 
     def events(self) -> AsyncIterator[TurnEvent]:
@@ -102,7 +103,7 @@ def whole_conversation(
     if memory is not None and memory.messages:
         # A retry of a turn that was cut: its messages are remembered already, and the partial reply goes.
         return memory.messages[:-1] if is_retry else (*memory.messages, *given)
-    if memory is None and request.parent_version == 0:
+    if (memory is None or not memory.words.token_ids) and request.parent_version == 0:
         return given
     _refuse_append(recollection)
     return ()
