@@ -118,7 +118,7 @@ def test_markdown_is_the_same_table_with_its_machine_and_targets() -> None:
     assert "NOT MET" in table({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]})
 
 
-def test_a_picture_has_a_line_for_each_group(tmp_path: Path) -> None:
+def test_a_picture_has_a_line_for_each_group_and_none_for_a_sum(tmp_path: Path) -> None:
     rows = [
         {"context": context, "batch": batch, "tokens_per_s": rate}
         for context, batch, rate in (("128", 1, 1.0), ("128", 8, 4.0), ("512", 1, 0.9), ("512", 8, 3.0))
@@ -127,5 +127,10 @@ def test_a_picture_has_a_line_for_each_group(tmp_path: Path) -> None:
     assert lines == {"context 128": ([1, 8], [1.0, 4.0]), "context 512": ([1, 8], [0.9, 3.0])}
     two = series(PICTURES["gaps"], [{"beside": "prefill", "median_gap_s": 0.01, "longest_gap_s": 0.2}])
     assert two == {"median gap s": (["prefill"], [0.01]), "longest gap s": (["prefill"], [0.2])}
+    turns = [{"chat": "messages", "turn": turn, "by_characters": 9, "by_tokens": 3} for turn in ("1", "2", "all")]
+    assert series(PICTURES["matching"], turns) == {
+        "chat messages, by characters": (["1", "2"], [9, 9]),
+        "chat messages, by tokens": (["1", "2"], [3, 3]),
+    }
     [path] = plot({**RESULTS, "cases": {"decode": {"title": "", "rows": rows}}}, tmp_path)
     assert path.read_bytes().startswith(PNG)
