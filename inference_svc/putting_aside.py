@@ -2,7 +2,8 @@
 
 Of such a turn all that is small stays: its tokens, its text, its sampler with key and constraint. Its KV leaves as
 tensor files, which are its listener's to keep, and comes back as files from outside: checked like any others. What
-does not come back is computed again from the tokens, the prompt in its cells and the reply token by token.
+does not come back is computed again from the tokens, the prompt in its cells and the reply token by token. States are
+taken where the turn is, and come back with all of it or not at all.
 """
 
 import logging
@@ -15,9 +16,9 @@ from kvasir.errors import DataLoss
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import ModelInfo, SequenceKey
-from inference_svc.running_turn import RunningTurn
+from inference_svc.running_turn import MOST_POINTS, RunningTurn
 from inference_svc.sampling import Sampler
-from inference_svc.tensor_files import chain_hashes, check_files, file_identities
+from inference_svc.tensor_files import chain_hashes, check_files, check_state, file_identities, state_identity
 from inference_svc.turn import Turn
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class _Aside:
     sampler: Sampler
     chain: tuple[str, ...]
     tokens: int  # whose KV is in the files
+    points: tuple[int, ...]  # whose states are, of a model that has them: the last files, the last at `tokens`
     unstored_bytes: int  # of files that are in memory still
 
 
@@ -50,7 +52,8 @@ class PuttingAside:
 
     def have_room(self, turns: Iterable[Turn]) -> bool:
         """Whether the files of these turns may be held in memory too."""
-        more = sum(turn.computed for turn in turns) * self._model.kv_bytes_per_token
+        states_bytes = MOST_POINTS * self._model.state_bytes
+        more = sum(turn.computed * self._model.kv_bytes_per_token + states_bytes for turn in turns if turn.computed)
         held = sum(aside.unstored_bytes for aside in self._aside.values())
         return not more or held + more <= self._max_unstored_bytes
 
@@ -59,9 +62,13 @@ class PuttingAside:
         turn, model = running.turn, self._model
         tokens = turn.token_ids[: turn.computed]
         chain = chain_hashes(model.kv_identity_hash, tokens, running.chain)
-        identities = file_identities(model.kv_identity_hash, tokens, chain)
+        if turn.computed:
+            running.kv.mark()
+        points = running.kv.points
+        identities = file_identities(model.kv_identity_hash, tokens, chain) if running.kv.row_layers else []
+        identities += [state_identity(model.kv_identity_hash, tokens[:point], chain) for point in points]
         files = tuple(running.kv.to_file(model.kv_identity, identity) for identity in identities)
-        self._aside[turn] = _Aside(running.sampler, chain, turn.computed, sum(map(len, files)))
+        self._aside[turn] = _Aside(running.sampler, chain, turn.computed, points, sum(map(len, files)))
         turn.put_aside(files)
 
     def stored(self, turn: Turn) -> None:
@@ -72,7 +79,8 @@ class PuttingAside:
     def take_back(self, turn: Turn, blobs: Sequence[bytes]) -> RunningTurn:
         """The turn with the KV of its files, or of as many leading ones as are here and whole."""
         aside = self._aside.pop(turn)
-        kv, kept = self._restored(turn, aside.tokens, blobs)
+        restored = self._restored_with_states if self._model.has_states else self._restored
+        kv, kept = restored(turn, aside, blobs)
         turn.resumed(kept, turn.shareable)
         return RunningTurn(turn, kv, aside.sampler, aside.chain[: kept // BLOCK_TOKENS])
 
@@ -80,8 +88,24 @@ class PuttingAside:
         """The turn is over. Without effect if it is not put aside."""
         self._aside.pop(turn, None)
 
-    def _restored(self, turn: Turn, tokens: int, blobs: Sequence[bytes]) -> tuple[SequenceKV, int]:
-        model = self._model
+    def _restored_with_states(self, turn: Turn, aside: _Aside, blobs: Sequence[bytes]) -> tuple[SequenceKV, int]:
+        """All of it or nothing: states go on from where they were taken and from nowhere else."""
+        model, tokens = self._model, turn.token_ids[: aside.tokens]
+        rows = len(blobs) - len(aside.points)
+        try:
+            if rows >= 0 and aside.points:
+                files = check_files(model.kv_identity, model.kv_identity_hash, blobs[:rows], tokens)
+                states = [
+                    check_state(model.kv_identity, model.kv_identity_hash, blob, tokens[:point])
+                    for blob, point in zip(blobs[rows:], aside.points, strict=True)
+                ]
+                return SequenceKV.from_files(model.kv_identity, files, aside.tokens, states), aside.tokens
+        except DataLoss:
+            logger.warning("aside.damaged")
+        return self._runner.new_kv(model.kv_identity.policy), 0
+
+    def _restored(self, turn: Turn, aside: _Aside, blobs: Sequence[bytes]) -> tuple[SequenceKV, int]:
+        model, tokens = self._model, aside.tokens
         while blobs:
             covered = min(len(blobs) * BLOCK_TOKENS, tokens)
             keep = covered if covered == tokens else self._edge_before(turn, covered)

@@ -102,13 +102,13 @@ def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restor
     if not _begins_with(restored.token_ids, turn.plan.token_ids, keep):
         raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
     files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
-    state = None
+    states = []
     if model.has_states:
         if restored.state is None or keep < restored.keep_tokens:
             raise FailedPrecondition("the plan restores no state of the tokens that it keeps", reason="STATE_MISSING")
         kept_ids = restored.token_ids[:keep]
-        state = check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)
-    kv = SequenceKV.from_files(model.kv_identity, files, keep, state)
+        states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
+    kv = SequenceKV.from_files(model.kv_identity, files, keep, states)
     chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
     turn.began(keep, restored.shareable_tokens)
     return RunningTurn(turn, kv, sampler, chain)

@@ -104,8 +104,8 @@ class Turn:
 
     @property
     def can_be_put_aside(self) -> bool:
-        """Not with states: they are kept at points only. Not if a cancel must leave what was said so far."""
-        is_allowed = self.plan.can_be_put_aside and not self.plan.keep_partial and not self._has_states
+        """Not if a cancel must leave what was said so far."""
+        is_allowed = self.plan.can_be_put_aside and not self.plan.keep_partial
         return is_allowed and self.finish_reason is None
 
     @property

@@ -65,9 +65,10 @@ class SequenceKV:
         identity: identity_pb2.KvIdentity,
         files: Sequence[CheckedFile],
         keep: int,
-        state: CheckedFile | None = None,
+        states: Sequence[CheckedFile] = (),
     ) -> "SequenceKV":
-        """The first `keep` tokens of files that cover them from position 0, and the state after exactly these tokens.
+        """The first `keep` tokens of files that cover them from position 0, and its points. The last of them is at
+        `keep`, if the model has states at all.
 
         Rows go straight to their places in the buffers, not through a long concatenation. Raises DataLoss before MLX
         sees a value that is not finite.
@@ -75,14 +76,15 @@ class SequenceKV:
         kv = cls.of(identity)
         # Both are read and checked before MLX is given anything.
         buffers = gathered(identity, files, keep, capacity_rows(keep)) if kv.row_layers else []
-        tensors = state_arrays(identity, state) if state is not None else []
+        tensors = [(file.header.identity.tokens, state_arrays(identity, file)) for file in states]
         arrays = iter([_to_mlx(buffer, spec) for spec, buffer in buffers])
         for layer in kv.row_layers:
             layer.offset = keep
             for buffer in layer.buffers:
                 buffer.parts = tuple(next(arrays) for _ in range(buffer.codec.part_count))
-        if state is not None:
-            kv._put_state(keep, [_to_mlx(tensor, spec) for spec, tensor in tensors])
+        kv._points = [kv._point(tokens, [_to_mlx(tensor, spec) for spec, tensor in found]) for tokens, found in tensors]
+        if kv._points:
+            kv._become(kv._points[-1].layers)
         mx.eval(kv.state)
         return kv
 
@@ -206,16 +208,15 @@ class SequenceKV:
         specs = expected_state_tensors(identity, file_identity.tokens)
         return encode(file_identity, list(zip(specs, parts, strict=True)))
 
-    def _put_state(self, tokens: int, arrays: Sequence[mx.array]) -> None:
-        """Become, in the layers that do not keep all tokens, what a state file says, and make a point of it."""
-        rest = list(arrays)
+    def _point(self, tokens: int, arrays: Sequence[mx.array]) -> Point:
+        """The point that a state file's tensors are."""
+        rest, layers = list(arrays), []
         for layer in self.stateful_layers:
-            count = layer.part_count_after(tokens)
-            layer.put_parts(tokens, rest[:count])
+            count, made = layer.part_count_after(tokens), layer.fresh()
+            made.put_parts(tokens, rest[:count])
+            layers.append(made)
             del rest[:count]
-        layers = tuple(self.stateful_layers)
-        self._points = [Point(tokens, layers)]
-        self._become(layers)
+        return Point(tokens, tuple(layers))
 
     def _is_whole_at(self, length: int) -> bool:
         return all(layer.offset == length for layer in self.stateful_layers)

@@ -11,9 +11,21 @@ from kvasir.block_file import check_schema, expected_state_tensors, parse_header
 from kvasir.errors import Cancelled, DataLoss
 
 from inference_svc.engine import Engine
-from inference_svc.plan import Ended, Hot, Restored, SequenceKey, Snapshot, Tokens
+from inference_svc.plan import (
+    Ended,
+    Hot,
+    Prefilled,
+    Restored,
+    Resumed,
+    SamplingParams,
+    SequenceKey,
+    Snapshot,
+    Tokens,
+    TurnPlan,
+)
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import DEEPSEEK_V3, FALCON_H1, FAMILIES, write_family
+from tests.inference.engine.test_putting_aside import PROMPT, Keeper, background, disturbed
 
 ALL = {**FAMILIES, "falcon_h1": FALCON_H1, "deepseek_v3": DEEPSEEK_V3}
 WITH_STATES = ["gemma3", "gpt_oss", "granite_hybrid", "falcon_h1"]
@@ -248,3 +260,30 @@ def test_room_is_made_for_states_before_they_are(tmp_path: Path) -> None:
         assert rows < used <= rows + 4 * model.state_bytes + model.live_state_bytes
     finally:
         with_room.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str, tmp_path: Path) -> None:
+    """Its points come back with it; what does not come back whole is computed again, and nothing goes on from no state
+    (LESSONS 9)."""
+    directory = write_family(tmp_path / "m", ALL[name], seed=1)
+    roomy = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
+    try:
+        plan = TurnPlan(PROMPT, (1,) * len(PROMPT), SamplingParams(max_tokens=48))
+        budget = roomy.needed_bytes(plan) * 9 // 5
+    finally:
+        roomy.close()
+    engine = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=budget, step_budget_s=0)
+    try:
+        driver = Driver(engine)
+        expected = background(driver, Keeper()).end()
+        for kind, count in ((Tokens, 10), (Prefilled, 2)):
+            keeper = Keeper()
+            ended = disturbed(driver, keeper, kind, count)
+            assert keeper.one(Resumed).lost_tokens == 0
+            assert (ended.state, ended.state.points) == (expected.state, expected.state.points)
+        short = Keeper(lambda files: files[:-1])
+        assert disturbed(driver, short, Tokens, 10).state == expected.state
+        assert short.one(Resumed).lost_tokens > len(PROMPT)
+    finally:
+        engine.close()
