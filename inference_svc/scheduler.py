@@ -225,7 +225,7 @@ class Scheduler(Generic[TurnT]):
         """Whose KV a turn should begin with instead of its plan's, if it would have a cell more: a running turn or the
         key of a hot memory (`HotMemories.idle`). To be asked in `try_begin`.
         """
-        return self._gate.donor_of(turn, self.running, hot)
+        return self._gate.donor_of(turn, self._with_kv(), hot)
 
     def preemptions(
         self, blocked: TurnT, missing_bytes: int, held_bytes: Callable[[TurnT], int]
@@ -320,7 +320,7 @@ class Scheduler(Generic[TurnT]):
             return False
         awaited = entry.awaits
         if awaited is None or awaited.source not in self.running or awaited.source.shareable >= awaited.shared_tokens:
-            awaited = entry.awaits = self._gate.awaited_by(turn, self.running)
+            awaited = entry.awaits = self._gate.awaited_by(turn, self._with_kv())
         if awaited is None:
             return False
         entry.gated_since_s = self._now if entry.gated_since_s is None else entry.gated_since_s
@@ -367,6 +367,9 @@ class Scheduler(Generic[TurnT]):
             and turn not in self._awaited
         )
 
+    def _with_kv(self) -> list[TurnT]:
+        return [turn for turn in self.running if not turn.is_restoring]
+
     @staticmethod
     def _speaks(turn: TurnT) -> bool:
         return not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring
@@ -376,8 +379,7 @@ class Scheduler(Generic[TurnT]):
         was served longest ago.
         """
         lines = self._urgent_lines()
-        computes = [turn for turn in self.running if not turn.is_cancelled and not turn.is_restoring]
-        prefilling = [turn for turn in computes if turn.is_prefilling]
+        prefilling = [turn for turn in self._with_kv() if turn.is_prefilling and not turn.is_cancelled]
         urgent = [turn for turn in prefilling if self._is_urgent(turn, lines)]
         turns = urgent or prefilling
         warm = [turn for turn in turns if turn.is_warm and turn.rest_tokens <= self.rules.cell_tokens]

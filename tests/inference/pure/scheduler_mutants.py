@@ -154,8 +154,8 @@ MUTANTS = (
     Mutant(
         "a cancelled turn is served until it is removed",
         "scheduler.py",
-        "if not turn.is_cancelled and not turn.is_restoring]",
-        "if not turn.is_restoring]",
+        "if turn.is_prefilling and not turn.is_cancelled]",
+        "if turn.is_prefilling]",
         f"{ORDER} {HISTORY}",
     ),
     Mutant(
@@ -393,6 +393,13 @@ MUTANTS = (
         "scheduler.py",
         "not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring",
         "not turn.is_prefilling and not turn.is_cancelled",
+        MEMORY,
+    ),
+    Mutant(
+        "who waits for its KV prefills",
+        "scheduler.py",
+        "return [turn for turn in self.running if not turn.is_restoring]",
+        "return [turn for turn in self.running]",
         MEMORY,
     ),
     Mutant(

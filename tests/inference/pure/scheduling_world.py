@@ -192,7 +192,8 @@ class World:
             assert job.can_be_put_aside
             assert not job.is_restoring
             job.preemptions += 1
-            job.computed = job.cached = job.shareable = job.reusable_tokens = 0
+            job.cached = job.shareable = job.reusable_tokens = 0
+            job.computed = job.computed if job.restore_s else 0
             self.memories.release(job)
             self.scheduler.preempted(job, self.now)
 

@@ -98,6 +98,19 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
     assert world.scheduler.cancelled() == [long]
 
 
+def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> None:
+    """A cancel comes from another thread, at any moment; the turn is removed only before the next step."""
+    world = World()
+    speaking, doomed, other = Job(1, 9), Job(16 * CELL), Job(16 * CELL)
+    world.submit(speaking, doomed, other)
+    world.step()
+    doomed.is_cancelled = True
+    assert world.scheduler.begin_step(world.now) == (speaking,)
+    assert world.scheduler.next_prefill(0.0) is other
+    speaking.is_cancelled = True
+    assert world.scheduler.begin_step(world.now) == ()
+
+
 # --- taking turns ---
 
 

@@ -2,7 +2,7 @@
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from inference_svc.plan import Priority
 from inference_svc.scheduler import Rules
@@ -120,7 +120,9 @@ class History(RuleBasedStateMachine):
         assert sorted(map(id, self.world.ended)) == sorted(map(id, self.submitted))
 
 
-TestHistory = History.TestCase
-TestHistory.settings = settings(
-    max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def test_after_any_history_bytes_add_up_lines_keep_their_order_cancels_free_and_everybody_ends() -> None:
+    checks = list(HealthCheck)
+    run_state_machine_as_test(
+        History,
+        settings=settings(max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=checks),
+    )

@@ -5,7 +5,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from inference_svc.hot_memories import HotMemories
 from inference_svc.memory_ledger import MemoryLedger
@@ -90,8 +90,8 @@ class LedgerHistory(RuleBasedStateMachine):
         assert all(ledger.is_lent(key) is (key in self.lent) for key in range(3))
 
 
-TestLedgerHistory = LedgerHistory.TestCase
-TestLedgerHistory.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+def test_free_and_reserved_and_resident_bytes_are_the_total_after_any_calls() -> None:
+    run_state_machine_as_test(LedgerHistory, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 def test_a_turn_that_extends_a_memory_needs_room_only_for_what_is_new() -> None:
@@ -441,6 +441,34 @@ def test_a_row_can_be_what_is_missing() -> None:
     assert [job.preemptions for job in jobs] == [0, 1]
     world.run()
     assert world.ended[0] is person
+
+
+def test_who_gave_way_does_not_take_the_room_back_however_old_it_is() -> None:
+    world = World(budget_bytes=4 * CELL, rules=Rules(ageing_s=1.0))
+    background = Job(2 * CELL, 400, priority=BACKGROUND)
+    world.submit(background)
+    while world.now < 2.0:
+        world.step()
+    person = Job(2 * CELL, 20)
+    world.submit(person)
+    world.step()
+    assert background.preemptions == 1
+    world.step()
+    assert world.scheduler.running == [person]
+    world.run()
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_turn_gives_way_only_so_often(most: int) -> None:
+    """A person comes whenever it runs; in between it has the engine for itself."""
+    world = World(budget_bytes=4 * CELL, rules=Rules(max_preemptions=most, ageing_s=1e9))
+    background = Job(2 * CELL, 400, priority=BACKGROUND)
+    world.submit(background)
+    while background not in world.ended:
+        if world.scheduler.running == [background] and not world.scheduler.waiting:
+            world.submit(Job(2 * CELL, 20))
+        world.step()
+    assert background.preemptions == most
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.floats(0.5, 3.0))
