@@ -199,7 +199,12 @@ class Recall:
             recollection.kv_from is not Source.COLD or memory.tokenizer_digest == self._engine.model.tokenizer_digest
         )
         words = memory.words if memory is not None and is_ours else Memory("", (), ())
-        match, tokens = await self._prompting.run(lambda: self._match(words, text))
+        if not speaks and words.token_ids and words.text == text:
+            # Nothing follows it, so it need not end at a character's border.
+            match = PrefixMatch(Outcome.EXACT, len(words.token_ids), len(text), len(text))
+            tokens = Tokenized(tuple(words.token_ids), tuple(words.token_chars))
+        else:
+            match, tokens = await self._prompting.run(lambda: self._match(words, text))
         # Of a turn that speaks, at least one token is computed: its logits are the next token's.
         most = len(tokens.ids) - (1 if speaks else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
