@@ -80,8 +80,10 @@ def _draw(picture: Picture, rows: Sequence[Mapping[str, Any]], path: Path, note:
             places = [place + width * (index - (len(lines) - 1) / 2) for place in range(len(xs))]
             axes.bar(places, ys, width, color=colour, label=label)
             axes.set_xticks(range(len(xs)), [str(x) for x in xs], fontsize=7)
-    if is_line and picture.is_log:
+    if is_line:
         axes.set_xscale("log", base=2)
+        ticks = sorted({x for xs, _ in lines.values() for x in xs})
+        axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
     if picture.is_log:
         axes.set_yscale("log")
     axes.set_xlabel(f"{picture.x.replace('_', ' ')}\n{note}", fontsize=8)
