@@ -8,10 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvasir.block_hash import kv_identity_hash
+from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.engine import Engine
 from inference_svc.kv.codec import Codec, ExactCodec, QuantizedCodec, RotatedCodec
-from tests.inference.engine.test_kv import on_mlx
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv_policy import LADDER, PolicyRequest, Rung
+from inference_svc.tensor_files import chain_hashes, check_files, file_identities
+from tests.inference.engine.driving import tokens_of
+from tests.inference.engine.test_kv import on_mlx, rows, same, sequence, values
 
 CODECS: dict[str, Codec] = {
     f"{name} {scale}": codec
@@ -61,6 +67,37 @@ def test_a_row_is_stored_alike_alone_and_among_others(name: str, engine: Engine)
                 assert equal(alone, cut)
                 assert equal((codec.decode(alone, mx.float32),), (decoded[batch : batch + 1, :, start:stop],))
                 assert equal(codec.encode(rows[batch : batch + 1, :, start:stop]), cut), "of a view"
+
+    mlx(engine, work)
+
+
+@pytest.mark.parametrize("exact_layers", ["", "last"])
+@pytest.mark.parametrize("rung", LADDER, ids=lambda rung: rung.value)
+def test_under_every_rung_a_restored_sequence_holds_and_shows_the_same_bits(
+    rung: Rung, exact_layers: str, engine: Engine
+) -> None:
+    """Through real tensor files, checked as a stranger's; then both go on, and still agree."""
+    request = PolicyRequest.parse("auto", exact_layers)
+
+    def work() -> None:
+        policy = request.policy(rung, "float32", 2)
+        layout = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=2, key_dim=64, value_dim=64)
+        identity = identity_pb2.KvIdentity(weights_digest="0" * 64, layers=[layout] * 2, policy=policy)
+        name, tokens = kv_identity_hash(identity), tokens_of(300)
+        kv = sequence([256, 43, 1], policy=policy)
+        chain = chain_hashes(name, tokens)
+        files = [kv.to_file(identity, file) for file in file_identities(name, tokens, chain)]
+        back = SequenceKV.from_files(identity, check_files(identity, name, files, tokens), 300)
+        assert same(values(back), values(kv))
+        for one in (kv, back):
+            for index, layer in enumerate(one.layers):
+                layer.update_and_fetch(*rows(7, 900 + index))
+            mx.eval(one.state)
+        assert same(values(back), values(kv))
+        identities = file_identities(name, tokens_of(307), chain_hashes(name, tokens_of(307)))
+        assert [back.to_file(identity, file) for file in identities] == [
+            kv.to_file(identity, file) for file in identities
+        ]
 
     mlx(engine, work)
 
