@@ -21,6 +21,7 @@ from kvasir.errors import KvasirError
 from inference_svc.blas import load_optimized_blas
 from inference_svc.kv_policy import PolicyRequest
 from inference_svc.models import kvasir_tiny
+from inference_svc.real_layouts import REAL_LAYOUTS, weighed
 
 _PROBE_MEMORY_BYTES = 1 << 30
 
@@ -59,6 +60,8 @@ def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dic
             "compute_type": info.compute_type,
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "kv_bytes_per_token_fp16": info.kv_bytes_per_token_fp16,
+            "state_bytes": info.state_bytes,
+            "families": {name: weighed(layers) for name, layers in REAL_LAYOUTS.items()},
             "device": engine.device,
             "blas": engine.blas,
             "versions": _versions(),
@@ -74,6 +77,7 @@ def _layer(layer: identity_pb2.LayerLayout) -> Mapping[str, object]:
         "kv_heads": layer.kv_heads,
         "key_dim": layer.key_dim,
         "value_dim": layer.value_dim,
+        "state_shapes": [list(tensor.shape) for tensor in layer.state_tensors],
     }
 
 

@@ -65,7 +65,9 @@ def open_model(
         context_tokens=_context_tokens(loaded.config, context_tokens),
         kv_bytes_per_token=sum(tensor.size_bytes for tensor in expected_tensors(identity, 1)),
         kv_bytes_per_token_fp16=sum(
-            2 * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in identity.layers
+            2 * layer.kv_heads * (layer.key_dim + layer.value_dim)
+            for layer in identity.layers
+            if layer.kind in (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
         ),
         layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
         policy_applied_layers=runner.applied_layers(identity),

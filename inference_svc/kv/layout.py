@@ -71,7 +71,12 @@ def probed_layout(model: Module) -> Layout:
     caches, groups = _own_caches(model)
     owners = [_owner(groups, index) for index in range(len(caches))]
     _refuse_unknown(model, owners, caches)
-    mx.eval(_logits(model, _grouped(groups, caches), [PROBE_TOKENS]))
+    try:
+        mx.eval(_logits(model, _grouped(groups, caches), [PROBE_TOKENS]))
+    except RuntimeError as error:
+        raise FailedPrecondition(
+            f"model: mlx-lm cannot compute it here: {error}", reason="MODEL_NOT_LOADABLE", field="model"
+        ) from error
     entries = tuple(_entry(model, owner, cache) for owner, cache in zip(owners, caches, strict=True))
     kv_type = _kv_type(caches)
     mx.eval(_logits(model, _grouped(groups, caches), [_NEXT[:1]]))

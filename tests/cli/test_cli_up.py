@@ -135,6 +135,10 @@ def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
     assert report["store"]["is_ready"]
     assert report["engine"]["is_ready"]
     assert report["problems"] == []
+    assert report["model"]["families"]["GPT-OSS 20B"]["kv_bytes_per_token"] == 6912
+    shown = cli("doctor").out
+    assert "12 window of 128, 12 full" in shown
+    assert "DeepSeek V2 Lite" in shown
 
 
 def test_doctor_says_what_is_wrong_with_a_model(cli: Cli, tmp_path: Path) -> None:

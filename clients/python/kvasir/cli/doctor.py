@@ -148,6 +148,7 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     write(", ".join(f"{name} {version or '–'}" for name, version in report["packages"].items()))
     if report["model"]:
         _show_model(out, report["model"])
+        _show_families(out, report["model"]["families"])
     write(f"home: {report['home']['path']}, {size(report['home']['free_disk_bytes'])} free")
     for name in ("store", "engine"):
         service = report[name]
@@ -174,15 +175,35 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     stored = [_stored(policy, index) for index in range(len(facts["layers"]))]
     for alike, count in Counter(zip(map(json.dumps, facts["layers"]), stored, strict=True)).items():
         row, bits = json.loads(alike[0]), alike[1]
+        if row["state_shapes"]:
+            table.add_row(str(count), "state, at points", "", "", "", "as computed")
+            continue
         keeps = f"window of {row['window']}" if row["window"] else f"{row['kind']}, every token"
         table.add_row(str(count), keeps, str(row["kv_heads"]), str(row["key_dim"]), str(row["value_dim"]), bits)
     out.print(table)
-    ratio = facts["kv_bytes_per_token"] / facts["kv_bytes_per_token_fp16"]
+    ratio = facts["kv_bytes_per_token"] / max(1, facts["kv_bytes_per_token_fp16"])
     out.print(
         f"{facts['kv_bytes_per_token']} bytes per token instead of {facts['kv_bytes_per_token_fp16']} at fp16 "
-        f"({ratio:.3f})"
+        f"({ratio:.3f})" + (f"; {size(facts['state_bytes'])} of state per point" if facts["state_bytes"] else "")
     )
     out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}", markup=False)
+
+
+def _show_families(out: Console, families: dict[str, Any]) -> None:
+    """What memories of well-known models weigh, by their published layouts."""
+    table = Table(box=None, pad_edge=False, header_style="bold", title="well-known models, by their layouts")
+    for column in ("model", "layers"):
+        table.add_column(column)
+    for column in ("bytes/token q4", "fp16", "state q4", "fp16"):
+        table.add_column(column, justify="right")
+    for name, row in families.items():
+        layers = ", ".join(
+            f"{kind['count']} {kind['kind']}" + (f" of {kind['window']}" if kind["window"] else "")
+            for kind in row["layers"]
+        )
+        states = [size(row[key]) if row[key] else "–" for key in ("state_bytes", "state_bytes_fp16")]
+        table.add_row(name, layers, str(row["kv_bytes_per_token"]), str(row["kv_bytes_per_token_fp16"]), *states)
+    out.print(table)
 
 
 def _stored(policy: dict[str, Any], layer: int) -> str:
