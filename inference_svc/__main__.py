@@ -70,6 +70,8 @@ async def serve(settings: EngineSettings) -> None:
             stack.callback(_serve_metrics(settings.metrics_listen, standing))
         # Connected before the first turn, whose budget for the store is better spent on reading.
         await asyncio.gather(*(store.answers() for store in stores.values()))
+        if problems := [store.problem for store in stores.values() if store.problem]:
+            raise RefusedToStart(f"--store-token-file: {'; '.join(problems)}")
         stack.push_async_callback(host.close)
         await host.load(host.names[0])
         formats = ReplyFormats(GrammarTrial())
@@ -143,7 +145,7 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
         tokens.setdefault(DEFAULT_NAMESPACE, None)
     return {
         namespace: RemoteCache(
-            AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False)
+            AioStoreClient.connect(settings.store, token=token, tls=settings.store_tls, retry_reads=False), namespace
         )
         for namespace, token in tokens.items()
     }

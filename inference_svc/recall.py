@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvasir import manifest as manifests
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.block_file import MAX_HEADER_BYTES
 from kvasir.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
 from kvasir.digest import Digest
@@ -22,6 +23,12 @@ from inference_svc.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch
 from inference_svc.prompting import Prompting, Tokenized
 from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import Miss, MissReason, Source
+
+
+T = TypeVar("T")
+# Beyond these a memory takes the event loop more than a millisecond or two.
+_LONG_BYTES = 64 << 10
+_LONG_TOKENS = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +122,7 @@ class Recall:
 
     async def _warm(self, store: RemoteCache, key: SequenceKey, head: Head, budget: Budget) -> Recollection:
         try:
-            manifest = manifests.parse(await store.manifest(key.agent_id, head, budget))
+            manifest = await _parsed(await store.manifest(key.agent_id, head, budget))
         except StoreMiss as error:
             # The head is known, the memory is not: this turn may still become the version after it.
             return Recollection(None, Source.COLD, head, error.miss)
@@ -132,7 +139,7 @@ class Recall:
     async def _foreign(self, store: RemoteCache, key: SequenceKey, foreign: Head, budget: Budget) -> Recollection:
         """The agent remembers under another KV identity: its words rebuild a line of ours."""
         try:
-            manifest = manifests.parse(await store.manifest(key.agent_id, foreign, budget))
+            manifest = await _parsed(await store.manifest(key.agent_id, foreign, budget))
         except (StoreMiss, InvalidArgument):
             difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
             return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
@@ -179,7 +186,8 @@ class Recall:
             choice, no_point = _at_point(choice, recollection.memory, usable_point)
             miss = miss or no_point
         elif store is not None and usable_files is None:
-            choice = await self._by_block_hashes(store, choice, text, namespace, budget)
+            choice, shared_miss = await self._by_block_hashes(store, choice, text, namespace, budget)
+            miss = miss or shared_miss
         reuse, read_miss = await self._reuse(choice, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
@@ -241,26 +249,28 @@ class Recall:
 
     async def _by_block_hashes(
         self, store: RemoteCache, choice: _Choice, text: str, namespace: str, budget: Budget
-    ) -> _Choice:
+    ) -> tuple[_Choice, Miss | None]:
         """What a cold run would compute and the store already has, if that covers at least a block more."""
         if len(choice.tokens.ids) - 1 - choice.keep < BLOCK_TOKENS:
-            return choice
+            return choice, None
         tokens = choice.tokens
         if choice.match.kept_tokens:
             tokens = await self._prompting.run(lambda: self._prompting.tokenize(text))
         kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
         try:
-            hashes = block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1])
+            hashes = await _off_loop(
+                len(tokens.ids) > _LONG_TOKENS,
+                lambda: block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
+            )
             blocks = await store.find_prefix(kv_identity_hash, hashes, budget) if hashes else []
-        except StoreMiss:
-            return choice
+        except StoreMiss as error:
+            return choice, error.miss
         # Whole cells: behind a cell's edge the rest is prefilled exactly as a cold run would.
         keep = len(blocks) * BLOCK_TOKENS // cell * cell
         if keep < choice.keep + BLOCK_TOKENS:
-            return choice
-        return _Choice(
-            tokens, keep, Source.SHARED, choice.match, tokens.ids, blocks[: keep // BLOCK_TOKENS], None, keep
-        )
+            return choice, None
+        found = blocks[: keep // BLOCK_TOKENS]
+        return _Choice(tokens, keep, Source.SHARED, choice.match, tokens.ids, found, None, keep), None
 
     async def _reuse(
         self,
@@ -332,6 +342,16 @@ def _at_point(choice: _Choice, memory: AgentMemory | None, usable_point: int | N
     if not point:
         return _Choice(choice.tokens, 0, Source.COLD, choice.match), miss
     return replace(choice, keep=point), miss
+
+
+async def _parsed(data: bytes) -> manifest_pb2.Manifest:
+    """A checked manifest. Raises InvalidArgument."""
+    return await _off_loop(len(data) > _LONG_BYTES, lambda: manifests.parse(data))
+
+
+async def _off_loop(is_long: bool, work: Callable[[], T]) -> T:
+    """What takes milliseconds must not hold up other turns' tokens."""
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 async def _wait(kept: Kept, budget: Budget) -> None:

@@ -142,11 +142,13 @@ class Breaker:
 class RemoteCache:
     """One namespace of one cache store, seen from the engine."""
 
-    def __init__(self, client: AioStoreClient) -> None:
+    def __init__(self, client: AioStoreClient, namespace: str = "") -> None:
         """`client` carries the engine's credential at the store, which binds the namespace. It must not retry reads
-        by itself: a turn has no time for that.
+        by itself: a turn has no time for that. `namespace`: the one that it must be; empty: whichever it is.
         """
         self._client = client
+        self._namespace = namespace
+        self.problem = ""  # why this store must not be used, once it has been asked
         self._breaker = Breaker(self._probe)
 
     @property
@@ -159,6 +161,9 @@ class RemoteCache:
         try:
             await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
         except (errors.KvasirError, TimeoutError):
+            return False
+        except Exception:  # noqa: BLE001 - whatever it answered, it is no store that can be used
+            _LOG.exception("store.answer_not_understood")
             return False
         self._breaker.reset()
         return True
@@ -231,6 +236,7 @@ class RemoteCache:
 
     async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
         """Make tensor files durable; their digests in order, and the bytes that had to be sent."""
+        self._check_usable()
         digests = [Digest.of(data) for data in files]
         there: list[int] = []
         progress = await self._noting(
@@ -244,6 +250,7 @@ class RemoteCache:
 
     async def commit(self, agent_id: str, manifest: bytes, parent_version: int, timeout_s: float) -> Head:
         """Make a manifest the next version of the agent's line. Raises Conflict when the head is not its parent."""
+        self._check_usable()
         digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
         version = await self._noting(self._client.commit(agent_id, digest, parent_version, timeout_s=timeout_s))
         return head_of(version)
@@ -251,12 +258,24 @@ class RemoteCache:
     # --- how a call is made ---
 
     async def _probe(self) -> None:
-        await self._client.get_capabilities()
+        found = (await self._client.get_capabilities()).namespace
+        self.problem = ""
+        if self._namespace and found != self._namespace:
+            # Whoever mixed up two token files would mix up two namespaces' memories.
+            self.problem = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
+            _LOG.error("store.wrong_namespace", expected=self._namespace, found=found)
+            raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
+
+    def _check_usable(self) -> None:
+        if self.problem:
+            raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
 
     async def _read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
         """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
         if self._breaker.is_open:
             raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
+        if self.problem:
+            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem))
         if (given_s := budget.remaining_s) <= 0:
             raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
         try:

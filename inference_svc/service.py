@@ -121,8 +121,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
                 started = event if isinstance(event, TurnStarted) else started
         finally:
             running.cancel()
-        assert started is not None and running.warmed is not None
-        return messages.warm_response(started, running.warmed, served.name)
+        warmed = running.warmed
+        assert started is not None
+        assert warmed is not None
+        return messages.warm_response(started, warmed, served.name)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         self._check_serves()
