@@ -8,6 +8,7 @@ cover. Whatever the store cannot give is a miss with its reason.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvasir import manifest as manifests
 from kvasir.cachestore.v1 import manifest_pb2

@@ -286,8 +286,8 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
                 raise errors.DeadlineExceeded("slow")
             await asyncio.Event().wait()
 
-        async def nothing() -> None:
-            await asyncio.sleep(0)
+        async def nothing() -> Any:
+            return SimpleNamespace(namespace="")
 
         client: Any = SimpleNamespace(get_agent=slow, get_capabilities=nothing, close=nothing)
         store = RemoteCache(client)
