@@ -248,6 +248,10 @@ class RemoteCache:
         )
         return digests, progress.bytes_total - there[0]
 
+    async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
+        """Keep blobs that no manifest names for another grace period. Those that are gone stay so."""
+        await self._noting(self._client.find_missing(digests, timeout_s=timeout_s))
+
     async def commit(self, agent_id: str, manifest: bytes, parent_version: int, timeout_s: float) -> Head:
         """Make a manifest the next version of the agent's line. Raises Conflict when the head is not its parent."""
         self._check_usable()

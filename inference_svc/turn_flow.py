@@ -20,11 +20,12 @@ from kvasir.manifest import tokens_within_chars
 
 from inference_svc import conversation, replay
 from inference_svc.admission import Admission
-from inference_svc.engine import Engine
+from inference_svc.engine import Engine, TurnHandle
 from inference_svc.handoff import HandOff
+from inference_svc.kept_aside import AsideLimits, KeptAside
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
-from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
+from inference_svc.plan import Cold, Ended, Event, Failed, Hot, SequenceKey, Started, TurnPlan
 from inference_svc.prefix_matching import common_prefix_length
 from inference_svc.prefix_matching import Outcome
 from inference_svc.prompting import Prompting
@@ -302,7 +303,10 @@ class TurnService:
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
                 turn.restore_s = budget.spent_s
-                plan, prepared = self._plan(turn, prepared), replace(prepared, reuse=Cold())
+                plan = replace(
+                    self._plan(turn, prepared), can_be_put_aside=self._may_wait(turn, recollection, prepared)
+                )
+                prepared = replace(prepared, reuse=Cold())
                 running = self._run_plan(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
                 return recollection, prepared, await running
@@ -342,11 +346,13 @@ class TurnService:
         needed_bytes, budget_bytes = self._engine.needed_bytes(plan), self._engine.memory_budget_bytes
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
         telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
+        aside: KeptAside | None = None
         try:
             with self._admission.kv(turn.request.namespace, needed_bytes, budget_bytes):
                 turn.running.handle = self._engine.submit(plan, on_events)
                 del plan
-                return await self._until_ended(turn, inbox, telling)
+                aside = self._kept_aside(turn, turn.running.handle, store) if store is not None else None
+                return await self._until_ended(turn, inbox, telling, aside)
         except BaseException:
             if turn.running.handle is not None:
                 turn.running.handle.cancel()
@@ -355,11 +361,17 @@ class TurnService:
             raise
         finally:
             turn.running.handle = None
+            if aside is not None:
+                aside.close()
 
-    async def _until_ended(self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling) -> Ended:
+    async def _until_ended(
+        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling, aside: KeptAside | None
+    ) -> Ended:
         while True:
             for event in await inbox.get():
                 telling.event(event)
+                if aside is not None:
+                    aside.event(event)
                 match event:
                     case Started():
                         self._let_go(turn)
@@ -374,6 +386,27 @@ class TurnService:
     def _stream(self, key: SequenceKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
         timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
         return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
+
+    def _may_wait(self, turn: TurnState, recollection: Recollection, prepared: Prepared) -> bool:
+        """Whether the engine may put the turn aside: there is a store for its KV, and the hot memory that it extends,
+        which would go with it, is whole there.
+        """
+        store, memory = self._stores.get(turn.request.namespace), recollection.memory
+        if store is None or not store.is_reachable:
+            return False
+        is_stored = memory is not None and memory.kept.is_head and not memory.kept.is_being_published
+        return is_stored or not isinstance(prepared.reuse, Hot)
+
+    def _kept_aside(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> KeptAside:
+        limits = AsideLimits(
+            write_timeout_s=self._limits.publish_timeout_s,
+            read_budget_s=max(self._limits.store_budget_s, AsideLimits().read_budget_s),
+            min_bytes_per_s=self._limits.store_min_bytes_per_s,
+            piece_files=self._ending.copies.piece_blocks,
+        )
+        counters = self.stats.of(turn.request.namespace)
+        copies, restoring = self._ending.copies.held, self._admission.restoring
+        return KeptAside(handle, store, copies, restoring, counters, limits, self._clock)
 
     def _let_go(self, turn: TurnState) -> None:
         """What was read from the store is KV now, or is not needed."""

@@ -1,0 +1,143 @@
+"""What the service does for a turn that the engine put aside: its files go to the store, unlisted, and come back.
+
+No manifest names these blobs: they are never a version of the agent. They rest for the store's grace period, which is
+renewed while the turn waits, and then go by themselves. Files that the store does not take stay in this machine's
+memory until the turn goes on, and the engine puts nobody else aside whose files would be too many beside them.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+import structlog
+from kvasir.digest import Digest
+from kvasir.errors import KvasirError
+
+from inference_svc.engine import TurnHandle
+from inference_svc.held_bytes import HeldBytes
+from inference_svc.plan import Event, PutAside, Resumed, Wanted
+from inference_svc.remote_cache import Budget, RemoteCache
+from inference_svc.service_data import Miss, MissReason
+from inference_svc.service_stats import NamespaceCounters
+
+_LOG = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AsideLimits:
+    """How the store is asked for a turn that was put aside."""
+
+    write_timeout_s: float = 30.0
+    read_budget_s: float = 2.0
+    """Without progress; after it what is missing is computed again. The turn holds its room meanwhile."""
+    min_bytes_per_s: float = 20e6
+    renew_s: float = 300.0
+    piece_files: int = 1
+    """Files that are hashed and sent at a time: hashing holds up the event loop."""
+
+
+class KeptAside:
+    """Of one turn, on the event loop."""
+
+    def __init__(
+        self,
+        handle: TurnHandle,
+        store: RemoteCache,
+        publishing: HeldBytes,
+        restoring: HeldBytes,
+        counters: NamespaceCounters,
+        limits: AsideLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        """`publishing` counts files that wait for the store, `restoring` those that came back and are not KV yet.
+        Neither is waited for: the turn had the bytes before, or holds their room.
+        """
+        self._handle = handle
+        self._store = store
+        self._publishing = publishing
+        self._restoring = restoring
+        self._counters = counters
+        self._limits = limits
+        self._clock = clock
+        self._files: tuple[bytes, ...] | None = None  # in memory: not stored yet, or never
+        self._digests: list[Digest] = []
+        self._held: tuple[HeldBytes, int] | None = None
+        self._miss: Miss | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def event(self, event: Event) -> None:
+        match event:
+            case PutAside(files):
+                self._files = files
+                self._hold(self._publishing, sum(map(len, files)))
+                self._begin(self._keep(files))
+            case Wanted():
+                self._begin(self._bring_back())
+            case Resumed(_, lost_tokens):
+                self._count(lost_tokens)
+                self.close()
+            case _:
+                pass
+
+    def close(self) -> None:
+        """The turn goes on or is over: nothing more is done for it."""
+        if self._task is not None:
+            self._task.cancel()
+        self._files, self._digests, self._miss = None, [], None
+        self._let_go()
+
+    async def _keep(self, files: Sequence[bytes]) -> None:
+        digests: list[Digest] = []
+        try:
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                for first in range(0, len(files), self._limits.piece_files):
+                    piece = files[first : first + self._limits.piece_files]
+                    digests += (await self._store.write_tensors(piece, self._limits.write_timeout_s))[0]
+        except (KvasirError, TimeoutError) as error:
+            _LOG.warning("aside.not_stored", error=type(error).__name__, reason=getattr(error, "reason", ""))
+            return
+        self._files, self._digests = None, digests
+        self._let_go()
+        self._handle.files_stored()
+        await self._renew()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.renew_s)
+            try:
+                await self._store.renew(self._digests, self._limits.write_timeout_s)
+            except KvasirError as error:
+                _LOG.info("aside.not_renewed", error=type(error).__name__)
+
+    async def _bring_back(self) -> None:
+        blobs: Sequence[bytes] = self._files or ()
+        try:
+            if self._files is None and self._digests:
+                self._hold(self._restoring, sum(digest.size_bytes for digest in self._digests))
+                budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
+                blobs, self._miss = await self._store.read_blobs(self._digests, budget)
+        except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
+            _LOG.exception("aside.read_failed")
+        self._handle.resume(blobs)
+
+    def _count(self, lost_tokens: int) -> None:
+        if lost_tokens:
+            reason = self._miss.reason if self._miss is not None else MissReason.BLOB_DAMAGED
+            self._counters.misses[reason] += 1
+            _LOG.warning("aside.lost", reason=reason.value, tokens=lost_tokens)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(work)
+
+    def _hold(self, held: HeldBytes, size_bytes: int) -> None:
+        self._let_go()
+        held.take(size_bytes)
+        self._held = (held, size_bytes)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            held, size_bytes = self._held
+            held.give_back(size_bytes)
+            self._held = None
