@@ -100,7 +100,7 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
 
 def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> None:
     """A cancel comes from another thread, at any moment; the turn is removed only before the next step."""
-    world = World()
+    world = World(rules=Rules(budget_s=0.0))
     speaking, doomed, other = Job(1, 9), Job(16 * CELL), Job(16 * CELL)
     world.submit(speaking, doomed, other)
     world.step()

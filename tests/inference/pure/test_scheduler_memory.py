@@ -379,13 +379,18 @@ def test_who_cannot_be_put_aside_is_not_and_another_is() -> None:
     assert [job.preemptions for job in jobs] == [1, 0]
 
 
-def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing() -> None:
+@pytest.mark.parametrize("generated", [0, 2])
+def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(generated: int) -> None:
+    """Whether it was put aside while its prompt was computed or while it spoke."""
     world, (old, young) = busy_world(BACKGROUND, BACKGROUND)
     young.restore_s = 1.0
+    while young.generated < generated:
+        world.step()
     person = Job(CELL, 1)
     world.submit(person)
     while not young.is_restoring:
         world.step()
+    assert young.is_prefilling is (generated == 0)
     assert world.memories.ledger.reserved_by(young) == young.needed_bytes
     world.submit(Job(CELL, 1))
     world.step()
