@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvasir import manifest as manifests
-from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.block_file import MAX_HEADER_BYTES
 from kvasir.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
+from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
 
@@ -24,7 +24,6 @@ from inference_svc.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch
 from inference_svc.prompting import Prompting, Tokenized
 from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import Miss, MissReason, Source
-
 
 T = TypeVar("T")
 # Beyond these a memory takes the event loop more than a millisecond or two.
