@@ -36,7 +36,7 @@ def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recoll
 class Surroundings:
     """What a turn meets: the recollections in turn, an engine whose hot memory goes away so often, and its end."""
 
-    model = SimpleNamespace(context_tokens=100, kv_identity_hash="x", stop_token_ids=())
+    model = SimpleNamespace(context_tokens=100, kv_identity_hash="x", stop_token_ids=(), has_states=False)
     special_texts: tuple[str, ...] = ()
     memory_budget_bytes = 100
 
@@ -126,3 +126,30 @@ def test_a_memory_that_keeps_moving_ends_the_turn() -> None:
     with pytest.raises(errors.Unavailable):
         serve(around, parent_version=None)
     assert 1 < len(around.planned) < 10
+
+
+class Damaged(Surroundings):
+    """An engine that refuses the state of 300 tokens, then the tensor file 1."""
+
+    refusals: tuple[dict[str, str], ...] = ({"state": "300"}, {"blob": "1"})
+
+    def __init__(self) -> None:
+        super().__init__([remembered(OURS, "ours")], losses=0)
+        self.usable: list[tuple[int | None, int | None]] = []
+
+    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
+        self.usable.append((how["usable_files"], how["usable_point"]))
+        return await super().plan(recollection, text, **how)
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        refused = self.refusals[len(self.usable) - 1 :][:1]
+        on_events([Failed(errors.DataLoss("damaged", metadata=refused[0])) if refused else ENDED])
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def test_what_the_engine_refused_is_not_planned_with_again() -> None:
+    """A refused state is gone back before, a refused file not used: damage costs time (LESSONS 10)."""
+    around = Damaged()
+    serve(around, parent_version=5)
+    assert around.usable == [(None, None), (None, 299), (1, 299)]
+    assert around.finished == [(5, "ours new")]
