@@ -1,6 +1,7 @@
 """One turn as it runs: what is computed, what was generated, what may be told, and what will be remembered. Pure."""
 
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cached_property
 
 from kvasir.block_hash import BLOCK_TOKENS
@@ -19,6 +20,7 @@ from inference_svc.plan import (
     Prefilled,
     Priority,
     PutAside,
+    Restored,
     Resumed,
     SequenceState,
     Started,
@@ -171,6 +173,8 @@ class Turn:
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
         """The first `cached` tokens' KV is there; `is_shared`: from another turn or memory of the namespace."""
         self.cached = self.computed = cached
+        if isinstance(self.plan.reuse, Restored):  # the files are KV now: nobody holds them for the turn's whole life
+            self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None))
         self._full_told = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()

@@ -39,6 +39,27 @@ def test_a_turn_extends_a_hot_memory_only_if_its_plan_does() -> None:
     assert turn(9, priority=Priority.BACKGROUND).priority is Priority.BACKGROUND
 
 
+def test_a_turn_that_began_holds_no_files_but_still_knows_what_it_reused() -> None:
+    one = turn(9, Restored((b"x" * 100,), (1,) * 9, 6))
+    one.began(6, 0)
+    assert one.plan.reuse == Restored((), (1,) * 9, 6)
+    assert (one.reusable_tokens, one.memory_key) == (6, None)
+
+
+def test_a_turn_that_was_put_aside_extends_no_hot_memory_any_more() -> None:
+    one = turn(9, Hot(5), can_be_put_aside=True)
+    one.began(5, 0)
+    assert one.can_be_put_aside
+    one.put_aside(())
+    assert one.memory_key is None
+    one.wanted()
+    assert one.is_restoring
+    one.resumed(5, 0)
+    assert not one.is_restoring
+    assert not turn(9, Hot(5), can_be_put_aside=True, keep_partial=True).can_be_put_aside
+    assert not turn(9, Hot(5)).can_be_put_aside
+
+
 def test_a_prompts_chain_says_what_its_files_will_say_and_nothing_without_a_namespace() -> None:
     first = chain_hash(IDENTITY, "", [1] * 256)
     assert turn(600, namespace="home").chain == (first, chain_hash(IDENTITY, first, [1] * 256))
