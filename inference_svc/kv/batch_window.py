@@ -242,15 +242,14 @@ class BatchWindowKV:
         """Store several rows of each sequence; returns those before them that are seen, and themselves, in order."""
         count = codes[0].shape[2]
         new = self._decode(codes, key_type, value_type)
-        before = [self.settle(slot).decoded(row.kept_rows, key_type, value_type) for slot, row in enumerate(self.rows)]
-        width = max(keys.shape[2] for keys, _ in before) + count
-        seen = [
-            tuple(
-                _padded(mx.concatenate([old, part[slot : slot + 1]], axis=2), width)
-                for old, part in zip(olds, new, strict=True)
-            )
-            for slot, olds in enumerate(before)
-        ]
+        kept = [self.settle(slot).kept_rows for slot in range(len(self.rows))]
+        seen = []
+        for slot, row in enumerate(self.rows):
+            parts = [part[slot : slot + 1] for part in new]
+            if kept[slot]:
+                before = row.decoded(kept[slot], key_type, value_type)
+                parts = [mx.concatenate([old, part], axis=2) for old, part in zip(before, parts, strict=True)]
+            seen.append([_padded(part, max(kept) + count) for part in parts])
         taken = [count] * len(self.rows)
         if self._unread is not None:
             taken = [min(count, left) for left in self._unread]

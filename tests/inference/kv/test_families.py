@@ -15,6 +15,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 from inference_svc.kv.layers import AnyLayerKV, new_layer
 from inference_svc.kv.layout import Layout, probed_layout
 from inference_svc.kv.row_exact import make_row_exact
+from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.model_identity import default_policy
 from inference_svc.models.loading import load
@@ -27,6 +28,7 @@ from tests.inference.engine.families import (
     JAMBA,
     write_family,
 )
+from tests.inference.kv import test_backends
 from tests.inference.kv.test_backends import tokens_of
 from tests.inference.kv.test_window_kv import Unrounded
 
@@ -202,3 +204,20 @@ def test_a_model_whose_attention_cannot_be_batched_is_refused(tmp_path: Path) ->
     }
     model: Any = load(write_family(tmp_path / "m", config), "float32").model
     refused(model, "layer 0 .*in a batch", "0")
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_mlx_lms_own_batches_run_on_windows_unmodified(name: str, family: Callable[[str], Family]) -> None:
+    """Ragged prompts, right padding past the window, joins and leaves: each row says what it says alone."""
+    tiny, judge = family(name), test_backends.TestUnmodifiedBatchGenerator()
+
+    def new_kv() -> SequenceKV:
+        return SequenceKV(tiny.new())
+
+    prompts = [tokens_of(n, n) for n in (3, 96, 130, 17, 200)]
+    limits = [9, 20, 5, 14, 11]
+    found = judge.run(tiny.model, new_kv, prompts, limits, completion_batch_size=3, prefill_batch_size=2)
+    for prompt, limit, (said, cache) in zip(prompts, limits, found, strict=True):
+        [(expected, _)] = judge.run(tiny.model, new_kv, [prompt], [limit])
+        assert said == expected
+        assert [layer.offset for layer in cache] == [len(prompt) + limit] * len(cache)
