@@ -268,6 +268,7 @@ class Actor:
                 messages=ask.messages if ask.prompt is None and ask.append is None else None,
                 append_messages=ask.append,
                 sampling=ask.sampling,
+                priority=pb.PRIORITY_BACKGROUND if ask.is_background else pb.PRIORITY_INTERACTIVE,
                 keep_partial=cut is not None and cut.keep_partial,
                 timeout_s=cut.after_s if cut is not None and cut.at == "deadline" else None,
             )

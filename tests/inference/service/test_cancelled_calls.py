@@ -1,0 +1,54 @@
+"""A call that is cancelled, at whatever moment, leaves no handler, no place and no memory behind."""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+from kvasir.aio_inference_client import AioInferenceClient
+from kvasir.errors import ResourceExhausted
+
+from tests.system_fixtures import running_house
+
+PLACES = 5  # of six: one caller does not get all of them
+STORY = "Every door has a key, and the seventh key is missing since the flood. " * 60
+
+
+async def cancelled(client: AioInferenceClient, number: int, after_s: float) -> None:
+    """A long turn whose caller goes away after so long."""
+    turn = client.reply(agent_id=f"gone {number}", prompt=f"{number} {STORY}", sampling={"max_tokens": 400})
+    with pytest.raises((TimeoutError, ResourceExhausted)):
+        await asyncio.wait_for(turn, after_s)
+
+
+async def all_places(client: AioInferenceClient) -> None:
+    """As many short turns at once as there are places."""
+    turns = (client.reply(prompt=f"{place} hello", sampling={"max_tokens": 2}) for place in range(PLACES))
+    await asyncio.gather(*turns)
+
+
+def test_cancelled_calls_leave_no_handler_behind(model: Path, tmp_path: Path) -> None:
+    """(LESSONS 28, 25) In the queue, while the prompt is computed, and while it speaks; then every place is free, the
+    memory is what it was, and nothing holds up the end of the process.
+    """
+    chance = random.Random(28)
+
+    async def cancel_many(address: str) -> None:
+        async with AioInferenceClient.connect(address) as client:
+            await all_places(client)
+            before = (await client.get_capabilities()).kv_memory_used_bytes
+            for start in range(0, 10 * PLACES, PLACES):
+                numbers = range(start, start + PLACES)
+                await asyncio.gather(*(cancelled(client, number, chance.uniform(0.01, 0.6)) for number in numbers))
+            give_up = time.monotonic() + 20
+            while (await client.get_capabilities()).kv_memory_used_bytes > before:
+                assert time.monotonic() < give_up, "a row was never freed"
+                await asyncio.sleep(0.02)
+            await all_places(client)
+
+    with running_house(tmp_path, model, engine_options=("--max-turns", str(PLACES + 1))) as house:
+        asyncio.run(cancel_many(house.engine.address))
+        began = time.monotonic()
+        assert house.engine.stop() == 0
+        assert time.monotonic() - began < 8, "a handler was waited for"
