@@ -1,0 +1,173 @@
+"""Files of a turn that was put aside, between an engine and a real store: kept as long as it waits, and no longer."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from kvasir.aio_store_client import AioStoreClient
+from kvasir.block_file import FileIdentity, encode, expected_tensors
+from kvasir.block_hash import chain_hash, kv_identity_hash
+
+from inference_svc.held_bytes import HeldBytes
+from inference_svc.kept_aside import AsideLimits, KeptAside
+from inference_svc.memory import Kept
+from inference_svc.plan import Cold, Hot, PutAside, Resumed, Wanted
+from inference_svc.remote_cache import NO_HEAD, RemoteCache
+from inference_svc.service_data import MissReason
+from inference_svc.service_stats import NamespaceCounters
+from inference_svc.turn_flow import TurnService
+from tests.synthetic import SMALL
+from tests.system_fixtures import House
+
+GRACE_S = 0.6
+
+
+def tail(tokens: int) -> bytes:
+    """A tensor file that the store takes."""
+    identity_hash = kv_identity_hash(SMALL)
+    identity = FileIdentity("tail", identity_hash, 0, tokens, chain_hash(identity_hash, "", [5] * tokens))
+    return encode(identity, [(spec, bytes(spec.size_bytes)) for spec in expected_tensors(SMALL, tokens)])
+
+
+FILES = (tail(40), tail(41))
+HELD_BYTES = sum(map(len, FILES))
+
+
+class Handle:
+    """What the engine is told of the turn."""
+
+    def __init__(self) -> None:
+        self.are_stored = asyncio.Event()
+        self.resumed: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
+
+    def files_stored(self) -> None:
+        self.are_stored.set()
+
+    def resume(self, blobs: Sequence[bytes]) -> None:
+        self.resumed.set_result(blobs)
+
+
+class Scene:
+    """A turn that is put aside at once."""
+
+    def __init__(self, address: str, limits: AsideLimits) -> None:
+        self.store = RemoteCache(AioStoreClient.connect(address))
+        self.handle = Handle()
+        self.publishing, self.restoring = HeldBytes(1 << 20), HeldBytes(1 << 20)
+        self.counters = NamespaceCounters()
+        handle = cast("Any", self.handle)
+        self.aside = KeptAside(
+            handle, self.store, self.publishing, self.restoring, self.counters, limits, time.monotonic
+        )
+        self.aside.event(PutAside(FILES, 81))
+
+    async def wanted(self) -> Sequence[bytes]:
+        self.aside.event(Wanted())
+        return await asyncio.wait_for(self.handle.resumed, 20)
+
+    async def close(self) -> None:
+        assert (self.publishing.held_bytes, self.restoring.held_bytes) == (0, 0)
+        await self.store.close()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """A store alone, that soon forgets what nobody names."""
+    house = House(tmp_path_factory.mktemp("forgetful"), Path("no model"))
+    house.store.options += ["--grace-period-s", str(GRACE_S), "--gc-interval-s", "0.1"]
+    house.store.start()
+    yield house
+    house.close()
+
+
+def run(house: House, work: Callable[[Scene], Any], limits: AsideLimits | None = None) -> None:
+    async def scene() -> None:
+        one = Scene(house.store.address, limits or AsideLimits())
+        await work(one)
+        await one.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone_is_a_miss(
+    house: House, is_renewed: bool
+) -> None:
+    async def work(scene: Scene) -> None:
+        await asyncio.wait_for(scene.handle.are_stored.wait(), 20)
+        assert scene.publishing.held_bytes == 0
+        await asyncio.sleep(6 * GRACE_S)
+        blobs = await scene.wanted()
+        assert tuple(blobs) == (FILES if is_renewed else ())
+        scene.aside.event(Resumed(81 if is_renewed else 0, 0 if is_renewed else 81))
+        assert scene.counters.misses == ({} if is_renewed else {MissReason.BLOB_MISSING: 1})
+
+    run(house, work, AsideLimits(renew_s=GRACE_S / 4 if is_renewed else 1000))
+
+
+def test_a_turn_that_is_wanted_before_its_files_are_stored_gets_them_from_memory(house: House) -> None:
+    async def work(scene: Scene) -> None:
+        assert scene.publishing.held_bytes == HELD_BYTES
+        assert tuple(await scene.wanted()) == FILES
+        assert not scene.handle.are_stored.is_set()
+        scene.aside.event(Resumed(81, 0))
+
+    run(house, work)
+
+
+def test_a_store_that_is_away_takes_nothing_and_the_files_stay(house: House) -> None:
+    house.store.kill()
+    try:
+
+        async def work(scene: Scene) -> None:
+            await asyncio.wait_for(scene.store.until_unreachable(), 20)
+            assert not scene.handle.are_stored.is_set()
+            assert scene.publishing.held_bytes == HELD_BYTES
+            assert tuple(await scene.wanted()) == FILES
+            scene.aside.event(Resumed(81, 0))
+            assert not scene.counters.misses
+
+        run(house, work)
+    finally:
+        house.store.start()
+
+
+def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: House) -> None:
+    async def work(scene: Scene) -> None:
+        await asyncio.wait_for(scene.handle.are_stored.wait(), 20)
+        scene.aside.event(Wanted())
+        await asyncio.sleep(0)
+        assert scene.restoring.held_bytes == HELD_BYTES
+        scene.aside.close()
+        await asyncio.sleep(0.05)
+        assert not scene.handle.resumed.done()
+
+    run(house, work)
+
+
+def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_put_aside() -> None:
+    """The hot memory that it extends goes with its rows: the store must have all of it."""
+
+    def may_wait(reuse: Cold | Hot, kept: Kept | None, *, is_reachable: bool = True) -> bool:
+        service = cast("Any", SimpleNamespace(_stores={"home": SimpleNamespace(is_reachable=is_reachable)}))
+        turn = cast("Any", SimpleNamespace(request=SimpleNamespace(namespace="home")))
+        memory = None if kept is None else SimpleNamespace(kept=kept)
+        recollection, prepared = SimpleNamespace(memory=memory), SimpleNamespace(reuse=reuse)
+        return TurnService._may_wait(service, turn, cast("Any", recollection), cast("Any", prepared))
+
+    async def being_published() -> Kept:
+        kept = Kept(NO_HEAD, is_head=True)
+        kept.publication = cast("Any", asyncio.get_running_loop().create_future())
+        return kept
+
+    assert may_wait(Cold(), None)
+    assert not may_wait(Cold(), None, is_reachable=False)
+    assert may_wait(Hot(5), Kept(NO_HEAD, is_head=True))
+    assert may_wait(Cold(), Kept(NO_HEAD, is_head=False))
+    assert not may_wait(Hot(5), Kept(NO_HEAD, is_head=False))
+    assert not may_wait(Hot(5), asyncio.run(being_published()))
+    assert not may_wait(Hot(5), Kept(NO_HEAD, is_head=True), is_reachable=False)
