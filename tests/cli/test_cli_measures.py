@@ -21,3 +21,28 @@ def test_the_bench_says_rates_and_targets_as_json() -> None:
     assert [size["name"] for size in results["sizes"]] == ["kvasir-tiny", "llama-3.1-8b"]
     assert all(size["mb_per_s"][name] > 0 for size in results["sizes"] for name in ("put", "get", "pull", "tcp"))
     assert {"what", "found", "wanted", "is_met"} == set(results["targets"][0])
+
+
+def test_the_quality_bench_measures_every_rung_beside_exact_kv_and_mlx_lms_own() -> None:
+    """Key names that scripts rely on; and the order that bits must give."""
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
+        command = ("bench", "quality", "--quick", "--kv-exact-layers", "last", "--json")
+        results = Cli(Path(home))(*command, timeout_s=280).value
+    every = {"name", "bytes_per_token", "kl", "kl_worst", "top1_agreement", "perplexity", "positions", "seconds"}
+    every |= {"recall", "tool_calls"}
+    assert every == set(results["reference"]) == set(results["peers"][0])
+    assert every | {"passes", "why"} == set(results["rungs"][0])
+    assert [rung["name"] for rung in results["rungs"]] == ["q4", "q4-rotated", "k8v4", "q8", "fp"]
+    assert [peer["name"] for peer in results["peers"]] == ["mlx-lm q4", "mlx-lm q8"]
+    assert results["exact_layers"] == [7]
+    assert results["rungs"][0]["bytes_per_token"] == 7 * 144 + 512
+    kl = {found["name"]: found["kl"] for found in results["rungs"]}
+    assert kl["q4"] > kl["q8"] > kl["fp"] >= 0
+    assert results["auto"]["chooses"] == "q4"
+    assert results["rungs"][0]["recall"]["right"] == results["reference"]["recall"]["right"]
+
+
+def test_the_quality_bench_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
+    refused = Cli(tmp_path)("bench", "quality", "--quick", "--model", str(tmp_path))
+    assert refused.code != 0
+    assert "config.json" in refused.err

@@ -131,9 +131,17 @@ def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
 def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
     report = cli.done("doctor", "--json").value
     assert report["model"]["policy"]["applied_layers"] == report["model"]["policy"]["layer_count"]
+    assert (report["model"]["policy"]["name"], report["model"]["policy"]["why"]) == ("q4", "asked for")
     assert report["model"]["kv_bytes_per_token"] < 0.3 * report["model"]["kv_bytes_per_token_fp16"]
     assert report["store"]["is_ready"]
     assert report["engine"]["is_ready"]
+    assert report["engine"]["model"] == {
+        "name": "kvasir-tiny",
+        "kv_policy": "q4",
+        "kv_policy_why": "asked for",
+        "applied_layers": 8,
+        "layer_count": 8,
+    }
     assert report["problems"] == []
     assert report["model"]["families"]["GPT-OSS 20B"]["kv_bytes_per_token"] == 6912
     shown = cli("doctor").out
@@ -265,3 +273,16 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def test_up_hands_the_kv_policy_to_the_engine_and_doctor_shows_it_applied() -> None:
+    """(LESSONS 17)"""
+    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
+        cli = Cli(Path(home) / "home")
+        with cli.running("up", "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as process:
+            wait_until_ready(cli.home, process)
+            model = cli.done("doctor", "--json").value["engine"]["model"]
+            shown = cli.done("doctor").out
+    assert model["kv_policy"] == "q4-rotated, layer 7 exact"
+    assert model["applied_layers"] == model["layer_count"] == 8
+    assert "KV policy q4-rotated, layer 7 exact, applied to 8 of 8 layers" in shown

@@ -58,6 +58,7 @@ def exact_keys(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> np.
 def test_the_option_kv_policy_is_applied_in_the_live_cache(
     rung: Rung, exact_keys: np.ndarray, model_dir: Path, tmp_path: Path
 ) -> None:
+    """(LESSONS 17)"""
     with opened(model_dir, tmp_path, policy=PolicyRequest.parse(rung.value)) as driver:
         key = told(driver)
         for layer in range(LAYERS):
@@ -89,6 +90,7 @@ def test_the_option_kv_policy_is_applied_in_the_live_cache(
 def test_the_option_kv_exact_layers_is_applied_in_the_live_cache(
     given: str, exact: set[int], model_dir: Path, tmp_path: Path
 ) -> None:
+    """(LESSONS 17)"""
     with opened(model_dir, tmp_path, policy=PolicyRequest.parse("q4-rotated", given)) as driver:
         key = told(driver)
         for layer in range(LAYERS):
@@ -100,7 +102,7 @@ def test_the_option_kv_exact_layers_is_applied_in_the_live_cache(
 
 
 def test_the_options_reach_the_files_of_an_engine_of_its_own(model_dir: Path, tmp_path: Path) -> None:
-    """From the command line of a process to the bytes that its store keeps."""
+    """From the command line of a process to the bytes that its store keeps (LESSONS 17)."""
     options = ("--kv-policy", "q4-rotated", "--kv-exact-layers", "last")
     with running_house(tmp_path, model_dir, engine_options=options) as house:
         with house.client() as client:
@@ -126,7 +128,7 @@ Decode = Callable[[RotatedCodec, Parts, mx.Dtype], mx.array]
 def test_a_rotation_that_is_said_and_not_done_is_not_reported_as_applied(
     liar: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shapes and types are those of rotated keys, and so are the codec's own words."""
+    """Shapes and types are those of rotated keys, and so are the codec's own words (LESSONS 17)."""
     runner = ModelRunner(load(model_dir, "float32").model)
     identity = kv_identity("d" * 64, runner.layers, policy_of(Rung.Q4_ROTATED, "float32"))
     assert runner.applied_layers(identity) == LAYERS
