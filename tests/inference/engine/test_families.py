@@ -71,8 +71,12 @@ def spoken(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple
     raise AssertionError("no memory of that length in 20 attempts")
 
 
-@pytest.mark.parametrize("length", [60, 97, 251, 330])
-@pytest.mark.parametrize("name", ALL)
+# Shorter than a window, past it, ending with a block, and past one.
+LENGTHS = [(name, length) for name in WITH_STATES for length in (60, 97, 251, 330)]
+LENGTHS += [(name, 251 + 20 * number) for number, name in enumerate(sorted(set(ALL) - set(WITH_STATES)))]
+
+
+@pytest.mark.parametrize(("name", "length"), LENGTHS)
 def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
     name: str, length: int, family: Callable[[str], Driver]
 ) -> None:
