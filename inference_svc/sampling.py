@@ -74,13 +74,6 @@ class Sampler:
             and self._params.logprobs is None
         )
 
-    def next_token(self, logits: mx.array) -> int:
-        """The next token from logits [1, 1, vocabulary]. Evaluates. Raises what `sample` gives for the row."""
-        drawn = sample([self], logits[:, -1])[0]
-        if isinstance(drawn, KvasirError):
-            raise drawn
-        return drawn.token_id
-
     @property
     def is_constrained(self) -> bool:
         return self._constraint is not None
