@@ -159,8 +159,8 @@ MUTANTS = (
     Mutant(
         "requests draw from one random state",
         "sampling.py",
-        ", key=key))",
-        "))",
+        "temperature, key=key)",
+        "temperature)",
         "turns",
     ),
     Mutant(
