@@ -58,6 +58,7 @@ class EngineWorker:
         self._runner = runner
         self._model = model
         self._clock = clock
+        self._rules = rules
         self._scheduler: Scheduler[Turn] = Scheduler(rules)
         self._gate: PrefixGate[Turn] = PrefixGate(model.cell_tokens)
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
@@ -78,13 +79,15 @@ class EngineWorker:
         """
         for turn in self._scheduler.cancelled():
             self._guarded(turn, self._cancel)
+        before_s = self._clock()
         self._begin_waiting()
+        spent_s = self._clock() - before_s
         self._finish_spoken()  # whose memory is whole and who says nothing
         speaking = self._scheduler.begin_step(self._clock())
         if speaking:
             self._decode(speaking)
             self._tell()
-        has_prefilled = self._prefill(take_mail)
+        has_prefilled = self._prefill(take_mail, spent_s)
         self._finish_spoken()
         self._count_bytes()
         if not self._running:
@@ -169,10 +172,17 @@ class EngineWorker:
     # --- beginning ---
 
     def _begin_waiting(self) -> None:
+        """To bring a memory back takes time: while somebody speaks, it counts with the prefill of the step."""
         self._refused.clear()
-        blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin)
+        before_s = self._clock()
+
+        def has_time() -> bool:
+            speaks = any(not turn.is_prefilling for turn in self._running)
+            return not speaks or self._clock() - before_s < self._rules.budget_s
+
+        blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
         if blocked is not None and self._make_room(blocked):
-            self._scheduler.begin_waiting(self._clock(), self._try_begin)
+            self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
 
     def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
         """Begin a waiting turn, or have the files of one that was put aside brought; False if there is no room yet."""
@@ -270,9 +280,9 @@ class EngineWorker:
             else:
                 turn.accept(token.token_id, token.logprobs)
 
-    def _prefill(self, take_mail: Callable[[], None]) -> bool:
-        """Cells of prompts, as long as the scheduler says; False if no prompt waits."""
-        began_s, cells = self._clock(), 0
+    def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
+        """Cells of prompts, as long as the scheduler says, `spent_s` of its time being spent; False if none waits."""
+        began_s, cells = self._clock() - spent_s, 0
         while (turn := self._scheduler.next_prefill(self._clock() - began_s)) is not None:
             self._guarded(turn, self._prefill_cell)
             self._tell()

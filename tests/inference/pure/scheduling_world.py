@@ -98,12 +98,13 @@ def memory(size: int, priority: Priority = INTERACTIVE, chain: tuple[str, ...] =
 
 @dataclass
 class World:
-    """`cell_s` and `token_s`: how long a cell and a step's decoding take."""
+    """`cell_s`, `token_s` and `begin_s`: how long a cell, a step's decoding and a beginning (a restore) take."""
 
     budget_bytes: int = 1 << 40
     rules: Rules = field(default_factory=Rules)
     cell_s: float = 0.03
     token_s: float = 0.01
+    begin_s: float = 0.0
     now: float = 0.0
     steps: int = 0
     gaps: list[float] = field(default_factory=list)  # from one token to the next, of every turn that speaks
@@ -136,12 +137,19 @@ class World:
         assert self.steps < 3_000, "somebody waits for ever"
         for job in self.scheduler.cancelled():
             self._end(job, leaves=False)
-        blocked = self.scheduler.begin_waiting(self.now, self._try_begin)
+        before_s = self.now
+
+        def has_time() -> bool:
+            speaks = any(not job.is_prefilling for job in self.scheduler.running)
+            return not speaks or self.now - before_s < self.rules.budget_s
+
+        blocked = self.scheduler.begin_waiting(self.now, self._try_begin, has_time)
+        begun_s = self.now - before_s
         if blocked is not None:
             self._preempt_for(blocked)
         self._restore()
         self._decode()
-        self._prefill()
+        self._prefill(begun_s)
         for job in [job for job in self.scheduler.running if job.generated >= job.reply_tokens]:
             self._end(job, leaves=True)
         self.check()
@@ -170,6 +178,7 @@ class World:
             self._end(job, leaves=False)
             return True
         job.begun_s = self.now if job.begun_s is None else job.begun_s
+        self.now += self.begin_s
         if job.preemptions and job.restore_s:
             job.is_restoring, job.restored_s = True, self.now + job.restore_s
             return True
@@ -223,8 +232,8 @@ class World:
             self.gaps.append(self.now - self._last_token_s[job])
         self._last_token_s[job] = self.now
 
-    def _prefill(self) -> None:
-        spent, tokens = 0.0, 0
+    def _prefill(self, spent: float) -> None:
+        tokens = 0
         starts: dict[Job, int] = {}
         computing = [job for job in self.scheduler.running if not job.is_restoring]
         waits = any(job.is_prefilling and not job.is_cancelled for job in computing)

@@ -30,6 +30,20 @@ def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_c
     assert max(world.gaps) <= budget_s + cell_s + token_s + 1e-9
 
 
+@given(seconds, seconds, seconds, st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_one_of_them(
+    budget_s: float, cell_s: float, begin_s: float, restored: int
+) -> None:
+    """(LESSONS 21) However many come at once."""
+    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, begin_s=begin_s)
+    world.submit(Job(1, 60))
+    world.step()
+    world.submit(*(Job(CELL, 5) for _ in range(restored)))
+    world.run()
+    assert max(world.gaps) <= budget_s + begin_s + cell_s + world.token_s + 1e-9
+
+
 def test_prefill_goes_on_by_a_cell_however_short_the_budget() -> None:
     world = World(rules=Rules(budget_s=0.0), cell_s=9.0)
     speaking, reading = Job(1, 100), Job(10 * CELL)
