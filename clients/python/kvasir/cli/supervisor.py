@@ -126,8 +126,7 @@ class Supervisor:
         finally:
             for pending in (task, stop):
                 pending.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Unavailable):
-                    await pending
+            await asyncio.gather(task, stop, return_exceptions=True)  # their ends, not our own cancel
 
     async def _start(self, child: _Child) -> None:
         service = child.service
