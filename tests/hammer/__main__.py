@@ -17,8 +17,7 @@ from typing import Any
 from tests.hammer.arena import RoundPlan, RoundResult
 from tests.hammer.rounds import run_round
 
-# Memory for all agents of a round, and for few of them.
-_MEMORY_GIB = (0.014, 0.02, 0.03, 1.0)
+_MEMORY_GIB = ((0.25, 0.014), (0.014, 0.25), (0.02, 1.0, 0.03))
 
 
 def plans(seed: int, requests: int, requests_per_round: int, concurrency: int) -> list[RoundPlan]:
@@ -58,7 +57,7 @@ class Checkpoints:
 
     def done(self, wanted: list[RoundPlan]) -> dict[int, dict[str, Any]]:
         """Results of these rounds, by number, whichever shard did them."""
-        plans_wanted = [vars(plan) for plan in wanted]
+        plans_wanted = json.loads(json.dumps([vars(plan) for plan in wanted]))
         found: dict[int, dict[str, Any]] = {}
         for path in sorted(self._directory.glob("*.jsonl")):
             for line in path.read_text().splitlines():

@@ -35,7 +35,9 @@ class RoundPlan:
     number: int
     requests: int = 250
     concurrency: int = 32
-    memory_gib: float = 0.014
+    # Of the engine's lives, in turn. Where there is little, memories come and go; where there is much, batches keep a
+    # decoded copy of their rows.
+    memory_gib: tuple[float, ...] = (0.25, 0.014)
     kills: int = 1
     stops: int = 1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests/hammer/MUTANTS.md"
 _COPIED = ("inference_svc", "cachestore_svc", "clients", "tests", "pyproject.toml")
-_REQUESTS, _CONCURRENCY, _ROUNDS = 120, 24, 3
+_REQUESTS, _CONCURRENCY, _ROUNDS = 150, 24, 3
 _PATIENCE_S = 240
 
 

@@ -65,6 +65,7 @@ class Round:
             await arena.until_asked(self._plan.requests * number // (len(endings) + 1))
             arena.engine_is_up.clear()
             await asyncio.to_thread(house.engine.kill if how == "kill" else house.engine.stop)
+            house.engine.options += ["--memory-gib", str(self._plan.memory_gib[number % len(self._plan.memory_gib)])]
             await asyncio.to_thread(house.engine.start)
             arena.lives_of_engine += 1
             arena.counts[f"engine {how}"] += 1
@@ -74,7 +75,7 @@ class Round:
 @contextlib.asynccontextmanager
 async def open_arena(plan: RoundPlan, directory: Path) -> AsyncIterator[Arena]:
     """A round whose house and reference are up, and gone afterwards whatever happens."""
-    house = House(directory / "house", engine_options=("--memory-gib", str(plan.memory_gib)))
+    house = House(directory / "house", engine_options=("--memory-gib", str(plan.memory_gib[0])))
     reference = None
     try:
         starting = asyncio.create_task(asyncio.to_thread(house.start))
