@@ -1,8 +1,12 @@
 """What every test run begins with."""
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
+
+settings.register_profile("a busy machine is no failure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("a busy machine is no failure")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
