@@ -16,6 +16,8 @@ class Row:
     during: str
     median_s: float
     longest_s: float
+    step_s: float
+    ratio: float
 
 
 def run(lab: Lab) -> Case:
@@ -26,16 +28,30 @@ def run(lab: Lab) -> Case:
     for cell in sorted({cells // 2, cells - 1}):
         at = f"prefill of {tokens}, at {cell * lab.engine.model.cell_tokens}"
         moments[at] = (tokens, lambda run, cell=cell: len(run.cell_times) >= cell)  # type: ignore[misc]
-    found: dict[str, list[float]] = {during: [] for during in moments}
+    found: dict[str, list[tuple[float, float]]] = {during: [] for during in moments}
     for counts in lab.rounds("cancelling"):
         for during, (prompt_tokens, has_come) in moments.items():
-            seconds = _cancelled(lab, prompt_tokens, has_come)
-            found[during] += [seconds] if counts else []
-    rows = [Row(during, Summary.of(each).median, max(each)) for during, each in found.items()]
+            each = _cancelled(lab, prompt_tokens, has_come)
+            found[during] += [each] if counts else []
+    rows = [_row(during, each) for during, each in found.items()]
     return Case("Cancel", rows, [Target(f"cancel during {row.during}, s", row.median_s, _MOST_S, True) for row in rows])
 
 
-def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) -> float:
+def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) -> tuple[float, float]:
+    """Seconds until the cancelled turn was over, and of its last whole step or cell before."""
     turn = lab.start(lab.prompts.tokens(prompt_tokens, 0), 64)
     turn.wait_until(has_come)
-    return turn.cancel()
+    seconds = turn.cancel()
+    times = turn.token_times if len(turn.token_times) > 1 else [turn.submitted_s, *turn.cell_times]
+    return seconds, times[-1] - times[-2]
+
+
+def _row(during: str, found: list[tuple[float, float]]) -> Row:
+    seconds, steps = zip(*found, strict=True)
+    return Row(
+        during=during,
+        median_s=Summary.of(seconds).median,
+        longest_s=max(seconds),
+        step_s=Summary.of(steps).median,
+        ratio=Summary.of([each / step for each, step in found]).median,
+    )

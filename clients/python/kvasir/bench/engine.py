@@ -79,7 +79,12 @@ def _lines(results: Mapping[str, Any], show: Callable[[list[list[str]]], list[st
 def cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """A heading and a row for each row, as text. A spread stands behind its median, as ±half of it in percent."""
     keys = [key for key in rows[0] if not key.endswith(_SPREAD)]
-    return [[key.replace("_", " ") for key in keys], *([_cell(row, key) for key in keys] for row in rows)]
+    return [[_heading(key) for key in keys], *([_cell(row, key) for key in keys] for row in rows)]
+
+
+def _heading(key: str) -> str:
+    bare = key if key.endswith("_per_s") else key.removesuffix(_SECONDS)  # a cell has its unit
+    return bare.removesuffix("_bytes").replace("_", " ")
 
 
 def _cell(row: Mapping[str, Any], key: str) -> str:
@@ -95,7 +100,7 @@ def _cell(row: Mapping[str, Any], key: str) -> str:
     unit = " ms" if key.endswith(_SECONDS) and value < 1 and not key.endswith("_per_s") else ""
     text = f"{_number(value * 1000 if unit else value)}{unit}"
     text += " s" if key.endswith(_SECONDS) and not unit and not key.endswith("_per_s") else ""
-    return text if spread is None else f"{text} ±{50 * spread:.0f}%"
+    return text if not spread else f"{text} ±{50 * spread:.0f}%"
 
 
 def _number(value: float) -> str:

@@ -68,6 +68,8 @@ CASES: Mapping[str, Mapping[str, str]] = {
         "during": "decode, or prefill of a prompt of so many tokens, at so many of them",
         "median_s": "from cancel() until the turn's failure is told and its row is gone",
         "longest_s": "the longest of the repeats",
+        "step_s": "the turn's last whole step, or cell, before it",
+        "ratio": "until it is gone / step_s: about 1 when the step under way is all that is waited for",
     },
     "memory": {
         "how": "whose KV, and in which pieces the prompt is computed",

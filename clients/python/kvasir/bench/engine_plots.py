@@ -27,7 +27,7 @@ PICTURES: Mapping[str, Picture] = {
         "Seconds of the staggered case", "", ("sequential_s", "staggered_s", "longest_gap_s", "allowed_gap_s")
     ),
     "gaps": Picture("Longest gap of a stream, s", "beside", ("median_gap_s", "longest_gap_s"), is_log=True),
-    "cancel": Picture("Seconds until a cancelled turn is gone", "during", ("median_s", "longest_s")),
+    "cancel": Picture("Seconds until a cancelled turn is gone", "during", ("median_s", "longest_s", "step_s")),
     "memory": Picture("Bytes of one long prompt", "how", ("peak_bytes", "resident_bytes"), is_log=True),
     "matching": Picture("Tokens reused over a chat", "turn", ("by_characters", "by_tokens"), by="chat"),
     "shared_prefix": Picture("Tokens computed for agents with one prefix", "sharing", ("prefilled_tokens",)),
