@@ -73,7 +73,7 @@ def held(
 
 def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
     """Questions for a model that can answer some, else the canary."""
-    if subject.speaks_world:
+    if subject.speaks_world and meter.can_ask():
         sheets = world_sheets(subject.tokenizer, extent)
         first = next(sheets)
         trial = exact_way(subject.runner)

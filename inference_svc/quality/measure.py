@@ -12,7 +12,7 @@ import mlx.core as mx
 from kvasir.block_file import expected_tensors
 from kvasir.cachestore.v1 import identity_pb2
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from inference_svc.model_runner import ModelRunner
 from inference_svc.quality.findings import REPEAT, Findings
@@ -47,6 +47,10 @@ class Meter:
     def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
         self._runner = runner
         self._clock = clock
+
+    def can_ask(self) -> bool:
+        """Whether a question leaves no trace: windows and recurrent states cannot be cut back to what was read."""
+        return all(type(cache) is KVCache for cache in self._runner.exact_caches())
 
     def measure(self, sheet: Sheet, exact: Way, others: Iterable[Way]) -> None:
         """Add what this sheet shows to the findings of each."""

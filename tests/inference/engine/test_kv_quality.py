@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from inference_svc.policy_memory import FILE
 from inference_svc.quality.exam import CANARY, WORLD, Exam, Subject, held
 from inference_svc.quality.findings import RECALL, TOOL_CALLS, judged
 from inference_svc.quality.material import Extent
+from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.outlier_model import write_outlier_model
 
 GLANCE = Extent((300,), recall_each=4, tools_each=4, canaries=1, canary_tokens=64)
@@ -100,6 +102,16 @@ def test_a_model_that_cannot_be_asked_sings_the_canary(model_dir: Path, tmp_path
     choice = chosen(subject, tmp_path)
     assert choice.policy.key_bits > 4
     assert "top-1 agreement" in choice.why
+
+
+@pytest.mark.parametrize("family", [GEMMA3, JAMBA], ids=lambda config: config["model_type"])
+def test_a_model_with_windows_or_states_is_measured_too(family: dict[str, Any], tmp_path: Path) -> None:
+    """Its memory cannot be cut back behind a question, so it sings the canary."""
+    exam = examined(subject_of(write_family(tmp_path, family)), (Rung.Q4, Rung.FP))
+    assert exam.material == CANARY
+    q4, fp = exam.rungs
+    assert q4.kl > fp.kl
+    assert q4.bytes_per_token < 0.3 * fp.bytes_per_token
 
 
 def test_auto_measures_a_model_once_and_remembers_it_by_its_weights(tiny: Subject, tmp_path: Path) -> None:
