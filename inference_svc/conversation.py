@@ -13,6 +13,8 @@ from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 
+from inference_svc.prefix_matching import common_prefix_length
+
 ROLES = ("system", "user", "assistant", "tool")
 
 _INPUT_TAG = b"kvasir.turn_input.v1"
@@ -105,6 +107,19 @@ def render(
         raise InvalidArgument(
             f"messages: the model's chat template refused them ({type(error).__name__})", field="messages"
         ) from None
+
+
+def lasting_chars(
+    template: ChatTemplate, messages: Sequence[manifest_pb2.Message], tools: Sequence[Tool], text: str
+) -> int | None:
+    """Characters of the conversation's prompt `text` that the next prompt surely begins with: all but what asks for the
+    reply, which templates often write otherwise once the reply is there. None when the template does not say.
+    """
+    try:
+        told = render(template, messages, tools, add_generation_prompt=False)
+    except InvalidArgument:
+        return None  # some templates render only what is to be answered
+    return common_prefix_length(told, text)
 
 
 def reply_message(

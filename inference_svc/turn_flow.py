@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 import structlog
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.manifest import tokens_within_chars
 
 from inference_svc import conversation, replay
 from inference_svc.admission import Admission
@@ -26,7 +25,6 @@ from inference_svc.kept_aside import AsideLimits, KeptAside
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Cold, Ended, Event, Failed, Hot, SequenceKey, Started, TurnPlan
-from inference_svc.prefix_matching import common_prefix_length
 from inference_svc.prefix_matching import Outcome
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
@@ -255,21 +253,6 @@ class TurnService:
         await self._prompting.run(lambda: conversation.check_no_control_tokens(given.messages, field, specials))
         return await self._prompting.run(lambda: conversation.render(self._prompting.template, messages, tools))
 
-    async def _point_chars(self, turn: TurnState, text: str) -> int | None:
-        """Characters of the prompt that the next prompt surely begins with, for models with states: all but what asks
-        for the reply, which templates often write otherwise once the reply is there. None: nothing is known of it.
-        """
-        if not turn.messages or not self._engine.model.has_states:
-            return None
-        template, messages, tools = self._prompting.template, turn.messages, turn.request.tools
-        try:
-            told = await self._prompting.run(
-                lambda: conversation.render(template, messages, tools, add_generation_prompt=False)
-            )
-        except errors.InvalidArgument:
-            return None  # some templates render only what is to be answered
-        return common_prefix_length(told, text)
-
     def _check_length(self, text: str) -> None:
         """An absurd prompt is refused without tokenizing it."""
         context = self._engine.model.context_tokens
@@ -282,7 +265,11 @@ class TurnService:
         """Plan and run, planning again when what the plan stood on went away in between."""
         usable_files: int | None = None
         usable_point: int | None = None
-        turn.point_chars = await self._point_chars(turn, text)
+        if turn.messages and self._engine.model.has_states:
+            template, tools = self._prompting.template, turn.request.tools
+            turn.point_chars = await self._prompting.run(
+                lambda: conversation.lasting_chars(template, turn.messages, tools, text)
+            )
 
         async def hold(size_bytes: int) -> None:
             await self._admission.restoring.wait_for(size_bytes)
@@ -439,9 +426,7 @@ class TurnService:
             keep_partial=turn.request.keep_partial,
             priority=turn.request.priority,
             namespace=turn.request.namespace,
-            point_tokens=None
-            if turn.point_chars is None
-            else tokens_within_chars(prepared.tokens.chars, turn.point_chars),
+            point_tokens=turn.point_tokens(prepared.tokens.chars),
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.manifest import tokens_within_chars
 
 from inference_svc.engine import TurnHandle
 from inference_svc.outbox import Outbox
@@ -75,6 +76,10 @@ class TurnState:
     def __post_init__(self) -> None:
         request = self.request
         self.key = SequenceKey(request.namespace, request.agent_id) if request.agent_id else None
+
+    def point_tokens(self, token_chars: Sequence[int]) -> int | None:
+        """Prompt tokens that lie wholly inside `point_chars`."""
+        return None if self.point_chars is None else tokens_within_chars(token_chars, self.point_chars)
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:

@@ -251,17 +251,21 @@ def test_a_wrong_or_damaged_state_is_data_loss_and_changes_nothing(name: str, fa
     assert driver.engine.memory_used_bytes >= before
 
 
-def test_room_is_made_for_states_before_they_are(tmp_path: Path) -> None:
-    """A budget that holds the rows but not the states refuses at once, with numbers (LESSONS 20)."""
-    directory = write_family(tmp_path / "m", FAMILIES["granite_hybrid"])
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, tmp_path: Path) -> None:
+    """What a turn may come to need covers rows, running layers and points; at rest there are rows and points
+    (LESSONS 20)."""
+    directory = write_family(tmp_path / "m", ALL[name])
     with_room = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         driver, model = Driver(with_room), with_room.model
         spoken(driver, 40)
-        assert model.state_bytes > 0
-        used = driver.engine.memory_used_bytes
         rows = 256 * model.kv_bytes_per_token
-        assert rows < used <= rows + 4 * model.state_bytes + model.live_state_bytes
+        assert rows < driver.engine.memory_used_bytes <= rows + 2 * model.state_bytes
+        plan = TurnPlan(PROMPT, (1,) * len(PROMPT), SamplingParams(max_tokens=48))
+        most = 768 * model.kv_bytes_per_token + 4 * model.state_bytes + model.live_state_bytes
+        assert driver.engine.needed_bytes(plan) == most
+        assert model.live_state_bytes >= model.state_bytes > 0
     finally:
         with_room.close()
 

@@ -1,6 +1,7 @@
 """Conversations through the shipped model's own template and tokenizer: what is remembered is what is rendered next."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from inference_svc.conversation import (
     check_no_control_tokens,
     check_tools,
     input_digest,
+    lasting_chars,
     render,
     reply_message,
 )
@@ -114,6 +116,25 @@ def test_a_template_that_makes_no_text_is_refused() -> None:
     with pytest.raises(InvalidArgument) as refused:
         render(lambda messages, tools, add_generation_prompt: "\ud800", [message("user", "x")], [])
     assert refused.value.field == "messages"
+
+
+def test_what_the_next_prompt_surely_begins_with_ends_before_what_asks_for_the_reply() -> None:
+    """A point behind "<think>" would never be gone back to, when the template writes it for the last reply only
+    (LESSONS 18)."""
+
+    def thinking(messages: Sequence[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        told = "".join(f"<{each['role']}>{each['content']}</>" for each in messages)
+        return told + ("<assistant><think>" if add_generation_prompt else "")
+
+    def picky(messages: Sequence[dict[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        if not add_generation_prompt:
+            raise ValueError("only to be answered")
+        return thinking(messages, tools, add_generation_prompt)
+
+    said = [message("user", "hi")]
+    assert lasting_chars(thinking, said, [], render(thinking, said, [])) == len("<user>hi</>")
+    assert lasting_chars(picky, said, [], render(picky, said, [])) is None
+    assert lasting_chars(thinking, said, [], "other") == 0
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
