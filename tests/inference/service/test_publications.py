@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 from kvasir import errors
+from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
 
-from inference_svc import remote_cache
+from inference_svc import copies, remote_cache
 from inference_svc.copies import Copies
 from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory, Kept
@@ -105,9 +106,9 @@ class House:
         self.store: Any = Store(head)
         ticks = iter(range(1, 1000))
         limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s)
-        copies = Copies(self.engine, HeldBytes(max_held_bytes), lambda: 0.0)
+        taken_in = Copies(self.engine, HeldBytes(max_held_bytes), lambda: 0.0)
         self.stats = ServiceStats(0.0)
-        self.publisher = Publisher(self.engine, copies, limits, self.stats, lambda: 0.0, lambda: next(ticks))
+        self.publisher = Publisher(self.engine, taken_in, limits, self.stats, lambda: 0.0, lambda: next(ticks))
 
     def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
         before = previous.kept if previous is not None else None
@@ -297,5 +298,113 @@ def test_only_a_call_that_had_most_of_the_budget_says_that_a_store_is_away(
             await store.heads("a", "cd" * 32, budget)
         assert store.is_reachable is is_reachable
         await store.close()
+
+    run(scenario)
+
+
+class LongMemory:
+    """A hot memory of many blocks, copied in pieces, and where it stood whenever a piece was taken."""
+
+    def __init__(self, blocks: int, model: Any) -> None:
+        self.model = model
+        self.ids = tuple(range(blocks * BLOCK_TOKENS + 1))
+        self.most_held = 0
+        self.held: HeldBytes | None = None
+
+    def snapshot(self, _key: SequenceKey, first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
+        assert self.held is not None
+        self.most_held = max(self.most_held, self.held.held_bytes)
+        last = min(first_block + max_blocks, len(self.ids) // BLOCK_TOKENS)
+        files: Any = tuple((None, bytes([block]) * 1000) for block in range(first_block, last))
+        tail: Any = (None, b"tail") if last == len(self.ids) // BLOCK_TOKENS else None
+        taken: Future[Snapshot | None] = Future()
+        taken.set_result(Snapshot(first_block, files, tail, SequenceState(self.ids, (1,) * len(self.ids), 0)))
+        return taken
+
+
+def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch) -> tuple[House, AgentMemory]:
+    """Pieces of two blocks, and room for five."""
+    house = House(max_held_bytes=max_held_bytes)
+    engine: Any = LongMemory(blocks, house.engine.model)
+    engine.held = house.publisher.copies.held
+    engine.model.kv_bytes_per_token = 1000 // BLOCK_TOKENS + 1
+    monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
+    house.engine = house.publisher.copies._engine = engine
+    words = Memory("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
+    kept = Kept(NO_HEAD, is_head=False)
+    return house, AgentMemory(words, (), manifest_pb2.Turn(), 0, "", kept)
+
+
+async def copy_all(house: House, memory: AgentMemory) -> tuple[Snapshot, int]:
+    first = house.engine.snapshot(KEY, 0, max_blocks=2).result()
+    return await house.publisher.copies.rest(KEY, memory, first, house.store, 3.0)
+
+
+def test_a_memory_larger_than_what_may_wait_goes_to_the_store_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        house, memory = long_house(40, 5000, monkeypatch)
+        snapshot, _ = await copy_all(house, memory)
+        assert house.engine.most_held <= 5000
+        assert len(memory.kept.blocks) == snapshot.first_block > 30
+        sent = [Digest.of(bytes([block]) * 1000) for block in range(snapshot.first_block)]
+        assert memory.kept.blocks == sent
+        rest = [data for _, data in snapshot.blocks]
+        assert rest == [bytes([block]) * 1000 for block in range(snapshot.first_block, 40)]
+        assert snapshot.tail is not None
+        assert house.publisher.copies.held.held_bytes == 0
+
+    run(scenario)
+
+
+def test_a_memory_that_must_not_wait_is_refused_with_numbers_and_its_successor_knows_what_it_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scenario() -> None:
+        house, memory = long_house(40, 5000, monkeypatch)
+        first = remembered("one", NO_HEAD)
+        assert (await house.publish(first)).version == 1
+        house.store.is_reachable = False
+        with pytest.raises(errors.ResourceExhausted, match="at most 5000 may wait") as refusal:
+            await copy_all(house, memory)
+        outcome = await house.publisher.publish(KEY, memory, refusal.value, house.store, first.kept, None)
+        assert outcome.state is SnapshotState.FAILED
+        assert "5000" in outcome.reason
+        assert house.publisher.copies.held.held_bytes == 0
+        # The version that is there is the one that it, and whatever extends it, follows.
+        assert memory.kept.head == first.kept.head == house.store.head
+        following = remembered("two", NO_HEAD)
+        assert (await house.publish(following, memory)).version == 2
+        counters = house.stats.of(KEY.namespace)
+        assert counters.publications == {SnapshotState.COMMITTED: 2, SnapshotState.FAILED: 1}
+
+    run(scenario)
+
+
+def test_a_store_whose_token_is_another_namespaces_is_not_used() -> None:
+    async def scenario() -> None:
+        async def capabilities() -> Any:
+            return SimpleNamespace(namespace="south")
+
+        async def never(*_arguments: object, **_how: object) -> None:
+            raise AssertionError("a call reached the wrong namespace")
+
+        client: Any = SimpleNamespace(get_capabilities=capabilities, get_agent=never, put_blobs=never, close=never)
+        store = RemoteCache(client, "north")
+        assert not await store.answers()
+        with pytest.raises(StoreMiss, match="'south', expected 'north'"):
+            await store.heads("a", "cd" * 32, Budget(1.0, 1000, lambda: 0.0))
+        with pytest.raises(errors.PermissionDenied):
+            await store.write_tensors([b"x"], 1.0)
+
+    run(scenario)
+
+
+def test_an_answer_that_is_none_makes_a_store_unreachable_and_no_bug() -> None:
+    async def scenario() -> None:
+        async def nonsense() -> Any:
+            return None
+
+        client: Any = SimpleNamespace(get_capabilities=nonsense)
+        assert not await RemoteCache(client).answers()
 
     run(scenario)
