@@ -97,6 +97,13 @@ class MlxThread(Generic[WorkerT]):
             made.set_exception(error)
             return
         made.set_result(None)
+        try:
+            self._serve(worker)
+        finally:
+            # Also when a step failed: who waits for the worker must not wait for ever.
+            worker.close()
+
+    def _serve(self, worker: WorkerT) -> None:
         is_busy = True
         while not self._is_over():
             if not is_busy:
@@ -104,7 +111,6 @@ class MlxThread(Generic[WorkerT]):
             self._deliver_all(worker)
             is_busy = worker.step(lambda: self._deliver_all(worker))
         self._deliver_all(worker)
-        worker.close()
 
     def _is_over(self) -> bool:
         # A program that ends without close() must not hang in its exit, which waits for this thread.

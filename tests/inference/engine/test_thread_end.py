@@ -1,0 +1,34 @@
+"""A step that fails ends the MLX thread, and nobody who waits for it waits for ever."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kvasir.errors import Unavailable
+
+from inference_svc.engine import Engine
+from inference_svc.plan import Tokens
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_step_that_fails_ends_every_turn_and_refuses_the_next(model_dir: Path, tmp_path: Path) -> None:
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
+    driver = Driver(engine)
+
+    def fail(_take_mail: Callable[[], None]) -> bool:
+        raise RuntimeError("a fault of the schedule")
+
+    def break_it() -> None:
+        engine._worker.step = fail  # type: ignore[method-assign]
+
+    try:
+        speaking = driver.submit(
+            tokens_of(20), listener=Listener().at(Tokens, 3, break_it), max_tokens=200, logit_bias=((0, -1000.0),)
+        )
+        with pytest.raises(Unavailable):
+            speaking.end()
+        with pytest.raises(Unavailable):
+            driver.turn(tokens_of(20))
+    finally:
+        engine.close()
