@@ -33,13 +33,12 @@ class Point:
 @dataclass(frozen=True, slots=True)
 class SavedRows:
     """What is taken out of a sequence so that it can be put back: rows from `start` on, layer by layer, K then V, and
-    what else there was.
+    the points that there were.
     """
 
     start: int
     rows: tuple[Parts, ...]
     points: tuple[Point, ...] = ()
-    stateful: tuple[StatefulKV, ...] = ()
 
 
 class SequenceKV:
@@ -164,17 +163,19 @@ class SequenceKV:
         return SequenceKV([layer.fork() for layer in self.layers], self._points)
 
     def saved_rows(self, start: int) -> SavedRows:
-        """Copies of the rows from `start` on, and of all else that a turn from there may change."""
+        """Copies of the rows from `start` on, and the points: all that a turn from there may change."""
         rows = tuple(
             tuple(mx.contiguous(part) for part in buffer.read(start, layer.offset))
             for layer in self.row_layers
             for buffer in layer.buffers
         )
         mx.eval(rows)
-        return SavedRows(start, rows, tuple(self._points), tuple(layer.fork() for layer in self.stateful_layers))
+        return SavedRows(start, rows, tuple(self._points))
 
     def put_back(self, saved: SavedRows) -> None:
-        """Make the sequence again what it was when the rows were saved, to the bit."""
+        """Make the sequence again what it was when the rows were saved, to the bit. Layers that do not keep all tokens
+        are at its last point.
+        """
         rows = iter(saved.rows)
         for layer in self.row_layers:
             for buffer in layer.buffers:
@@ -182,8 +183,7 @@ class SequenceKV:
                 buffer.write(saved.start, parts)
             layer.offset = saved.start + parts[0].shape[2]
         self._points = list(saved.points)
-        if saved.stateful:
-            self._become(saved.stateful)
+        self._become(self._points[-1].layers if self._points else None)
         mx.eval(self.state)
 
     # --- files ---

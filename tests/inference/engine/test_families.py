@@ -104,6 +104,7 @@ def test_the_next_turn_of_a_model_with_states_goes_on_from_the_end_or_from_the_p
     key, first = spoken(driver, 300)
     end = len(first.state.token_ids)
     assert first.state.points == (299, end)
+    assert first.state.shareable_tokens == 0, "states would have to be shared, too"
     second = driver.turn((*first.state.token_ids, *tokens_of(30, seed=1)), Hot(end), key, max_tokens=4)
     assert second.cached_tokens == end
     assert second.state.points[:2] == (end, end + 29), "where it began, the prompt, and its own end if it is whole"
@@ -137,7 +138,6 @@ def test_the_files_of_a_memory_hold_what_its_layout_says(name: str, family: Call
     taken = snapshot(driver, key)
     assert tuple(identity.tokens for identity, _ in taken.states) == ended.state.points == (255, 261)
     assert model.has_states
-    assert ended.state.shareable_tokens == 0, "states would have to be shared, too"
     for identity, data in (*taken.blocks, *taken.states, *([taken.tail] if taken.tail else [])):
         header = parse_header(data, len(data))
         check_schema(header, model.kv_identity)
