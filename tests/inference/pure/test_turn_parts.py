@@ -12,7 +12,7 @@ from kvasir.digest import Digest
 
 from inference_svc.handoff import HandOff
 from inference_svc.memory import AgentMemory, Kept, from_manifest
-from inference_svc.outbox import Outbox
+from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Event, Prefilled, SamplingParams
 from inference_svc.prefix_matching import Memory
 from inference_svc.recall import Recollection, is_current
@@ -167,7 +167,7 @@ async def read(outbox: Outbox) -> list[TurnEvent]:
 
 def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
     async def slow_reader() -> list[TurnEvent]:
-        outbox = Outbox()
+        outbox = Outbox(Patience(), lambda: 0.0)
         for done in range(100):
             outbox.put(TurnProgress(done, 100))
         for token in range(1000):
@@ -183,7 +183,7 @@ def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same(
 
 def test_a_reader_gets_what_was_put_before_the_error() -> None:
     async def failing() -> list[TurnEvent]:
-        outbox, heard = Outbox(), []
+        outbox, heard = Outbox(Patience(), lambda: 0.0), []
         outbox.put(TurnDelta("a", (1,)))
         outbox.close(errors.ResourceExhausted("full"))
         try:
