@@ -10,6 +10,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from mlx_lm.models.cache import RotatingKVCache
 
 from inference_svc.kv.batch_window import BatchWindowKV
+from inference_svc.kv.capacity import live_state_bytes
 from inference_svc.kv.codec import Parts, layer_codecs
 from inference_svc.kv.window_kv import WindowKV
 from inference_svc.model_identity import default_policy
@@ -112,7 +113,12 @@ def test_what_is_held_is_bounded_by_the_window_and_not_by_the_sequence() -> None
         largest = max(largest, layer.nbytes)
         assert layer.held_rows >= layer.kept_rows == min(99, layer.offset)
     row_bytes = HEADS * 2 * (DIM // 2 + 4)
-    assert largest <= 512 * row_bytes, "a cell, the window and some spare rows, in whole steps"
+    entry = identity_pb2.LayerLayout(
+        kind=identity_pb2.LAYER_KIND_WINDOW, window=100, kv_heads=HEADS, key_dim=DIM, value_dim=DIM
+    )
+    identity = identity_pb2.KvIdentity(layers=[entry], policy=default_policy("float32"))
+    assert largest == 512 * row_bytes, "a cell, the window and some spare rows, in whole steps"
+    assert largest <= live_state_bytes(identity, 256), "what admission counts on"
     kept = layer.copied()
     mx.eval(kept.state)
     assert kept.nbytes == 99 * row_bytes
