@@ -5,8 +5,9 @@ depend on what callers do, and no agent and no namespace is named.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 from kvasir.address import parse_address
 from prometheus_client import CollectorRegistry, start_http_server
@@ -102,7 +103,8 @@ def _engine(standing: Standing) -> Iterator[Metric]:
         yield CounterMetricFamily(name, help_text, value=value)
 
 
-def _by_word(name: str, help_text: str, label: str, counts: list[Counter[str]] | list[Counter[Enum]]) -> Metric:  # type: ignore[type-arg]
+def _by_word(name: str, help_text: str, label: str, counts: Sequence[Mapping[Any, int]]) -> Metric:
+    """Sums by a word of ours: a string, or the value of an enum."""
     family = CounterMetricFamily(name, help_text, labels=[label])
     total: Counter[str] = Counter()
     for each in counts:
