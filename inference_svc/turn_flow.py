@@ -198,8 +198,7 @@ class TurnService:
         is_retry = memory is not None and replay.is_retry(request, memory)
         if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
             self.stats.of(request.namespace).sources[Source.REPLAY] += 1
-            await self._ending.tell_again(turn, recollection, memory)
-            return
+            return await self._ending.tell_again(turn, recollection, memory)
         if not is_retry:
             check_parent(request, recollection)
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
