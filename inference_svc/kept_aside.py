@@ -15,7 +15,8 @@ from kvasir.errors import KvasirError
 
 from inference_svc.engine import TurnHandle
 from inference_svc.held_bytes import HeldBytes
-from inference_svc.plan import Event, PutAside, Resumed, Wanted
+from inference_svc.memory import AgentMemory
+from inference_svc.plan import Event, Hot, PutAside, Resumed, Reuse, Wanted
 from inference_svc.remote_cache import Budget, RemoteCache
 from inference_svc.service_data import Miss, MissReason
 from inference_svc.service_stats import NamespaceCounters
@@ -34,6 +35,16 @@ class AsideLimits:
     renew_s: float = 300.0
     piece_files: int = 1
     """Files that are hashed and sent at a time: hashing holds up the event loop."""
+
+
+def may_be_put_aside(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
+    """Whether the engine may put a turn aside: there is a store for its KV, and the hot memory that it extends, which
+    would go with it, is whole there.
+    """
+    if store is None or not store.is_reachable:
+        return False
+    is_stored = memory is not None and memory.kept.is_head and not memory.kept.is_being_published
+    return is_stored or not isinstance(reuse, Hot)
 
 
 class KeptAside:

@@ -21,10 +21,10 @@ from inference_svc import conversation, replay
 from inference_svc.admission import Admission
 from inference_svc.engine import Engine, TurnHandle
 from inference_svc.handoff import HandOff
-from inference_svc.kept_aside import AsideLimits, KeptAside
+from inference_svc.kept_aside import AsideLimits, KeptAside, may_be_put_aside
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
-from inference_svc.plan import Cold, Ended, Event, Failed, Hot, SequenceKey, Started, TurnPlan
+from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
 from inference_svc.prefix_matching import Outcome
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
@@ -289,9 +289,10 @@ class TurnService:
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
                 turn.restore_s = budget.spent_s
-                plan = replace(
-                    self._plan(turn, prepared), can_be_put_aside=self._may_wait(turn, recollection, prepared)
+                may_wait = may_be_put_aside(
+                    self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
                 )
+                plan = replace(self._plan(turn, prepared), can_be_put_aside=may_wait)
                 prepared = replace(prepared, reuse=Cold())
                 running = self._run_plan(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
@@ -372,16 +373,6 @@ class TurnService:
     def _stream(self, key: SequenceKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
         timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
         return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
-
-    def _may_wait(self, turn: TurnState, recollection: Recollection, prepared: Prepared) -> bool:
-        """Whether the engine may put the turn aside: there is a store for its KV, and the hot memory that it extends,
-        which would go with it, is whole there.
-        """
-        store, memory = self._stores.get(turn.request.namespace), recollection.memory
-        if store is None or not store.is_reachable:
-            return False
-        is_stored = memory is not None and memory.kept.is_head and not memory.kept.is_being_published
-        return is_stored or not isinstance(prepared.reuse, Hot)
 
     def _kept_aside(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> KeptAside:
         limits = AsideLimits(

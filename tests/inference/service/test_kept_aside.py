@@ -13,13 +13,12 @@ from kvasir.block_file import FileIdentity, encode, expected_tensors
 from kvasir.block_hash import chain_hash, kv_identity_hash
 
 from inference_svc.held_bytes import HeldBytes
-from inference_svc.kept_aside import AsideLimits, KeptAside
+from inference_svc.kept_aside import AsideLimits, KeptAside, may_be_put_aside
 from inference_svc.memory import Kept
 from inference_svc.plan import Cold, Hot, PutAside, Resumed, Wanted
 from inference_svc.remote_cache import NO_HEAD, RemoteCache
 from inference_svc.service_data import MissReason
 from inference_svc.service_stats import NamespaceCounters
-from inference_svc.turn_flow import TurnService
 from tests.synthetic import SMALL
 from tests.system_fixtures import House
 
@@ -153,11 +152,8 @@ def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_put_aside() -> None:
     """The hot memory that it extends goes with its rows: the store must have all of it."""
 
     def may_wait(reuse: Cold | Hot, kept: Kept | None, *, is_reachable: bool = True) -> bool:
-        service = cast("Any", SimpleNamespace(_stores={"home": SimpleNamespace(is_reachable=is_reachable)}))
-        turn = cast("Any", SimpleNamespace(request=SimpleNamespace(namespace="home")))
         memory = None if kept is None else SimpleNamespace(kept=kept)
-        recollection, prepared = SimpleNamespace(memory=memory), SimpleNamespace(reuse=reuse)
-        return TurnService._may_wait(service, turn, cast("Any", recollection), cast("Any", prepared))
+        return may_be_put_aside(cast("Any", SimpleNamespace(is_reachable=is_reachable)), cast("Any", memory), reuse)
 
     async def being_published() -> Kept:
         kept = Kept(NO_HEAD, is_head=True)
@@ -165,6 +161,7 @@ def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_put_aside() -> None:
         return kept
 
     assert may_wait(Cold(), None)
+    assert not may_be_put_aside(None, None, Cold())
     assert not may_wait(Cold(), None, is_reachable=False)
     assert may_wait(Hot(5), Kept(NO_HEAD, is_head=True))
     assert may_wait(Cold(), Kept(NO_HEAD, is_head=False))
