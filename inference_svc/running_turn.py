@@ -48,7 +48,9 @@ class RunningTurn:
         if self.kv.can_go_on_from(len(state.token_ids)):  # not so if states have seen what is not remembered
             self.kv.mark()
         # Where this turn began others of its kind may begin again: the last words said otherwise, or once more.
-        self.kv.keep_points({self.turn.cached, self.turn.prompt_point, len(state.token_ids)})
+        kept = {self.turn.cached, self.turn.prompt_point, len(state.token_ids)}
+        # Who says nothing takes nothing away: what could be gone back to before may be still.
+        self.kv.keep_points(kept if self.turn.plan.speaks else self.kv.points[-MOST_POINTS:])
         self.turn.points = self.kv.points
         state = self.turn.state()
         known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]

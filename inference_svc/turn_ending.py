@@ -127,6 +127,8 @@ class TurnEnding:
             memory = replace(base, ahead=Ahead(words, prepared.stored_blocks, state.shareable_tokens, state.points))
         elif recollection.kv_from is Source.COLD:
             memory = replace(memory, shareable_tokens=state.shareable_tokens, points=state.points)
+        elif recollection.kv_from is Source.WARM:
+            memory = replace(memory, points=state.points)  # of its states one was read
         if turn.key is not None:
             self._engine.tag_hot(turn.key, memory)
         restore_s = turn.restore_s + ended.timings.restore_s

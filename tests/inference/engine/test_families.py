@@ -295,3 +295,17 @@ def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str
         assert short.one(Resumed).lost_tokens > len(PROMPT)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
+def test_a_memory_that_is_warmed_keeps_its_points(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    key, ended = spoken(driver, 150)
+    before = snapshot(driver, key)
+    warmed = driver.turn(ended.state.token_ids, Hot(155), key, max_tokens=0)
+    assert (warmed.cached_tokens, warmed.state.points) == (155, ended.state.points)
+    after = snapshot(driver, key)
+    assert (after.blocks, after.tail, after.states) == (before.blocks, before.tail, before.states)
+    other = driver.key()
+    assert driver.turn(ended.state.token_ids, stored(before, 155), other, max_tokens=0).state.points == (155,)
+    assert snapshot(driver, other).states == before.states[1:]
