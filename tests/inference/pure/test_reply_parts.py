@@ -115,7 +115,7 @@ def test_a_model_that_does_not_think_says_all_that_is_no_call(reply: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "parsed", [None, 7, "text", ["text", None], [], {"name": 7}, {"name": "x", "arguments": {1, 2}}]
+    "parsed", [None, 7, "text", [{"name": "x"}, 7], [], {"name": 7}, {"name": "x", "arguments": {1, 2}}]
 )
 def test_what_a_parser_gives_that_is_no_call_is_text(parsed: object) -> None:
     assert read(reader(lambda _: parsed), [CALL]) == (CALL, "", [])

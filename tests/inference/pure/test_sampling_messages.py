@@ -82,9 +82,10 @@ def test_every_setting_that_is_given_makes_another_digest() -> None:
 
 
 def test_the_order_of_biases_is_none() -> None:
-    one, other = asked(logit_bias={5: 1.0, 300: 2.0, 7: 3.0}), asked(logit_bias={7: 3.0, 300: 2.0, 5: 1.0})
+    tokens = [number * 7919 % 150_000 for number in range(200)]  # enough for a map to order them as they came
+    one, other = (asked(logit_bias=dict.fromkeys(given, 2.0)) for given in (tokens, tokens[::-1]))
     assert one.input_digest == other.input_digest
-    assert one.sampling.logit_bias == other.sampling.logit_bias == ((5, 1.0), (7, 3.0), (300, 2.0))
+    assert one.sampling.logit_bias == other.sampling.logit_bias == tuple((token, 2.0) for token in sorted(tokens))
 
 
 def test_what_is_absent_takes_the_defaults_of_the_plan() -> None:
