@@ -129,11 +129,12 @@ def test_a_reader_that_takes_nothing_is_overrun_by_bytes_or_by_time_and_one_that
         outbox = Outbox(Patience(max_unread_bytes=100, stall_s=10), lambda: now)
         events = outbox.events()
         for _ in range(100):
+            waiting = asyncio.ensure_future(anext(events))
+            await asyncio.sleep(0)
+            now += 100.0  # nothing comes: it is the turn that is slow
+            assert not outbox.overrun
             outbox.put(TurnDelta("word ", (1,)))
-            assert isinstance(await anext(events), TurnDelta)
-            now += 100.0  # nothing came meanwhile: it is the turn that is slow
-            outbox.put(TurnProgress(1, 2))
-            await anext(events)
+            assert isinstance(await waiting, TurnDelta)
             assert not outbox.overrun
         now += 11.0
         assert "11 s" in outbox.overrun
