@@ -16,7 +16,8 @@ from inference_svc.models.loading import load
 from inference_svc.policy_memory import FILE
 from inference_svc.quality.exam import CANARY, WORLD, Exam, Subject, held
 from inference_svc.quality.findings import RECALL, TOOL_CALLS, judged
-from inference_svc.quality.material import Extent
+from inference_svc.quality.material import Extent, world_sheets
+from inference_svc.quality.measure import Caches, Meter, Way, exact_way, policy_way
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.outlier_model import write_outlier_model
 
@@ -154,15 +155,14 @@ def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> No
 
 def test_asking_leaves_what_was_read_as_it_was(tiny: Subject) -> None:
     """Or the second question would be put behind the first."""
-    once, twice = (
-        held(
-            tiny,
-            {"q4": policy_of(Rung.Q4, "float32")},
-            Extent((300,), recall_each=each, tools_each=each, canaries=1, canary_tokens=32),
-            clock=time.monotonic,
-            say=lambda _: None,
-        )
-        for each in (1, 3)
-    )
-    assert once.rungs[0].kl == twice.rungs[0].kl
-    assert twice.rungs[0].share(TOOL_CALLS).right == 3
+    sheet = next(world_sheets(tiny.tokenizer, GLANCE))
+    way, made = policy_way(tiny.runner, "q4", policy_of(Rung.Q4, "float32")), []
+
+    def new_caches() -> Caches:
+        made.append(way.new_caches())
+        return made[-1]
+
+    Meter(tiny.runner, time.monotonic).measure(sheet, exact_way(tiny.runner), [Way(way.found, new_caches)])
+    assert len(sheet.questions) > 4
+    assert [cache.offset for caches in made for cache in caches] == [len(sheet.ids)] * 8
+    assert way.found.share(TOOL_CALLS).right == 4
