@@ -399,9 +399,10 @@ class AioStoreClient:
         method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
         deadline_s = self._timeout_s if timeout_s is None and has_deadline else timeout_s
         try:
-            return cast("_Response", await method(request, timeout=deadline_s, metadata=self._metadata))
+            response = await method(request, timeout=deadline_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
+        return cast("_Response", _parsed(response))
 
     async def _send(self, upload: Upload, timeout_s: float | None) -> None:
         """One stream of what is pending. Raises when it is cut; what was acknowledged by then is done."""
@@ -435,11 +436,18 @@ async def _responses(call: Any) -> AsyncGenerator[Any, None]:
     """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
     try:
         async for response in call:
-            yield response
+            yield _parsed(response)
     except grpc.RpcError as error:
         raise from_rpc_error(error) from None
     finally:
         call.cancel()
+
+
+def _parsed(response: Any) -> Any:
+    """The response. gRPC gives None for bytes that are no message of its type."""
+    if response is None:
+        raise Unavailable("the store's answer cannot be parsed")
+    return response
 
 
 def _duration(seconds: float | None) -> duration_pb2.Duration | None:
