@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
-from dataclasses import replace
 from functools import cached_property
 
 from kvasir.block_hash import BLOCK_TOKENS
@@ -21,7 +20,6 @@ from inference_svc.plan import (
     Prefilled,
     Priority,
     PutAside,
-    Restored,
     Restored,
     Resumed,
     SequenceState,
@@ -181,9 +179,6 @@ class Turn:
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
         self._events.append(Started(cached, is_shared))
-        if isinstance(self.plan.reuse, Restored):
-            # The rows are live: the files' bytes are somebody else's room again.
-            self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None))
         self._end_if_silent()
 
     def put_aside(self, files: tuple[bytes, ...]) -> None:

@@ -108,7 +108,7 @@ def test_kv_of_other_weights_or_another_policy_is_never_used_and_the_words_are(
         (("--model", str(other_weights)), "weights_digest"),
     ):
         own_house.engine.kill()
-        own_house.engine.options = [*options, *more]
+        own_house.engine.options = [*more, *options]  # of several models the first is loaded
         own_house.engine.start()
         with own_house.client() as client:
             reply = say(client, "a", TALK[2])
