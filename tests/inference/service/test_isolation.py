@@ -92,7 +92,7 @@ def test_live_memory_and_what_is_stored_of_it_share_nothing_under_load(tiny: Hou
             text = f"{(text + reply.text)[:-20]} {STORY * 3}"
         return seen
 
-    names = [f"busy {number}" for number in range(6)]
+    names = [f"busy {number}" for number in range(4)]
     alone = [live(name) for name in names]
     with tiny.store_client() as store:
         for name in names:
