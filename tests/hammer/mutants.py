@@ -106,12 +106,6 @@ MUTANTS = (
         "        if False:\n            runner.prefill(self.kv, missing)",
     ),
     Mutant(
-        "blocks are copied for the store before what is staged was written",
-        "engine_worker.py",
-        "        self._batch.settle(running.kv)\n",
-        "",
-    ),
-    Mutant(
         "requests draw from one random key",
         "sampling.py",
         "self._key = mx.random.key(params.seed)",
