@@ -18,6 +18,7 @@ import mlx.core as mx
 from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.codec import Codec, Parts
 from inference_svc.kv.layer_kv import LayerKV
+from inference_svc.kv.row_exact import attention_width
 from inference_svc.kv.slot_arrays import SlotArrays
 
 _STAGED_ROWS = 64
@@ -55,16 +56,17 @@ class BatchQuantizedKVCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store new rows [slots, kv_heads, n, dim] behind each sequence; return all rows as attention is to see them,
-        [slots, kv_heads, longest + n, dim], in the same types. The mask hides what is no sequence's.
+        [slots, kv_heads, longest + n or more, dim], in the same types. The mask hides what is no sequence's.
         """
         lengths, count = self.lengths, keys.shape[2]
+        width = attention_width(max(lengths) + count)
         key_codec, value_codec = self._codecs
         codes = (*key_codec.encode(keys), *value_codec.encode(values))
         if not self.keeps_decoded:
             self._write(codes, self._taken(count))
-            return self._assembled(max(lengths) + count, keys.dtype, values.dtype)
+            return self._assembled(width, keys.dtype, values.dtype)
         new = self._decode(codes, keys.dtype, values.dtype)
-        self._decoded.reserve(len(self.rows), max(lengths) + count, new)
+        self._decoded.reserve(len(self.rows), width, new)
         self._decode_joined(keys.dtype, values.dtype)
         if count == 1 and self._unread is None:
             # Codes have no reader in this step: without the dependency they would pile up unevaluated.
@@ -76,19 +78,20 @@ class BatchQuantizedKVCache:
             self._write(codes, taken)
             for slot, (start, rows) in enumerate(zip(lengths, taken, strict=True)):
                 self._decoded.put(slot, start, tuple(part[slot : slot + 1, :, :rows] for part in new))
-        whole_keys, whole_values = self._decoded.read(len(self.rows), max(lengths) + count)
+        whole_keys, whole_values = self._decoded.read(len(self.rows), width)
         return whole_keys, whole_values
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which positions each of the `count` new tokens of each sequence may attend to, bool [slots, 1, count,
-        longest + count]: its own sequence up to itself. None when that is all.
+        longest + count or more]: its own sequence up to itself. None when that is all.
         """
         if window_size is not None:
             raise ValueError("a layer with a window cannot use a KV that keeps all tokens")
         lengths = self.lengths
-        if count == 1 and min(lengths) == max(lengths) and not return_array:
+        width = attention_width(max(lengths) + count)
+        if count == 1 and min(lengths) + 1 == width and not return_array:
             return None
-        positions = mx.arange(max(lengths) + count)
+        positions = mx.arange(width)
         last = mx.array(lengths)[:, None] + mx.arange(count)
         return positions[None, None, None] <= last[:, None, :, None]
 
@@ -201,7 +204,7 @@ class BatchQuantizedKVCache:
     def decoded_values(self) -> int:
         """Values of a decoded copy of all rows, one more of each included."""
         per_row = sum(buffer.values_per_row for buffer in self.rows[0].buffers)
-        return len(self.rows) * capacity_rows(self.size() + 1) * per_row
+        return len(self.rows) * capacity_rows(attention_width(self.size() + 1)) * per_row
 
     @property
     def nbytes(self) -> int:

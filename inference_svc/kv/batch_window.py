@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from inference_svc.kv.codec import Codec, Parts
+from inference_svc.kv.row_exact import attention_width
 from inference_svc.kv.slot_arrays import SlotArrays
 from inference_svc.kv.window_kv import WindowKV
 
@@ -83,10 +84,11 @@ class BatchWindowKV:
             last = kept + mx.arange(count)[None, None, :, None]
             return (rows <= last) & (rows > last - window)
         width = self._width
-        if min(self.lengths) + 1 >= width and window == self._window and not return_array:
+        if min(min(self.lengths) + 1, self._window) == width and window == self._window and not return_array:
             return None
-        age = (lengths - mx.arange(width)) % self._window
-        return age < mx.minimum(lengths + 1, window)
+        places = mx.arange(width)
+        age = (lengths - places) % self._window
+        return (age < mx.minimum(lengths + 1, window)) & (places < self._window)
 
     # --- who is in the batch ---
 
@@ -226,8 +228,8 @@ class BatchWindowKV:
 
     @property
     def _width(self) -> int:
-        """Rows of the rings that hold anything, after one more token."""
-        return min(max(self.lengths) + 1, self._window)
+        """Rows of the rings that attention sums over, after one more token."""
+        return attention_width(min(max(self.lengths) + 1, self._window))
 
     @property
     def _codecs(self) -> tuple[Codec, Codec]:

@@ -1,10 +1,13 @@
-"""Matrix products whose result for a row does not depend on how many rows there are.
+"""Sums whose rounding depends neither on how many rows a batch has nor on how long the longest of them is.
 
 An optimized BLAS takes other kernels for one, two or three rows than for more, and sums in another order. From four
-rows on each row's result is the same to the bit. So few rows are given company: then a sequence decoded alone computes
-what it computes in a batch, and a rounding can never flip a code of its quantized KV.
+rows on each row's result is the same to the bit, so few rows are given company. And a long sum may be cut into blocks
+of equal size, wherever they fall: a row that ends in zeros is then summed as it would be alone only if both widths are
+whole blocks of the kernel. Then a sequence decoded alone computes what it computes in a batch, and a rounding can never
+flip a code of its quantized KV.
 """
 
+import functools
 from typing import Any, cast
 
 import mlx.core as mx
@@ -13,6 +16,9 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
 _LEAST_ROWS = 4
+# Block sizes that kernels were seen to use, none first; and (rows that count, widths of the sums) that tell them apart.
+_STEPS = (1, 256, 320, 384, 512, 768)
+_TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570, 1100), (690, 1400), (1200, 2900))
 
 
 class _RowExactLinear(Linear):
@@ -53,3 +59,31 @@ def _in_company(x: mx.array, rows: int) -> mx.array:
     if rows == 1:
         return mx.broadcast_to(flat, (_LEAST_ROWS, flat.shape[1]))
     return mx.concatenate([flat, *[flat[:1]] * (_LEAST_ROWS - rows)])
+
+
+def attention_width(rows: int) -> int:
+    """How many positions attention is to sum over, at least `rows`, so that those behind a sequence's end change
+    nothing.
+    """
+    step = _attention_step()
+    return -(-rows // step) * step
+
+
+@functools.cache
+def _attention_step() -> int:
+    """The least step at whose multiples this machine's sums over positions do not depend on the width; 1 if none does,
+    or on a device where a step is not what decides.
+    """
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return 1
+    keys = mx.random.split(mx.random.key(0), 2)
+    weights, values = mx.random.uniform(shape=(1, 4096), key=keys[0]), mx.random.normal((4096, 64), key=keys[1])
+    return next((step for step in _STEPS if all(_is_same(weights, values, step, *trial) for trial in _TRIALS)), 1)
+
+
+def _is_same(weights: mx.array, values: mx.array, step: int, rows: int, longest: int) -> bool:
+    def summed(width: int) -> mx.array:
+        return mx.where(mx.arange(width) < rows, weights[:, :width], 0.0) @ values[:width]
+
+    narrow, wide = (summed(-(-length // step) * step) for length in (rows, longest))
+    return bool(mx.array_equal(narrow, wide).item())

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from inference_svc.blas import load_optimized_blas
+from inference_svc.kv import row_exact
 from inference_svc.kv.decode_batch import DecodeBatch
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -19,6 +20,13 @@ NewKv = Callable[[], SequenceKV]
 BORDERS = (1, 2, 63, 64, 65, 255, 256, 257, 300)
 ROOMY, NONE = 1 << 40, 0  # budgets of decoded values: a copy of every row, or decoding on read
 IS_MKL = "mkl" in (load_optimized_blas() or "")
+
+
+@pytest.fixture(autouse=True, params=[None, 384])
+def attention_step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own, and that of one whose kernels cut their sums in blocks."""
+    if request.param is not None:
+        monkeypatch.setattr(row_exact, "_attention_step", lambda: request.param)
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
