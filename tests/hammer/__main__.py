@@ -107,7 +107,7 @@ def main() -> int:
         except KeyboardInterrupt:
             print("interrupted; the same command goes on from here", file=sys.stderr)
             return 130
-        wanted = mine if int(count) > 1 else wanted
+        wanted = mine
     return report(checkpoints.done(wanted), wanted)
 
 

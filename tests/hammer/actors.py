@@ -135,7 +135,7 @@ class Actor:
             self._arena.problem("version", record, "a cut turn was kept, which nobody asked for")
         record.limit_tokens = len(record.kept) if was_cut else None
         if not was_cut:
-            record.heard = record.kept
+            record.heard, record.is_told_again = record.kept, True
         self._arena.counts["kept in part" if was_cut else "cut too late"] += 1
         self._arena.check(record)
         self._script.answered(ask, stored.turn.reply, "")
@@ -245,7 +245,7 @@ class Actor:
             if record.source == "REPLAY" and is_new:
                 # The engine died after the turn and before it could say so.
                 arena.counts["done, and not heard"] += 1
-                record.source, record.cached_tokens = source, cached
+                record.source, record.cached_tokens, record.is_told_again = source, cached, True
                 return heard if cached is not None else None
             self._count(record, heard)
             return heard

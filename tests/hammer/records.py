@@ -10,7 +10,8 @@ class TurnRecord:
 
     `messages` is the whole conversation, whichever part of it was sent. `heard` are the tokens that came, `kept` those
     that the store holds behind the prompt if they were read there. `limit_tokens`: the turn was cut after so many
-    tokens. `is_remembered`: the agent goes on from it.
+    tokens. `is_remembered`: the agent goes on from it. `is_told_again`: what was heard is what
+    is remembered of it, without what only spelled a stop string.
     """
 
     agent: str
@@ -30,6 +31,7 @@ class TurnRecord:
     text: str = ""
     limit_tokens: int | None = None
     is_remembered: bool = True
+    is_told_again: bool = False
     began_s: float = 0.0
     ended_s: float = 0.0
 
@@ -66,6 +68,8 @@ def difference(record: TurnRecord, alone: Alone) -> str:
         return f"prompt: {record.prompt_tokens} tokens, alone {alone.prompt_tokens}"
     if record.kept is not None and record.kept != alone.kept:
         return f"memory: kept {record.kept}, alone {alone.kept}"
+    if record.is_told_again:
+        return "" if record.heard == alone.kept else f"told again: {record.heard}, alone {alone.kept}"
     expected = alone.tokens[: len(record.heard)] if record.limit_tokens is not None else alone.tokens
     return f"tokens: {record.heard}, alone {expected}" if record.heard != expected else ""
 
