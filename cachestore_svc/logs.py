@@ -8,6 +8,7 @@ import sys
 from typing import Literal
 
 import structlog
+from kvasir.log_errors import without_payload
 
 
 def configure_logs(log_format: Literal["console", "json"]) -> None:
@@ -17,6 +18,7 @@ def configure_logs(log_format: Literal["console", "json"]) -> None:
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        without_payload,
     ]
     last: structlog.typing.Processor = (
         structlog.processors.JSONRenderer()

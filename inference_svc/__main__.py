@@ -12,6 +12,7 @@ from kvasir.aio_store_client import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.log_errors import without_payload
 from kvasir.serving import EdgeServer, RefusedToStart, run
 
 from inference_svc.admission import Admission
@@ -163,6 +164,7 @@ def _set_up_logging(settings: EngineSettings) -> None:
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            without_payload,
             renderer,
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -8,11 +8,9 @@ asynchronous generators of responses.
 import contextvars
 import inspect
 import logging
-import traceback
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -21,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from kvasir import errors
 from kvasir.credentials import OWNER, Credentials, Principal
+from kvasir.log_errors import places
 from kvasir.status import abort
 
 _LOG = logging.getLogger("kvasir.rpc")
@@ -202,7 +201,6 @@ def _guarded_generator(behaviour: Any, guard: Guard, take: Callable[[Any], Await
 
 
 def _log_bug(method: str, request_id: str, error: BaseException) -> None:
-    # Neither the error's text nor locals: either may hold a prompt. Its type and its places are enough to find it.
-    frames = traceback.extract_tb(error.__traceback__)
-    places = " < ".join(f"{frame.name} {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
-    _LOG.error("rpc.failed method=%s request_id=%s error=%s at=%s", method, request_id, type(error).__name__, places)
+    _LOG.error(
+        "rpc.failed method=%s request_id=%s error=%s at=%s", method, request_id, type(error).__name__, places(error)
+    )

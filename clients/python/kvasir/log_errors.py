@@ -1,0 +1,27 @@
+"""What logs of both services say of an error: its type and its places. Its text, and any locals, may hold a prompt."""
+
+import sys
+import traceback
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+
+def places(error: BaseException) -> str:
+    """Where it was raised, innermost first: function, file and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " < ".join(f"{frame.name} {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
+
+
+def without_payload(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """A structlog processor: the error that a record carries becomes `error` and `at`.
+
+    A renderer for consoles would print its traceback with the locals of every frame.
+    """
+    carried = event.pop("exc_info", None)
+    if carried is True:
+        carried = sys.exc_info()
+    error = carried[1] if isinstance(carried, tuple) else carried
+    if isinstance(error, BaseException):
+        event["error"], event["at"] = type(error).__name__, places(error)
+    return event
