@@ -287,12 +287,14 @@ class Recall:
             return Cold(), None
         named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
         wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
-        await hold(sum(digest.size_bytes for digest in wanted))
+        # One state is read beside them, and asked for with them: turns that hold and wait could wait for each other.
+        states = max((choice.states[point].size_bytes for point in _usable(choice)), default=0)
+        await hold(sum(digest.size_bytes for digest in wanted) + states)
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
         # The last file is full, or a tail that holds all the rest.
         covered = min(len(blobs) * BLOCK_TOKENS, len(choice.known_ids))
         if self._engine.model.has_states:
-            return await self._from_state(choice, blobs, covered, miss, store, budget, hold)
+            return await self._from_state(choice, blobs, covered, miss, store, budget)
         if not covered:
             return Cold(), miss
         return (
@@ -313,21 +315,23 @@ class Recall:
         miss: Miss | None,
         store: RemoteCache,
         budget: Budget,
-        hold: Callable[[int], Awaitable[None]],
     ) -> tuple[Reuse, Miss | None]:
         """The last point that the files cover and whose state can be had."""
         has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
         reach = min(choice.keep, covered) if has_blocks else choice.keep
-        for point in sorted((point for point in choice.states if point <= reach), reverse=True):
-            digest = choice.states[point]
-            await hold(digest.size_bytes)
-            states, state_miss = await store.read_blobs([digest], budget)
+        for point in sorted((point for point in _usable(choice) if point <= reach), reverse=True):
+            states, state_miss = await store.read_blobs([choice.states[point]], budget)
             miss = miss or state_miss
             if states:
                 files = tuple(blobs[: -(-point // BLOCK_TOKENS)])
                 known = min(len(files) * BLOCK_TOKENS, len(choice.known_ids)) if has_blocks else point
                 return Restored(files, tuple(choice.known_ids[:known]), point, 0, states[0]), miss
         return Cold(), miss
+
+
+def _usable(choice: _Choice) -> list[int]:
+    """The points whose states may serve the choice."""
+    return [point for point in choice.states if point <= choice.keep]
 
 
 def _at_point(choice: _Choice, memory: AgentMemory | None, usable_point: int | None) -> tuple[_Choice, Miss | None]:

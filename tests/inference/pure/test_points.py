@@ -9,12 +9,13 @@ import pytest
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
+from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import Cold, Hot, Restored
 from inference_svc.prefix_matching import Memory
 from inference_svc.prompting import Tokenized
 from inference_svc.recall import Prepared, Recall, Recollection
-from inference_svc.remote_cache import NO_HEAD
+from inference_svc.remote_cache import NO_HEAD, Budget
 from inference_svc.service_data import Miss, MissReason, Source
 from tests.synthetic import MIXED
 
@@ -152,3 +153,31 @@ def test_what_the_engine_refused_is_not_read_again() -> None:
 
 def test_a_memory_without_points_is_words_only() -> None:
     assert planned(TEXT + "y", Source.HOT, Surroundings(), points=()).reuse == Cold()
+
+
+def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
+    """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
+    around: Any = Surroundings()
+    recall = Recall(around, around, {"ns": around}, worthwhile_fraction=0.3)
+    room = HeldBytes(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
+
+    async def turn() -> None:
+        taken = 0
+
+        async def hold(size_bytes: int) -> None:
+            nonlocal taken
+            await room.wait_for(size_bytes)
+            taken += size_bytes
+
+        recollection, budget = Recollection(memory(), Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
+        found = await recall.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
+        assert isinstance(found.reuse, Restored)
+        assert taken == sum(digest.size_bytes for digest in (*BLOCKS, TAIL, STATES[700]))
+        room.give_back(taken)
+
+    async def both() -> None:
+        async with asyncio.timeout(5):
+            await asyncio.gather(turn(), turn())
+
+    asyncio.run(both())
+    assert room.held_bytes == 0
