@@ -254,18 +254,14 @@ class EngineWorker:
         """One more token of every turn that speaks, in one forward pass. Turns that spoke their last token in the step
         before have it computed here, so that they remember it, and end.
         """
-        by_kv = {id(self._running[turn].kv): turn for turn in speaking}
-        for turn in speaking:
-            if self._running[turn].kv not in self._batch:
-                self._batch.join(self._running[turn].kv)
-        order = [by_kv[id(kv)] for kv in self._batch.sequences]
-        self.computed_tokens += len(order)
         try:
+            order = self._joined(speaking)
+            self.computed_tokens += len(order)
             logits = self._batch.step([turn.next_token for turn in order])
             drawn = sample([self._sampler_of(turn) for turn in order], logits)
         except Exception:
             logger.exception("decode.failed")
-            self._lose(order)
+            self._lose(speaking)
             return
         self._runner.stepped()
         for turn, token in zip(order, drawn, strict=True):
@@ -279,6 +275,16 @@ class EngineWorker:
                 self._abandon(turn, token)
             else:
                 turn.accept(token.token_id, token.logprobs)
+
+    def _joined(self, speaking: Sequence[Turn]) -> list[Turn]:
+        """All that speak, in the batch, by slot; and nobody else: who was cancelled since this step began leaves it."""
+        by_kv = {id(self._running[turn].kv): turn for turn in speaking}
+        for kv in [kv for kv in self._batch.sequences if id(kv) not in by_kv]:
+            self._batch.leave(kv)
+        for turn in speaking:
+            if self._running[turn].kv not in self._batch:
+                self._batch.join(self._running[turn].kv)
+        return [by_kv[id(kv)] for kv in self._batch.sequences]
 
     def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
         """Cells of prompts, as long as the scheduler says, `spent_s` of its time being spent; False if none waits."""
@@ -344,10 +350,11 @@ class EngineWorker:
             self._forget(turn)
             self._abandon(turn, Internal("the turn failed in the engine"))
 
-    def _lose(self, turns: Sequence[Turn]) -> None:
-        """A forward pass of these turns failed half-way."""
+    def _lose(self, speaking: Sequence[Turn]) -> None:
+        """A forward pass of these turns failed half-way; with them goes whoever else is in the batch."""
+        lost = [turn for turn, running in self._running.items() if turn in speaking or running.kv in self._batch]
         self._batch.discard()
-        for turn in turns:
+        for turn in lost:
             self._forget(turn)
             self._abandon(turn, Internal("the turn failed in the engine"))
 

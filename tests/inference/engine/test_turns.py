@@ -139,6 +139,23 @@ def test_a_cancel_in_the_queue_is_a_cancel(driver: Driver) -> None:
     waiting.handle.result().cancel()  # again, after the end: nothing happens
 
 
+def test_a_cancel_between_two_looks_of_one_step_ends_that_turn_alone(driver: Driver) -> None:
+    cancelled, key, other = Listener(), driver.key(), Listener()
+
+    def submit_what_fails_to_begin() -> None:
+        cancels = Listener().at(Failed, 1, lambda: cancelled.handle.result(60).cancel())  # the step has looked already
+        driver.submit(tokens_of(50), Hot(10), driver.key(), listener=cancels)
+
+    cancelled.at(Tokens, 5, submit_what_fails_to_begin)
+    alone = driver.turn(tokens_of(40, seed=1), max_tokens=30)
+    driver.submit(tokens_of(40, seed=1), key=key, listener=other, max_tokens=30)
+    driver.submit(tokens_of(40, seed=2), listener=cancelled, max_tokens=200, logit_bias=((0, -1000.0),))
+    with pytest.raises(Cancelled):
+        cancelled.end()
+    assert cancelled.count(Tokens) == 5
+    assert other.end().state.token_ids == alone.state.token_ids
+
+
 def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver) -> None:
     key, state = driver.remember(300)
     prompt = (*state.token_ids, *tokens_of(100, seed=4))
