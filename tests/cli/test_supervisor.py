@@ -111,6 +111,16 @@ def test_a_service_that_cannot_start_ends_the_group_with_its_last_words(tmp_path
     asyncio.run(scenario())
 
 
+def test_last_words_are_those_of_this_start_and_no_earlier_one(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        (tmp_path / "engine.log").write_text("what went wrong yesterday\n")
+        with pytest.raises(Unavailable, match="today") as failed:
+            await Group(tmp_path, {"engine": "raise SystemExit('today')"}).begin()
+        assert "yesterday" not in failed.value.message
+
+    asyncio.run(scenario())
+
+
 def test_a_service_that_crashes_again_and_again_ends_the_group(tmp_path: Path) -> None:
     async def scenario() -> None:
         (tmp_path / "store").write_text("ready before it runs, so that each start counts as one")

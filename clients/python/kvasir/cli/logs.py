@@ -17,11 +17,11 @@ def rotate_log(path: Path) -> None:
         path.replace(path.with_suffix(".1.log"))
 
 
-def last_lines(path: Path, count: int = _LAST_LINES) -> list[str]:
-    """The last lines of a log; none when there is no log."""
+def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str]:
+    """The last lines of a log, from byte `since` on; none when there is no log."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 8192))
+            file.seek(max(since, path.stat().st_size - 8192))
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return []

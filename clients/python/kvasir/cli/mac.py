@@ -125,6 +125,7 @@ class Mac:
 
     def _start(self, service: Service) -> None:
         with service.log_file.open("ab") as log:
+            log_start = log.tell()
             process = subprocess.Popen(
                 service.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, umask=0o077
             )
@@ -133,7 +134,7 @@ class Mac:
         while not asyncio.run(_is_ready(service)):
             if process.poll() is not None or time.monotonic() > end:
                 what = "is not ready" if process.poll() is None else f"ended with {ending(process.returncode)}"
-                words = " | ".join(last_lines(service.log_file))
+                words = " | ".join(last_lines(service.log_file, since=log_start))
                 raise Unavailable(f"{service.name} {what}: {words}", reason="SERVICE_DID_NOT_START")
             time.sleep(_POLL_S)
 

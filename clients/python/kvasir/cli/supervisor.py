@@ -49,6 +49,7 @@ class RestartPolicy:
 class _Child:
     service: Service
     process: asyncio.subprocess.Process | None = None
+    log_start: int = 0  # where in its log this process began: what others said before is no reason of its own
     crashes: deque[float] = field(default_factory=deque)
 
 
@@ -133,6 +134,7 @@ class Supervisor:
         rotate_log(service.log_file)
         with service.log_file.open("ab") as log:
             service.log_file.chmod(0o600)
+            child.log_start = log.tell()
             # A session of its own: the terminal's Ctrl-C comes here only, and the group ends in order.
             child.process = await asyncio.create_subprocess_exec(
                 *service.argv,
@@ -176,7 +178,7 @@ class Supervisor:
         return self._policy.delay_s(len(child.crashes))
 
     def _failed(self, child: _Child, what: str) -> Unavailable:
-        lines = last_lines(child.service.log_file)
+        lines = last_lines(child.service.log_file, since=child.log_start)
         shown = "; its last words: " + " | ".join(lines) if lines else ""
         return Unavailable(f"{what}{shown} (log: {child.service.log_file})", reason="SERVICE_DID_NOT_START")
 
