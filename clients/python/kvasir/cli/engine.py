@@ -115,7 +115,9 @@ def _left(left: pb.MemoriesLeft) -> dict[str, int]:
 
 
 def _left_in_words(left: pb.MemoriesLeft) -> str:
-    return f"{left.stored} hot memories are in the store" + (f", {left.dropped} are lost" if left.dropped else "")
+    if not left.stored and not left.dropped:
+        return "no memory was hot"
+    return f"hot memories stored: {left.stored}" + (f", lost: {left.dropped}" if left.dropped else "")
 
 
 def _show_stats(out: Console, row: dict[str, Any]) -> None:

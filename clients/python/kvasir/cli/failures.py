@@ -27,7 +27,8 @@ EXIT_CODES: dict[type[errors.KvasirError], int] = {
 }
 
 HINTS: dict[type[errors.KvasirError], str] = {
-    errors.Unavailable: "Is it running? Start it with `kvasir up`, or name it with --address and --token-file.",
+    errors.Unavailable: "Is it running? Start it with `kvasir up`, or name it: --engine or --address (the store), and "
+    "--token-file.",
     errors.DeadlineExceeded: "Try again, or look at `kvasir doctor`.",
     errors.Unauthenticated: "Name a token file with --token-file.",
     errors.PermissionDenied: "Use a credential that has the role.",
