@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 import mlx.core as mx
 
 from inference_svc.kv.capacity import capacity_rows
-from inference_svc.kv.codec import Codec, Parts
+from inference_svc.kv.codec import Parts
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.slot_arrays import SlotArrays
 from inference_svc.kv.window_kv import WindowKV
@@ -184,19 +184,13 @@ class BatchedRows(ABC, Generic[RowT]):
 
     # --- codes ---
 
-    @property
-    def _codecs(self) -> tuple[Codec, Codec]:
-        keys, values = self.rows[0].buffers
-        return keys.codec, values.codec
-
     def _encode(self, keys: mx.array, values: mx.array) -> Parts:
-        key_codec, value_codec = self._codecs
-        return (*key_codec.encode(keys), *value_codec.encode(values))
+        row = self.rows[0]
+        return (*row.keys.codec.encode(keys), *row.values.codec.encode(values))
 
     def _decode(self, codes: Parts, key_type: mx.Dtype, value_type: mx.Dtype) -> Parts:
-        key_codec, value_codec = self._codecs
-        split = key_codec.part_count
-        return key_codec.decode(codes[:split], key_type), value_codec.decode(codes[split:], value_type)
+        row, split = self.rows[0], self.rows[0].keys.codec.part_count
+        return row.keys.codec.decode(codes[:split], key_type), row.values.codec.decode(codes[split:], value_type)
 
     def _put_newest(self, new: Parts, codes: Parts, places: Sequence[int]) -> None:
         """Stage the codes of one row of each sequence, and put the decoded row at its place."""
