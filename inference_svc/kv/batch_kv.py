@@ -29,7 +29,7 @@ class BatchQuantizedKVCache(BatchedRows[LayerKV]):
         self._decoded.reserve(len(self.rows), width, new)
         for slot in self._newly_joined():
             if (row := self.settle(slot)).offset:
-                self._decoded.put(slot, 0, row.decoded(keys.dtype, values.dtype))
+                self._decoded.put(slot, 0, self._stacked(*row.decoded(keys.dtype, values.dtype)))
         if count == 1 and self._unread is None:
             self._put_newest(new, codes, lengths)
         else:
@@ -37,8 +37,7 @@ class BatchQuantizedKVCache(BatchedRows[LayerKV]):
             self._write(codes, taken)
             for slot, (start, rows) in enumerate(zip(lengths, taken, strict=True)):
                 self._decoded.put(slot, start, tuple(part[slot : slot + 1, :, :rows] for part in new))
-        whole_keys, whole_values = self._decoded.read(len(self.rows), width)
-        return whole_keys, whole_values
+        return self._read_decoded(width)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which positions each of the `count` new tokens of each sequence may attend to, bool [slots, 1, count,

@@ -31,10 +31,9 @@ class BatchWindowKV(BatchedRows[WindowKV]):
         new = self._decode(codes, keys.dtype, values.dtype)
         self._decoded.reserve(len(self.rows), width, new)
         for slot in self._newly_joined():
-            _fill(self._decoded, slot, self.settle(slot), keys.dtype, values.dtype)
+            self._fill(self._decoded, slot, keys.dtype, values.dtype)
         self._put_newest(new, codes, [length % self._window for length in lengths])
-        ring_keys, ring_values = self._decoded.read(len(self.rows), width)
-        return ring_keys, ring_values
+        return self._read_decoded(width)
 
     def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
         """Which rows each of the `count` new tokens of each sequence may attend to, bool [slots, 1, count, rows]. None
@@ -91,7 +90,7 @@ class BatchWindowKV(BatchedRows[WindowKV]):
     def _prefilled(self, codes: Parts, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
         """Store several rows of each sequence; returns those before them that are seen, and themselves, in order."""
         count = codes[0].shape[2]
-        new = self._decode(codes, key_type, value_type)
+        new = self._unstacked(self._decode(codes, key_type, value_type))
         kept = [self.settle(slot).kept_rows for slot in range(len(self.rows))]
         seen = []
         for slot, row in enumerate(self.rows):
@@ -107,21 +106,21 @@ class BatchWindowKV(BatchedRows[WindowKV]):
 
     def _ring_of_all(self, width: int, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
         rings = SlotArrays()
-        rings.reserve(len(self.rows), width, self.rows[0].decoded(1, key_type, value_type))
-        for slot, row in enumerate(self.rows):
-            _fill(rings, slot, row, key_type, value_type)
-        keys, values = rings.read(len(self.rows), width)
+        rings.reserve(len(self.rows), width, self._stacked(*self.rows[0].decoded(1, key_type, value_type)))
+        for slot in range(len(self.rows)):
+            self._fill(rings, slot, key_type, value_type)
+        keys, values = self._unstacked(rings.read(len(self.rows), width))
         return keys, values
 
-
-def _fill(rings: SlotArrays, slot: int, row: WindowKV, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
-    """Put a sequence's rows where they belong in its ring."""
-    rows = min(row.held_rows, row.window)
-    if not rows:
-        return
-    start = (row.offset - rows) % row.window
-    decoded = row.decoded(rows, key_type, value_type)
-    until_end = min(rows, row.window - start)
-    rings.put(slot, start, tuple(part[:, :, :until_end] for part in decoded))
-    if until_end < rows:
-        rings.put(slot, 0, tuple(part[:, :, until_end:] for part in decoded))
+    def _fill(self, rings: SlotArrays, slot: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
+        """Put a sequence's rows where they belong in its ring."""
+        row = self.settle(slot)
+        rows = min(row.held_rows, row.window)
+        if not rows:
+            return
+        start = (row.offset - rows) % row.window
+        decoded = self._stacked(*row.decoded(rows, key_type, value_type))
+        until_end = min(rows, row.window - start)
+        rings.put(slot, start, tuple(part[:, :, :until_end] for part in decoded))
+        if until_end < rows:
+            rings.put(slot, 0, tuple(part[:, :, until_end:] for part in decoded))

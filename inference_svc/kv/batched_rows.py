@@ -8,7 +8,7 @@ same bits either way.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar, cast
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ from inference_svc.kv.window_kv import WindowKV
 
 _STAGED_ROWS = 64
 
-RowT = TypeVar("RowT", LayerKV, WindowKV)
+RowT = TypeVar("RowT", bound=LayerKV | WindowKV)
 
 
 class BatchedRows(ABC, Generic[RowT]):
@@ -37,6 +37,9 @@ class BatchedRows(ABC, Generic[RowT]):
         self._staged = SlotArrays(_STAGED_ROWS)
         self._decoded = SlotArrays()
         self._is_decoded: list[bool] = []  # by slot
+        self._stacked_heads = (
+            0  # where K and V are stored alike they are worked on as one, V's heads behind so many of K
+        )
         self._unread: list[int] | None = None  # while a right-padded prompt is computed: tokens left, by slot
         for row in rows:
             self.join(row)
@@ -84,7 +87,7 @@ class BatchedRows(ABC, Generic[RowT]):
         """Write what is staged of a sequence to its own buffers; returns them."""
         row, count = self.rows[slot], self._staged_rows[slot]
         if count:
-            row.append(self._staged.read_slot(slot, count))
+            row.append(self._unstacked(self._staged.read_slot(slot, count)))
             self._staged_rows[slot] = 0
         return row
 
@@ -118,7 +121,7 @@ class BatchedRows(ABC, Generic[RowT]):
     @classmethod
     def merge(cls, caches: Sequence[RowT]) -> Self:
         """A batch of sequences that go on alone as well; neither side sees what the other writes."""
-        return cls([cache.fork() for cache in caches])
+        return cls([cast("RowT", cache.fork()) for cache in caches])
 
     def extend(self, other: Self) -> None:
         """Add the sequences of another batch, which must not be used any more."""
@@ -134,7 +137,7 @@ class BatchedRows(ABC, Generic[RowT]):
 
     def extract(self, slot: int) -> RowT:
         """A sequence as it would be alone; the batch keeps its own."""
-        return self.settle(slot).fork()
+        return cast("RowT", self.settle(slot).fork())
 
     def prepare(
         self,
@@ -185,12 +188,33 @@ class BatchedRows(ABC, Generic[RowT]):
     # --- codes ---
 
     def _encode(self, keys: mx.array, values: mx.array) -> Parts:
-        row = self.rows[0]
-        return (*row.keys.codec.encode(keys), *row.values.codec.encode(values))
+        key_codec, value_codec = self.rows[0].keys.codec, self.rows[0].values.codec
+        if key_codec == value_codec and keys.shape == values.shape:
+            self._stacked_heads = keys.shape[1]
+            return key_codec.encode(mx.concatenate([keys, values], axis=1))
+        return (*key_codec.encode(keys), *value_codec.encode(values))
 
     def _decode(self, codes: Parts, key_type: mx.Dtype, value_type: mx.Dtype) -> Parts:
-        row, split = self.rows[0], self.rows[0].keys.codec.part_count
-        return row.keys.codec.decode(codes[:split], key_type), row.values.codec.decode(codes[split:], value_type)
+        key_codec, value_codec = self.rows[0].keys.codec, self.rows[0].values.codec
+        if self._stacked_heads:
+            return (key_codec.decode(codes, key_type),)
+        split = key_codec.part_count
+        return key_codec.decode(codes[:split], key_type), value_codec.decode(codes[split:], value_type)
+
+    def _unstacked(self, parts: Parts) -> Parts:
+        """The parts of K, then those of V."""
+        heads = self._stacked_heads
+        if not heads:
+            return parts
+        return (*(part[:, :heads] for part in parts), *(part[:, heads:] for part in parts))
+
+    def _stacked(self, keys: mx.array, values: mx.array) -> Parts:
+        """Decoded rows as the decoded copy holds them."""
+        return (mx.concatenate([keys, values], axis=1),) if self._stacked_heads else (keys, values)
+
+    def _read_decoded(self, width: int) -> tuple[mx.array, mx.array]:
+        keys, values = self._unstacked(self._decoded.read(len(self.rows), width))
+        return keys, values
 
     def _put_newest(self, new: Parts, codes: Parts, places: Sequence[int]) -> None:
         """Stage the codes of one row of each sequence, and put the decoded row at its place."""
@@ -208,7 +232,7 @@ class BatchedRows(ABC, Generic[RowT]):
     def _write(self, codes: Parts, taken: Sequence[int]) -> None:
         for slot, rows in enumerate(taken):
             if rows:
-                self.settle(slot).append(tuple(part[slot : slot + 1, :, :rows] for part in codes))
+                self.settle(slot).append(self._unstacked(tuple(part[slot : slot + 1, :, :rows] for part in codes)))
 
     def _stage(self, codes: Parts) -> list[mx.array]:
         """Stage one row of each sequence; returns the arrays that hold what became of it."""
