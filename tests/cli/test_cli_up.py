@@ -78,7 +78,7 @@ def test_chat_through_a_pipe_remembers_between_calls(cli: Cli) -> None:
 def test_chat_shows_people_the_reply_and_what_was_cached(cli: Cli) -> None:
     said = cli.done("chat", "eve", "--max-tokens", "8", stdin="Hello.\n")
     assert said.out.strip()
-    assert "tokens cached (cold), first token after" in said.err
+    assert "tokens cached (cold: nothing is remembered), first token after" in said.err
     assert "version 1" in said.err
 
 

@@ -219,7 +219,7 @@ def pull(
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Copy an agent's memory from another store; only blobs that lack travel."""
+    """Copy an agent's memory from another store; only blobs that are missing here travel."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
         made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)

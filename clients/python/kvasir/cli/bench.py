@@ -37,7 +37,7 @@ def store(
     directory: Annotated[
         Path | None, typer.Option(help="Where the stores of the measurement lie: the disk that is measured.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Move less, for a look.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Move less, for a look; no target counts then.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
@@ -61,7 +61,9 @@ def engine(
     repeats: Annotated[int | None, typer.Option(min=1, help="How often; medians are told. 5 if left out.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write a PNG for each case into this directory.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Measure less, and once, for a look.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure less, and once, for a look; no target counts then.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Decode, first token, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.

@@ -139,8 +139,9 @@ class Conversation:
         sys.stdout.write("\n")
         sys.stdout.flush()
         kept = f"version {heard.version}" if heard.is_durable else f"{heard.snapshot_state} {heard.snapshot_reason}"
+        source = f"{heard.source}: {heard.reason}" if heard.source == "cold" else heard.source
         self.caller.err.print(
-            f"{heard.cached_tokens} of {heard.prompt_tokens} tokens cached ({heard.source}), "
+            f"{heard.cached_tokens} of {heard.prompt_tokens} tokens cached ({source}), "
             f"first token after {heard.first_token_s * 1000:.0f} ms, {kept.strip()}",
             style="dim",
             markup=False,

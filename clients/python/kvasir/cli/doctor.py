@@ -47,7 +47,9 @@ def doctor(
         str, typer.Option(help="As of `kvasir up`; auto measures the model, unless an engine of this home did.")
     ] = "",
     kv_exact_layers: Annotated[str, typer.Option(help="As of `kvasir up`.")] = "",
-    does_self_test: Annotated[bool, typer.Option("--self-test", help="Also tell, kill, and ask.")] = False,
+    does_self_test: Annotated[
+        bool, typer.Option("--self-test", help="Also start both, tell an agent something, kill -9, and ask.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what of a model persists, what computes, what runs; and what to do about it."""

@@ -22,9 +22,11 @@ from kvasir.errors import FailedPrecondition
 app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 
 
-@app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    "serve", add_help_option=False, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
+)
 def serve(context: typer.Context) -> None:
-    """Run a cache store alone. Takes the options of `python -m cachestore_svc serve`; add --help to see them."""
+    """Run a cache store alone. Takes the options of `python -m cachestore_svc serve`, --help too."""
     caller = caller_of(context)
     arguments = list(context.args)
     if not any(argument.split("=")[0] == "--data-dir" for argument in arguments):
