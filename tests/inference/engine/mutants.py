@@ -90,13 +90,10 @@ MUTANTS = (
     Mutant(
         "attention sees new rows before they were stored",
         "kv/layer_kv.py",
-        "        return self.keys.decoded(self.offset, keys.dtype), self.values.decoded(self.offset, values.dtype)",
-        "        return self._with_new(self.keys, keys), self._with_new(self.values, values)\n"
-        "\n"
-        "    def _with_new(self, buffer: RowBuffer, rows: mx.array) -> mx.array:\n"
-        "        old = self.offset - rows.shape[2]\n"
-        "        return mx.concatenate([buffer.decoded(old, rows.dtype), rows], axis=2) if old else"
-        " rows",
+        "        return self.decoded(keys.dtype, values.dtype)\n",
+        "        whole = self.decoded(keys.dtype, values.dtype)\n"
+        "        news = zip(whole, (keys, values), strict=True)\n"
+        "        return tuple(mx.concatenate([old[:, :, : -new.shape[2]], new], axis=2) for old, new in news)\n",
         "restore kv",
     ),
     Mutant(
@@ -130,8 +127,8 @@ MUTANTS = (
     Mutant(
         "a file of other tokens is let through",
         "tensor_files.py",
-        "        if parsed.identity != expected:",
-        "        if False:",
+        "    if parsed.identity != expected:",
+        "    if False:",
         "turns",
     ),
     Mutant(
@@ -207,9 +204,9 @@ MUTANTS = (
     ),
     Mutant(
         "a running turn cannot be cancelled",
-        "engine_worker.py",
-        "for turn in [turn for turn in self._listeners if turn.is_cancelled]:",
-        "for turn in [turn for turn in self._listeners if turn.is_cancelled and turn not in self._running]:",
+        "scheduler.py",
+        "        return [turn for turn in (*self.running, *self.waiting) if turn.is_cancelled]",
+        "        return [turn for turn in self.waiting if turn.is_cancelled]",
         "turns",
     ),
     Mutant(
@@ -221,17 +218,10 @@ MUTANTS = (
     ),
     Mutant(
         "an exact repetition computes two tokens",
-        "running_turn.py",
-        "    return min(keep_tokens, len(plan.token_ids) - 1)",
-        "    return min(keep_tokens, max(len(plan.token_ids) - 2, 0))",
+        "plan.py",
+        "        return len(self.token_ids) - (1 if self.speaks else 0)",
+        "        return max(len(self.token_ids) - (2 if self.speaks else 0), 0)",
         "restore",
-    ),
-    Mutant(
-        "sliding layers are served",
-        "model_runner.py",
-        "        if type(cache) is not KVCache:",
-        "        if False:",
-        "models",
     ),
     Mutant(
         "a tail's name forgets what came before it",
@@ -292,7 +282,7 @@ MUTANTS = (
     Mutant(
         "a sampler draws while what was put aside catches up",
         "engine_worker.py",
-        "return self._running[turn].sampler if turn.next_token_draws else self._no_draw",
+        "return self._running[turn].sampler if draws else self._no_draw",
         "return self._running[turn].sampler",
         "putting_aside",
     ),
