@@ -115,7 +115,7 @@ class Engine:
                 opened.info,
                 memory_budget_bytes,
                 memory_budget_bytes // _DECODED_PART,
-                Rules(cell_tokens=opened.info.cell_tokens, budget_s=step_budget_s),
+                _rules(opened.info, step_budget_s),
                 time.monotonic,
             )
             made.append((opened, worker))
@@ -311,6 +311,12 @@ class Engine:
                     retry_after_s=1.0,
                 )
             self._open_turns += 1
+
+
+def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
+    rules = Rules(cell_tokens=model.cell_tokens, budget_s=step_budget_s)
+    # Layers that do not keep all tokens share nothing: who waited for a sibling would wait for nothing.
+    return replace(rules, gate_s=0) if model.has_states else rules
 
 
 def _closed() -> Unavailable:

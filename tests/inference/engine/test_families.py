@@ -20,6 +20,7 @@ from inference_svc.plan import (
     SamplingParams,
     SequenceKey,
     Snapshot,
+    Started,
     Tokens,
     TurnPlan,
 )
@@ -69,6 +70,19 @@ def spoken(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple
         if len(ended.state.token_ids) == length + 5:  # random models often end inside a character
             return key, ended
     raise AssertionError("no memory of that length in 20 attempts")
+
+
+def test_with_states_nobody_waits_for_a_sibling_that_has_nothing_to_give(family: Callable[[str], Driver]) -> None:
+    driver, sibling = family("granite_hybrid"), Listener()
+    prompt = tokens_of(1500)
+    first = Listener().at(
+        Prefilled, 1, lambda: driver.submit(prompt, listener=sibling, namespace="tests", max_tokens=1)
+    )
+    begun: list[int] = []
+    sibling.at(Started, 1, lambda: begun.append(first.count(Prefilled)))
+    driver.turn(prompt, listener=first, namespace="tests", max_tokens=1)
+    assert sibling.end().cached_tokens == 0
+    assert begun == [1], "it began in the very next step"
 
 
 # Shorter than a window, past it, ending with a block, and past one.
