@@ -20,6 +20,7 @@ class MemoryLedger(Generic[OwnerT, KeyT]):
         self._reserved: dict[OwnerT, int] = {}
         self._resident: dict[KeyT, int] = {}
         self._lent: dict[KeyT, OwnerT] = {}
+        self._resident_bytes = 0  # kept beside them: there may be thousands, and every step asks
 
     @property
     def reserved_bytes(self) -> int:
@@ -27,7 +28,7 @@ class MemoryLedger(Generic[OwnerT, KeyT]):
 
     @property
     def resident_bytes(self) -> int:
-        return sum(self._resident.values())
+        return self._resident_bytes
 
     @property
     def free_bytes(self) -> int:
@@ -62,7 +63,8 @@ class MemoryLedger(Generic[OwnerT, KeyT]):
         held, missing = self.charge(needed_bytes, extends)
         if missing > self.free_bytes:
             return False
-        if extends is not None and self._resident.pop(extends, None) is not None:
+        if extends is not None and extends in self._resident:
+            self.drop(extends)
             self._lent[extends] = owner
         self._reserved[owner] = held
         return True
@@ -83,12 +85,15 @@ class MemoryLedger(Generic[OwnerT, KeyT]):
         """The key's memory is resident with `size_bytes`, instead of what it was; False, and the key has none any more,
         if they are not free.
         """
-        self._resident.pop(key, None)
+        self.drop(key)
         if size_bytes > self.free_bytes:
             return False
         self._resident[key] = size_bytes
+        self._resident_bytes += size_bytes
         return True
 
     def drop(self, key: KeyT) -> int:
         """Free an idle memory; what it held. 0 for a lent one: its turn holds the bytes."""
-        return self._resident.pop(key, 0)
+        size_bytes = self._resident.pop(key, 0)
+        self._resident_bytes -= size_bytes
+        return size_bytes
