@@ -18,7 +18,6 @@ from inference_svc.kv.decode_batch import DecodeBatch
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import Event, ModelInfo, SamplingParams, SequenceKey, Snapshot, TurnPlan
-from inference_svc.prefix_gate import PrefixGate
 from inference_svc.putting_aside import PuttingAside
 from inference_svc.running_turn import MOST_POINTS, RunningTurn, begin
 from inference_svc.sampling import Sampler, sample
@@ -60,12 +59,11 @@ class EngineWorker:
         self._clock = clock
         self._rules = rules
         self._scheduler: Scheduler[Turn] = Scheduler(rules)
-        self._gate: PrefixGate[Turn] = PrefixGate(model.cell_tokens)
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._running: dict[Turn, RunningTurn] = {}
         self._aside = PuttingAside(runner, model, memory_budget_bytes // _UNSTORED_PART)
         self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
-        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known
+        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
         self._listeners: dict[Turn, OnEvents] = {}
         self._when_idle: dict[SequenceKey, list[Callable[[], None]]] = {}
 
@@ -82,7 +80,7 @@ class EngineWorker:
         before_s = self._clock()
         self._begin_waiting()
         spent_s = self._clock() - before_s
-        self._finish_spoken()  # whose memory is whole and who says nothing
+        has_ended = self._finish_spoken()  # whose memory is whole and who says nothing
         speaking = self._scheduler.begin_step(self._clock())
         if speaking:
             self._decode(speaking)
@@ -92,7 +90,7 @@ class EngineWorker:
         self._count_bytes()
         if not self._running:
             self._runner.release_unused()
-        return bool(speaking) or has_prefilled
+        return bool(speaking) or has_prefilled or has_ended  # who ended may have left room for another
 
     def close(self) -> None:
         for turn in list(self._listeners):
@@ -194,7 +192,7 @@ class EngineWorker:
             turn.wanted()
             self._tell_one(turn, self._listeners[turn])
         else:
-            self._guarded(turn, self._begin)
+            self._guarded(turn, lambda turn: self._begin(turn, spare))
         return True
 
     def _make_room(self, blocked: Turn) -> bool:
@@ -230,23 +228,32 @@ class EngineWorker:
         saved = max(0, memory.kv.length - memory.kv.start_before(turn.reusable_tokens)) if is_cut and memory else 0
         return turn_bytes(turn.plan, self._model) + saved * self._model.kv_bytes_per_token
 
-    def _begin(self, turn: Turn) -> None:
+    def _begin(self, turn: Turn, spare: Collection[Hashable]) -> None:
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
-        running = self._shared(turn) or begin(turn, memory, self._runner, self._model)
+        running = self._shared(turn, spare) or begin(turn, memory, self._runner, self._model)
         self._running[turn] = running
 
-    def _shared(self, turn: Turn) -> RunningTurn | None:
+    def _shared(self, turn: Turn, spare: Collection[Hashable]) -> RunningTurn | None:
         """The turn with a fork of what another of its namespace prefilled, if that is worth more than its own plan."""
         if turn.namespace is None or self._model.has_states:
             return None
-        donor = self._gate.donor_of(turn, self._running, self.memories.idle(turn.namespace))
+        donor = self._scheduler.donor_of(turn, self.memories.idle(turn.namespace))
         if donor is None:
             return None
         source = donor.source
         owner = self._running[source] if isinstance(source, Turn) else self.memories.get(source)  # type: ignore[arg-type]
-        if owner is None:
+        if owner is None or (turn.memory_key is not None and not self._leaves_its_memory(turn, spare)):
             return None
         return RunningTurn.sharing(turn, owner.kv, donor.shared_tokens)
+
+    def _leaves_its_memory(self, turn: Turn, spare: Collection[Hashable]) -> bool:
+        """Whether there is room for the turn beside the memory that it was to extend; that one is idle then."""
+        key = turn.plan.key
+        self.memories.release(turn)
+        if self.memories.reserve(turn, turn_bytes(turn.plan, self._model), spare={key, *spare}):
+            return True
+        self.memories.reserve(turn, self._needed_bytes(turn), key, extends=True, spare=spare)  # as it was before
+        return False
 
     # --- stepping ---
 
@@ -314,14 +321,16 @@ class EngineWorker:
 
     # --- ending ---
 
-    def _finish_spoken(self) -> None:
-        """End the turns that spoke their last token and need no more KV: who remembers nothing, or nothing of it. At a
-        step's end, so that a listener's request for the turn's snapshot is served before the next step admits a turn
-        that may need the room.
+    def _finish_spoken(self) -> bool:
+        """End the turns that spoke their last token and need no more KV: who remembers nothing, or nothing of it; False
+        if there are none. At a step's end, so that a listener's request for the turn's snapshot is served before the
+        next step admits a turn that may need the room.
         """
-        for turn in [turn for turn in self._running if turn.finish_reason is not None]:
-            if turn.plan.key is None or turn.remembered <= turn.computed:
-                self._guarded(turn, self._finish)
+        spoken = [turn for turn in self._running if turn.finish_reason is not None]
+        ending = [turn for turn in spoken if turn.plan.key is None or turn.remembered <= turn.computed]
+        for turn in ending:
+            self._guarded(turn, self._finish)
+        return bool(ending)
 
     def _finish(self, turn: Turn) -> None:
         running = self._running[turn]
@@ -366,9 +375,17 @@ class EngineWorker:
             running.memory = None
 
     def _abandon(self, turn: Turn, error: KvasirError) -> None:
+        """End it without effect, whatever happens: somebody waits for it."""
         if running := self._running.get(turn):
-            self._batch.leave(running.kv)
-            running.undo()
+            try:
+                self._batch.leave(running.kv)
+                running.undo()
+            except Exception:
+                logger.exception("turn.not_undone")
+                self._forget(turn)
+                del self._running[turn]
+                if running.kv in self._batch:  # it left some layers, and not others
+                    self._lose(())
         turn.fail(error)
         self._remove(turn)
 
@@ -405,12 +422,10 @@ class EngineWorker:
         return self._running_of(key) is not None or self._aside.has(key)
 
     def _sampler_of(self, turn: Turn) -> Sampler:
-        return self._running[turn].sampler if turn.next_token_draws else self._no_draw
+        draws = turn.next_token_draws and turn.finish_reason is None
+        return self._running[turn].sampler if draws else self._no_draw
 
     def _count_bytes(self) -> None:
-        extended = {id(running.memory.kv) for running in self._running.values() if running.memory is not None}
-        running = sum(
-            running.kv.allocated_bytes for running in self._running.values() if id(running.kv) not in extended
-        )
-        self.memory_used_bytes = running + sum(self.memories.sizes().values())
+        running = sum(running.kv.allocated_bytes for running in self._running.values())
+        self.memory_used_bytes = running + self.memories.ledger.resident_bytes
         self.decoded_bytes = self._batch.scratch_bytes

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.errors import Unavailable
+from kvasir.errors import KvasirError, Unavailable
 
 from inference_svc.engine import Engine
-from inference_svc.plan import Tokens
+from inference_svc.plan import Hot, Tokens
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
@@ -30,5 +30,30 @@ def test_a_step_that_fails_ends_every_turn_and_refuses_the_next(model_dir: Path,
             speaking.end()
         with pytest.raises(Unavailable):
             driver.turn(tokens_of(20))
+    finally:
+        engine.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_is_told_even_if_nothing_can_be_undone_any_more(model_dir: Path, tmp_path: Path) -> None:
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20)
+    driver = Driver(engine)
+    key, state = driver.remember(100)
+
+    def fail(*_args: object) -> None:
+        raise RuntimeError("the device is gone")
+
+    def break_it() -> None:
+        engine._worker.step = fail  # type: ignore[method-assign,assignment]
+        engine._worker._batch.leave = fail  # type: ignore[method-assign]
+
+    settings = {"max_tokens": 200, "logit_bias": ((0, -1000.0),)}
+    try:
+        others = [driver.submit(tokens_of(20, seed), **settings) for seed in range(3)]
+        extending = driver.submit((*state.token_ids, 5), Hot(100), key, Listener().at(Tokens, 9, break_it), **settings)
+        for turn in (*others, extending):
+            with pytest.raises(KvasirError):
+                turn.end()
+        assert engine.hot_memory(key) is None, "half of a turn is in it"
     finally:
         engine.close()

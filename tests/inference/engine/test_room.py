@@ -1,0 +1,67 @@
+"""Room: what is told and accounted is what is allocated, and who waits for room begins as soon as there is some."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inference_svc import mlx_thread
+from inference_svc.engine import Engine
+from inference_svc.plan import Ended, Hot, Started, Tokens
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+
+BUDGET_TOKENS = 1_536
+
+
+@pytest.fixture
+def small(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
+    unit = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=1 << 20)
+    budget_bytes = BUDGET_TOKENS * unit.model.kv_bytes_per_token
+    unit.close()
+    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=budget_bytes)
+    yield Driver(engine)
+    engine.close()
+
+
+def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
+    small: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody speaks or prefills in the step in which it ends: the thread must not sleep after it."""
+    key, state = small.remember(1_000)
+    waiting = Listener()
+
+    def submit_both() -> None:
+        small.submit(state.token_ids, Hot(1_000), key, max_tokens=0)
+        small.submit(tokens_of(900, 9), listener=waiting, max_tokens=2)
+
+    monkeypatch.setattr(mlx_thread, "_IDLE_POLL_S", 30.0)
+    small.submit(tokens_of(5), listener=Listener().at(Ended, 1, submit_both), max_tokens=1)
+    before_s = time.monotonic()
+    waiting.wait_for(Started)
+    assert time.monotonic() - before_s < 15
+
+
+def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_that_it_was_to_extend(
+    driver: Driver,
+) -> None:
+    worker = driver.engine._worker
+    prefix, own = tokens_of(1_024, 5), driver.key()
+    driver.turn((*prefix, 7), key=driver.key(), namespace="tests", max_tokens=2)
+    driver.turn((*prefix[:2], *tokens_of(1_500, 6)), key=own, namespace="tests", max_tokens=2)
+    seen: list[tuple[int, int]] = []
+
+    def look() -> None:
+        worker._count_bytes()
+        kvs = [running.kv for running in worker._running.values()]
+        kvs += [memory.kv for memory in worker.memories._memories.values() if memory.kv not in kvs]
+        ledger = worker.memories.ledger
+        assert sum(kv.allocated_bytes for kv in kvs) == worker.memory_used_bytes
+        seen.append((worker.memory_used_bytes, ledger.reserved_bytes + ledger.resident_bytes))
+
+    speaking = Listener().at(Tokens, 3, look)
+    prompt = (*prefix, *tokens_of(40, 8))
+    ended = driver.turn(prompt, Hot(2), own, namespace="tests", max_tokens=20, listener=speaking)
+    assert ended.cached_tokens == 1_024
+    [(used, accounted)] = seen
+    assert used <= accounted
