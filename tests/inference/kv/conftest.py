@@ -6,6 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from inference_svc.kv import row_exact
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model_identity import default_policy
@@ -25,6 +26,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def new_kv(model: Any) -> Callable[[], SequenceKV]:
     policy = default_policy("float32")
     return lambda: SequenceKV.empty(policy, len(model.layers))
+
+
+@pytest.fixture(autouse=True, params=[None, 384])
+def attention_step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine's own, and that of one whose kernels cut their sums in blocks."""
+    if request.param is not None:
+        monkeypatch.setattr(row_exact, "_attention_step", lambda: request.param)
 
 
 @pytest.fixture(autouse=True)

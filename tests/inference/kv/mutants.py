@@ -83,13 +83,6 @@ MUTANTS = (
         BATCH,
     ),
     Mutant(
-        "full staging is written over",
-        "kv/batched_rows.py",
-        "if count == _STAGED_ROWS]",
-        "if count > _STAGED_ROWS]",
-        BATCH,
-    ),
-    Mutant(
         "V takes K's heads",
         "kv/batched_rows.py",
         "*(part[:, heads:] for part in parts))",
