@@ -33,8 +33,7 @@ class RunningTurn:
     def sharing(cls, turn: Turn, kv: SequenceKV, shared_tokens: int) -> "RunningTurn":
         """The turn with a fork of the first `shared_tokens` tokens of another's KV: what it would compute itself."""
         turn.restoring()
-        forked = kv.fork()
-        forked.trim_to(shared_tokens)
+        forked = kv.fork_of(shared_tokens)
         turn.began(shared_tokens, shared_tokens, is_shared=True)
         return cls(turn, forked, _sampler(turn), turn.chain[: shared_tokens // BLOCK_TOKENS])
 

@@ -60,6 +60,12 @@ class RowBuffer:
         other.parts = self.parts
         return other
 
+    def shrink(self, rows: int) -> None:
+        """Keep the first `rows` rows, and no more room than they need. Copies if that is less than there was."""
+        capacity = capacity_rows(rows)
+        if capacity < self.capacity:
+            self.parts = tuple(mx.contiguous(part[:, :, :capacity]) for part in self.parts)
+
     def to_bytes(self, start: int, stop: int) -> list[bytes]:
         """Bytes of rows [start, stop) of each part, [kv_heads, rows, …]. The parts must have been evaluated."""
         return [_host_view(part)[0, :, start:stop].tobytes() for part in self.parts]

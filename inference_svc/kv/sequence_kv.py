@@ -162,6 +162,18 @@ class SequenceKV:
         """The same memory; rows are shared until one side writes, points for ever."""
         return SequenceKV([layer.fork() for layer in self.layers], self._points)
 
+    def fork_of(self, length: int) -> "SequenceKV":
+        """A fork of the first `length` tokens. What it writes copies as much as they need, not the whole of a longer
+        sequence. Evaluates.
+        """
+        forked = self.fork()
+        forked.trim_to(length)
+        for layer in forked.row_layers:
+            for buffer in layer.buffers:
+                buffer.shrink(length)
+        mx.eval(forked.state)
+        return forked
+
     def saved_rows(self, start: int) -> SavedRows:
         """Copies of the rows from `start` on, and the points: all that a turn from there may change."""
         rows = tuple(

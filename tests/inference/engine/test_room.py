@@ -45,23 +45,34 @@ def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
 def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_that_it_was_to_extend(
     driver: Driver,
 ) -> None:
-    worker = driver.engine._worker
     prefix, own = tokens_of(1_024, 5), driver.key()
     driver.turn((*prefix, 7), key=driver.key(), namespace="tests", max_tokens=2)
     driver.turn((*prefix[:2], *tokens_of(1_500, 6)), key=own, namespace="tests", max_tokens=2)
     seen: list[tuple[int, int]] = []
-
-    def look() -> None:
-        worker._count_bytes()
-        kvs = [running.kv for running in worker._running.values()]
-        kvs += [memory.kv for memory in worker.memories._memories.values() if memory.kv not in kvs]
-        ledger = worker.memories.ledger
-        assert sum(kv.allocated_bytes for kv in kvs) == worker.memory_used_bytes
-        seen.append((worker.memory_used_bytes, ledger.reserved_bytes + ledger.resident_bytes))
-
-    speaking = Listener().at(Tokens, 3, look)
+    speaking = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
     prompt = (*prefix, *tokens_of(40, 8))
     ended = driver.turn(prompt, Hot(2), own, namespace="tests", max_tokens=20, listener=speaking)
     assert ended.cached_tokens == 1_024
     [(used, accounted)] = seen
     assert used <= accounted
+
+
+def test_a_short_turn_that_begins_with_a_long_memorys_prefix_takes_no_more_than_its_own_rows(driver: Driver) -> None:
+    prefix, seen = tokens_of(512, 15), list[tuple[int, int]]()
+    driver.turn((*prefix, *tokens_of(2_500, 16)), key=driver.key(), namespace="tests", max_tokens=2)
+    speaking = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
+    ended = driver.turn((*prefix, *tokens_of(40, 18)), namespace="tests", max_tokens=20, listener=speaking)
+    assert ended.cached_tokens == 512
+    [(used, accounted)] = seen
+    assert used <= accounted
+
+
+def used_and_accounted(driver: Driver) -> tuple[int, int]:
+    """Bytes of all KV that there is, which is what the engine tells; and what its ledger holds."""
+    worker = driver.engine._worker
+    worker._count_bytes()
+    kvs = [running.kv for running in worker._running.values()]
+    kvs += [memory.kv for memory in worker.memories._memories.values() if memory.kv not in kvs]
+    assert sum(kv.allocated_bytes for kv in kvs) == worker.memory_used_bytes
+    ledger = worker.memories.ledger
+    return worker.memory_used_bytes, ledger.reserved_bytes + ledger.resident_bytes
