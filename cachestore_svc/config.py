@@ -165,4 +165,7 @@ def _check_peer(path: Path, peer: PeerSettings) -> None:
 
 
 def _in_words(error: ValidationError) -> str:
-    return "; ".join(f"{'.'.join(str(part) for part in item['loc'])}: {item['msg']}" for item in error.errors())
+    return "; ".join(
+        f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
+        for item in error.errors()
+    )

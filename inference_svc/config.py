@@ -211,5 +211,8 @@ def read_settings(arguments: Sequence[str]) -> EngineSettings:
 
 
 def _in_words(error: ValidationError) -> str:
-    problems = (f"--{'.'.join(map(str, each['loc'])).replace('_', '-')}: {each['msg']}" for each in error.errors())
+    problems = (
+        f"--{'.'.join(map(str, each['loc'])).replace('_', '-')}: {each['msg'].removeprefix('Value error, ')}"
+        for each in error.errors()
+    )
     return "; ".join(problems)
