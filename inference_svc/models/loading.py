@@ -28,10 +28,12 @@ def find_model(name: str | Path) -> Path:
 
     Raises NotFound.
     """
-    if (path := Path(name)).is_dir():
+    if (path := Path(name).expanduser()).is_dir():  # zsh leaves the ~ of NAME=~/x to us
         if not (path / "config.json").is_file():
             raise NotFound(f"model: {path.name} has no config.json", field="model")
         return path
+    if path.is_absolute():
+        raise NotFound(f"model: no directory {path}", field="model")
     try:
         return Path(mlx_lm.utils._download(str(name)))
     except Exception as error:
