@@ -28,6 +28,8 @@ class Kept:
 
     head: Head | None
     is_head: bool
+    # Its words are the store's, under another KV identity: nothing is lost with it, and it is no version here.
+    is_elsewhere: bool = False
     # The version that the turn's caller named as its parent, when the store could not be asked at once.
     expected_version: int | None = None
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
@@ -42,6 +44,11 @@ class Kept:
     # Of the first publication. One that is tried again names the same manifest, so that the store knows it again.
     created_unix_ms: int = 0
     publication: "asyncio.Task[SnapshotOutcome] | None" = None
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the store has what the agent remembers, under this KV identity or another."""
+        return self.is_head or self.is_elsewhere
 
     @property
     def is_being_published(self) -> bool:

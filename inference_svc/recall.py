@@ -144,7 +144,7 @@ class Recall:
             difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
             return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
         difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
-        memory = replace(from_manifest(manifest, NO_HEAD), kept=Kept(NO_HEAD, is_head=False))
+        memory = replace(from_manifest(manifest, NO_HEAD), kept=Kept(NO_HEAD, is_head=False, is_elsewhere=True))
         return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
 
     def _too_large(self, kept: Kept) -> str | None:

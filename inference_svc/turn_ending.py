@@ -65,12 +65,12 @@ class TurnEnding:
             if hot is None or not isinstance(hot.tag, AgentMemory):
                 continue
             kept, store = hot.tag.kept, self._stores.get(key.namespace)
-            if not kept.is_head and not kept.lost_to and store is not None and self._clock() < give_up:
+            if not kept.is_safe and not kept.lost_to and store is not None and self._clock() < give_up:
                 if store.is_reachable or await store.answers():
                     asked = self._engine.snapshot(key, len(kept.blocks), max_blocks=self.copies.piece_blocks)
                     await self._publish(key, hot.tag, store, None, asked, None)
                 await self._publisher.drain(max(give_up - self._clock(), 0))
-            stored, unstored = stored + kept.is_head, unstored + (not kept.is_head)
+            stored, unstored = stored + kept.is_safe, unstored + (not kept.is_safe)
         return MemoriesLeft(stored, unstored)
 
     @property
@@ -129,6 +129,9 @@ class TurnEnding:
             memory = replace(memory, shareable_tokens=state.shareable_tokens, points=state.points)
         elif recollection.kv_from is Source.WARM:
             memory = replace(memory, points=state.points)  # of its states one was read
+        elif memory.ahead is not None:
+            # The KV is the memory's own again, and no longer of what was computed ahead.
+            memory = replace(memory, ahead=None, shareable_tokens=state.shareable_tokens, points=state.points)
         if turn.key is not None:
             self._engine.tag_hot(turn.key, memory)
         restore_s = turn.restore_s + ended.timings.restore_s

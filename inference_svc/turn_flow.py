@@ -219,7 +219,8 @@ class TurnService:
                 retry_after_s=1.0,
             )
         if request.input != PromptInput(""):
-            if memory is not None and not memory.kept.is_head and request.namespace in self._stores:
+            kept = memory.kept if memory is not None and request.namespace in self._stores else None
+            if kept is not None and not kept.is_safe:
                 raise errors.Unavailable(
                     "the agent's memory is not stored yet, and the prompt would take its place",
                     reason="MEMORY_NOT_STORED",

@@ -147,6 +147,20 @@ def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost
         assert client.unload_model(drop_unstored=True).left.dropped == 1
 
 
+def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make_no_version(house: House) -> None:
+    with house.client() as client:
+        client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
+        client.load_model("second")
+        ahead = client.warm(agent_id="ada", append_messages=ASKED)
+        assert (ahead.version, ahead.miss) == (0, pb.MISS_REASON_KV_IDENTITY_DIFFERS)
+        client.warm(agent_id="ada")
+        assert client.warm(agent_id="ada", append_messages=ASKED).tokens == ahead.tokens
+        left = client.unload_model().left
+        assert left.dropped == 0
+        with house.store_client() as store:
+            assert len(store.get_agent("ada").lines) == 1, "nothing was said under the second model"
+
+
 def test_only_an_admin_changes_models(models: list[str], model: Path, tmp_path: Path) -> None:
     house = House(tmp_path, model)
     people = [Principal("client", "n", frozenset({CLIENT})), Principal("admin", "n", frozenset({ADMIN}))]
