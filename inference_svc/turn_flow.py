@@ -317,6 +317,10 @@ class TurnService:
         raise _moved_away()
 
     async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
+        constraint = turn.request.sampling.constraint
+        if constraint is not None and not self._engine.grammars.knows(constraint):
+            # Others' formats took its place while the turn waited. To compile one may take a second.
+            await asyncio.to_thread(self._engine.grammars.compile, constraint)
         inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
         store = self._stores.get(turn.request.namespace)
         is_kept = turn.key is not None and not turn.request.is_warming

@@ -1,6 +1,7 @@
 """Hot memory that goes away between planning and running: the turn goes on, and never over another engine's turn."""
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -13,7 +14,18 @@ from kvasir.digest import Digest
 
 from inference_svc.admission import Admission, AdmissionLimits
 from inference_svc.memory import AgentMemory, Kept
-from inference_svc.plan import Cold, Ended, Event, Failed, FinishReason, SamplingParams, SequenceState, Timings
+from inference_svc.plan import (
+    Cold,
+    Constraint,
+    ConstraintKind,
+    Ended,
+    Event,
+    Failed,
+    FinishReason,
+    SamplingParams,
+    SequenceState,
+    Timings,
+)
 from inference_svc.prefix_matching import Memory, Outcome
 from inference_svc.prompting import Tokenized
 from inference_svc.recall import Prepared, Recollection
@@ -78,19 +90,48 @@ class Surroundings:
         return 1
 
 
-def serve(around: Surroundings, parent_version: int | None) -> None:
+PLAIN = SamplingParams(4)
+
+
+def serve(around: Surroundings, parent_version: int | None, sampling: SamplingParams = PLAIN) -> None:
     async def to_the_end() -> None:
         parts: Any = around
         stats = ServiceStats(0.0)
         admission = Admission(AdmissionLimits(), stats, time.monotonic)
         service = TurnService(parts, parts, parts, parts, {}, TurnLimits(), admission, stats, time.monotonic)
         given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
-        request = TurnRequest("r", "default", "a", parent_version, given, "", SamplingParams(4), False)
+        request = TurnRequest("r", "default", "a", parent_version, given, "", sampling, False)
         events: AsyncIterator[object] = service.begin(request).events()
         async for _ in events:
             pass
 
     asyncio.run(to_the_end())
+
+
+class ForgetfulGrammars(Surroundings):
+    """An engine whose grammars have forgotten the turn's format since its request was checked."""
+
+    def __init__(self) -> None:
+        super().__init__([remembered(OURS, "ours")], losses=0)
+        self.grammars = self
+        self.compiled_by: list[threading.Thread] = []
+
+    def knows(self, constraint: Constraint) -> bool:
+        return bool(self.compiled_by)
+
+    def compile(self, constraint: Constraint) -> None:
+        self.compiled_by.append(threading.current_thread())
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        assert self.compiled_by, "the engine would compile it now, and every stream would wait"
+        return super().submit(plan, on_events)
+
+
+def test_a_format_that_was_forgotten_while_its_turn_waited_is_compiled_off_the_event_loop() -> None:
+    around = ForgetfulGrammars()
+    serve(around, None, SamplingParams(4, constraint=Constraint(ConstraintKind.REGEX, "a+")))
+    assert around.finished == [(5, "ours new")]
+    assert around.compiled_by != [threading.main_thread()]
 
 
 def test_a_turn_is_not_put_over_another_engines() -> None:
