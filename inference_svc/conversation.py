@@ -20,6 +20,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000
 _MAX_TOOLS = 128
+_MAX_TOOLS_BYTES = 1 << 20  # parsing nested JSON holds up everything else, a second for a few MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +77,18 @@ def check_tools(tools: Sequence[Tool]) -> None:
     """Raise InvalidArgument, the field named, unless every tool has a name and a schema that is a JSON object."""
     if len(tools) > _MAX_TOOLS:
         raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {len(tools)}", field="tools")
+    if (size_bytes := sum(map(tool_bytes, tools))) > _MAX_TOOLS_BYTES:
+        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS_BYTES} bytes, got {size_bytes}", field="tools")
     for index, tool in enumerate(tools):
         if not 1 <= len(tool.name) <= 128:
             raise InvalidArgument(
                 f"tools[{index}].name: expected 1 to 128 characters, got {len(tool.name)}", field=f"tools[{index}].name"
             )
         _json_object(tool.parameters_json or "{}", f"tools[{index}].parameters_json")
+
+
+def tool_bytes(tool: Tool) -> int:
+    return sum(len(text.encode()) for text in (tool.name, tool.description, tool.parameters_json))
 
 
 def render(

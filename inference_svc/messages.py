@@ -6,7 +6,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
-from inference_svc.conversation import Tool, check_messages, check_tools, input_digest
+from inference_svc.conversation import Tool, check_messages, check_tools, input_digest, tool_bytes
 from inference_svc.plan import ModelInfo, Priority, SamplingParams, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 from inference_svc.sampling_messages import choice_count, sampling_params, settings
@@ -66,7 +66,7 @@ def turn_request(
         keep_partial=request.keep_partial,
         priority=_priority(request),
         caller=caller,
-        input_bytes=_input_bytes(given),
+        input_bytes=_input_bytes(given, tools),
     )
 
 
@@ -97,7 +97,7 @@ def warm_request(
         # Whoever waits for a reply comes first.
         priority=Priority.BACKGROUND,
         caller=caller,
-        input_bytes=_input_bytes(given),
+        input_bytes=_input_bytes(given, tools),
         is_warming=True,
     )
 
@@ -118,13 +118,23 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
     )
 
 
-def count_input(
-    request: pb.CountTokensRequest, max_prompt_bytes: int
-) -> tuple[PromptInput | MessagesInput, list[Tool]]:
-    """What is to be counted. Raises InvalidArgument that names the field."""
+def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
+    """A turn that is not to be done, only its prompt counted. Raises InvalidArgument that names the field."""
     given, tools = _input(request, max_prompt_bytes), _tools(request.tools)
     _check_tools(given, tools)
-    return given, tools
+    return TurnRequest(
+        request_id="",
+        namespace=namespace,
+        agent_id="",
+        parent_version=None,
+        input=given,
+        input_digest="",
+        sampling=SamplingParams(max_tokens=0),
+        max_tokens_is_default=False,
+        tools=tools,
+        caller=caller,
+        input_bytes=_input_bytes(given, tools),
+    )
 
 
 def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0) -> pb.GenerateResponse:
@@ -197,10 +207,10 @@ def _check_tools(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> N
     check_tools(tools)
 
 
-def _input_bytes(given: PromptInput | MessagesInput) -> int:
+def _input_bytes(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> int:
     if isinstance(given, PromptInput):
         return len(given.prompt.encode())
-    return sum(message.ByteSize() for message in given.messages)
+    return sum(message.ByteSize() for message in given.messages) + sum(map(tool_bytes, tools))
 
 
 def _input(

@@ -128,9 +128,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         self._check_serves()
-        given, tools = messages.count_input(request, self._limits.max_prompt_bytes)
+        caller = current_principal()
+        checked = messages.count_request(
+            request,
+            namespace=caller.namespace,
+            caller=caller.name,
+            max_prompt_bytes=self._limits.max_prompt_bytes,
+        )
         served = self._host.serving(request.model)
-        tokens = await served.turns.count_tokens(given, tools)
+        tokens = await served.turns.count_tokens(checked)
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:

@@ -101,6 +101,7 @@ class TurnService:
         self._running: dict[asyncio.Task[None], RunningTurn] = {}
         self._order: dict[SequenceKey, asyncio.Lock] = {}
         self._waiting: Counter[SequenceKey] = Counter()
+        self._counting = asyncio.Lock()
 
     def begin(self, request: TurnRequest) -> RunningTurn:
         """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
@@ -127,11 +128,16 @@ class TurnService:
         """After `drain`: store the memories that are hot and not in the store."""
         return await self._ending.store_hot(patience_s)
 
-    async def count_tokens(self, given: PromptInput | MessagesInput, tools: Sequence[conversation.Tool]) -> int:
-        """Tokens of a turn's prompt that finds no memory."""
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Tokens of a turn's prompt that finds no memory. Takes a turn's place: raises ResourceExhausted. One count
+        after the other, so that a turn's own text waits for one at most.
+        """
+        given = request.input
         messages = given.messages if isinstance(given, MessagesInput) else ()
-        text = await self._text(given, tools, messages)
-        return len((await self._prompting.run(lambda: self._prompting.tokenize(text))).ids)
+        with self._admission.turn(request.namespace, request.caller, request.input_bytes):
+            async with self._counting:
+                text = await self._text(given, request.tools, messages)
+                return len((await self._prompting.run(lambda: self._prompting.tokenize(text))).ids)
 
     async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
         turn = TurnState(request, running, arrived=self._clock())

@@ -111,6 +111,11 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
         errors.InvalidArgument,
         "tools[0].name",
     ),
+    "tools of a megabyte": (
+        {"messages": messages("user"), "tools": [pb.Tool(name="t", description="x" * (1 << 20))]},
+        errors.InvalidArgument,
+        "tools",
+    ),
     "schema that is none": (
         {"messages": messages("user"), "tools": [pb.Tool(name="t", parameters_json="[1]")]},
         errors.InvalidArgument,

@@ -38,6 +38,8 @@ def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
         with pytest.raises(errors.ResourceExhausted) as queue:
             client.reply(prompt="c door")
         assert (queue.value.reason, bool(queue.value.retry_after_s)) == ("QUEUE_FULL", True)
+        with pytest.raises(errors.ResourceExhausted, match="2 turns"):
+            client.count_tokens(prompt="c door")
         for events in running:
             events.close()
         give_up = time.monotonic() + 10
