@@ -56,6 +56,17 @@ class GrammarTrial:
         self._process = None
 
     async def _ask(self, constraint: Constraint) -> None:
+        is_new = self._process is None
+        answer = await self._answer(constraint)
+        if not answer and not is_new:  # what was asked before may have ended it
+            answer = await self._answer(constraint)
+        if not answer:
+            raise too_complex(constraint)
+        if problem := json.loads(answer)["error"]:
+            raise refused(constraint, problem)
+
+    async def _answer(self, constraint: Constraint) -> bytes:
+        """A line; empty if the process ended instead."""
         process = self._process = self._process or await _start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -66,14 +77,14 @@ class GrammarTrial:
         except BaseException as error:
             # Also when the caller goes away meanwhile: the next one must not read this one's answer.
             self._end()
-            if isinstance(error, TimeoutError | ConnectionError | ValueError):
+            if isinstance(error, ConnectionError):
+                return b""
+            if isinstance(error, TimeoutError | ValueError):
                 raise too_complex(constraint) from None
             raise
         if not answer:
             self._end()
-            raise too_complex(constraint)
-        if problem := json.loads(answer)["error"]:
-            raise refused(constraint, problem)
+        return answer
 
 
 def too_complex(constraint: Constraint) -> InvalidArgument:

@@ -213,6 +213,20 @@ def test_the_trial_refuses_what_compiling_refuses(loop: asyncio.AbstractEventLoo
     loop.run_until_complete(ask())
 
 
+def test_a_trial_that_ended_meanwhile_refuses_nobody(loop: asyncio.AbstractEventLoop) -> None:
+    async def ask_a_dead_one() -> None:
+        trial = GrammarTrial(timeout_s=30)
+        await trial.check(Constraint(ConstraintKind.REGEX, "a+"))
+        process = trial._process
+        assert process is not None
+        process.kill()
+        await process.wait()
+        await trial.check(Constraint(ConstraintKind.REGEX, "b+"))
+        await trial.close()
+
+    loop.run_until_complete(ask_a_dead_one())
+
+
 def test_who_gives_up_waiting_leaves_no_answer_for_the_next(loop: asyncio.AbstractEventLoop) -> None:
     async def ask() -> None:
         trial = GrammarTrial(timeout_s=30)
