@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, TypeVar
 
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, Unavailable
 
 from inference_svc.conversation import Tool, tool_fields
 from inference_svc.models.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
@@ -39,6 +39,7 @@ class Prompting:
         self._tokenizer = tokenizer
         self._token_text = token_text
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._is_closed = False
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self.special_texts = tuple(str(token) for token in added if token.special and str(token).strip())
         """How the tokens are spelled that are no text but structure, such as a message's end."""
@@ -46,10 +47,13 @@ class Prompting:
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Do something with the tokenizer on its thread."""
+        """Do something with the tokenizer on its thread. Raises Unavailable after close."""
+        if self._is_closed:
+            raise Unavailable("the model was unloaded", reason="MODEL_CHANGING", retry_after_s=1.0)
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:
+        self._is_closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def fewest_tokens(self, text_bytes: int) -> int:

@@ -4,6 +4,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -159,6 +160,21 @@ def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make
         assert left.dropped == 0
         with house.store_client() as store:
             assert len(store.get_agent("ada").lines) == 1, "nothing was said under the second model"
+
+
+def test_a_count_that_its_model_leaves_behind_is_told_to_come_back(house: House) -> None:
+    def count() -> int | str:
+        with house.client() as client:
+            try:
+                return client.count_tokens(prompt="d o " * (1 << 17))
+            except errors.Unavailable as changing:
+                return changing.reason
+
+    with house.client() as client, ThreadPoolExecutor() as threads:
+        counting = [threads.submit(count) for _ in range(3)]
+        time.sleep(0.3)
+        client.unload_model()
+        assert {each.result() for each in counting} <= {(1 << 18) + 1, 1 << 18, "MODEL_CHANGING"}
 
 
 def test_only_an_admin_changes_models(models: list[str], model: Path, tmp_path: Path) -> None:
