@@ -115,8 +115,8 @@ MUTANTS = (
     Mutant(
         "a sibling begins with more than it shares",
         "running_turn.py",
-        "        forked.trim_to(shared_tokens)\n",
-        "",
+        "kv.fork_of(shared_tokens)",
+        "kv.fork()",
         BATCHING,
     ),
     Mutant(
