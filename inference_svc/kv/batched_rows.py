@@ -12,7 +12,6 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import mlx.core as mx
 
-from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.codec import Parts
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.slot_arrays import SlotArrays
@@ -171,9 +170,9 @@ class BatchedRows(ABC, Generic[RowT]):
 
     @property
     def decoded_values(self) -> int:
-        """Values of a decoded copy of all rows, one more of each included."""
-        per_row = sum(buffer.values_per_row for buffer in self.rows[0].buffers)
-        return len(self.rows) * capacity_rows(self._width) * per_row
+        """Values that the decoded copy would hold room for in the next step."""
+        slots, capacity = self._decoded.reserved(len(self.rows), self._width)
+        return slots * capacity * sum(buffer.values_per_row for buffer in self.rows[0].buffers)
 
     @property
     def nbytes(self) -> int:

@@ -34,12 +34,16 @@ class SlotArrays:
         """Make room, in steps, for `slots` of `capacity` rows that look like `like` [any, heads, any, …]."""
         if slots <= self.slots and capacity <= self.capacity:
             return
-        new_slots = max(slots, self.slots if slots <= self.slots else 2 * self.slots)
-        new_capacity = max(-(-capacity // self._step_rows) * self._step_rows, self.capacity)
+        new_slots, new_capacity = self.reserved(slots, capacity)
         grown = [mx.zeros((new_slots, part.shape[1], new_capacity, *part.shape[3:]), dtype=part.dtype) for part in like]
         for new, old in zip(grown, self.arrays, strict=False):
             new[: old.shape[0], :, : old.shape[2]] = old
         self.arrays = tuple(grown)
+
+    def reserved(self, slots: int, capacity: int) -> tuple[int, int]:
+        """The slots and the capacity that there are after `reserve`: slots come in doubles, neither ever goes back."""
+        new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
+        return new_slots, max(-(-capacity // self._step_rows) * self._step_rows, self.capacity)
 
     def put(self, slot: int, start: int, rows: Parts) -> None:
         """Write rows [1, heads, n, …] of one slot from position `start` on."""

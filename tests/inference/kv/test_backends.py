@@ -282,6 +282,23 @@ def test_what_a_step_staged_is_computed_in_that_step(model: Any, new_kv: NewKv) 
             other.submit(np.array, array).result(60)
 
 
+def test_the_decoded_copy_takes_no_more_room_than_it_may(model: Any, new_kv: NewKv) -> None:
+    """Also room that who left has made: it is given back when it is too much."""
+    per_row = len(model.layers) * 2 * 2 * 64
+    budget = 5 * 768 * per_row
+    together = Greedy(model, budget)
+    for name in range(8):
+        together.join(name, prefilled(model, new_kv(), tokens_of(20 + 60 * name, name)), 5)
+    for name in range(8):
+        for _ in range(3):
+            together.step()
+            decoded = [array for layer in together.batch._layers for array in layer._decoded.arrays]
+            assert sum(array.size for array in decoded) <= budget
+        if name < 7:
+            together.leave(name)
+    assert decoded, "one row is within any budget"
+
+
 class TestUnmodifiedBatchGenerator:
     """mlx-lm's own engine is the best independent judge of its cache protocol."""
 
