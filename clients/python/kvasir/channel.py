@@ -71,7 +71,8 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials:
 def _options(tls: Tls | None, safe_reads: Sequence[str]) -> list[tuple[str, str | int]]:
     options: list[tuple[str, str | int]] = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        ("grpc.max_send_message_length", _MAX_MESSAGE_BYTES),
+        # What is too large to be taken the service says, with its own numbers.
+        ("grpc.max_send_message_length", -1),
         # A service that froze or a machine that vanished ends the call as UNAVAILABLE after 20 s at most.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),

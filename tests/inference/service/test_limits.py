@@ -19,6 +19,12 @@ def small(model: Path, tmp_path: Path) -> House:
         yield house  # type: ignore[misc]
 
 
+def test_the_service_says_of_a_long_prompt_what_it_takes_not_the_channel(small: House) -> None:
+    with small.client() as client, pytest.raises(errors.ResourceExhausted) as context:
+        client.reply(prompt="door " * (1 << 20))
+    assert context.value.reason == "CONTEXT_EXCEEDED"
+
+
 def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
     with small.client() as client:
         with pytest.raises(errors.ResourceExhausted) as memory:
