@@ -308,12 +308,13 @@ class EngineWorker:
         cell = turn.next_cell()
         self.computed_tokens += len(cell)
         if not turn.next_cell_draws:
-            self._runner.prefill(running.kv, cell)
+            self._runner.prefill(running.kv, cell, lambda: turn.is_cancelled)
             turn.prefilled(len(cell))
             if turn.is_at_point:
                 running.kv.mark()
             return
-        [token] = sample([running.sampler], self._runner.last_logits(running.kv, cell))
+        logits = self._runner.last_logits(running.kv, cell, lambda: turn.is_cancelled)
+        [token] = sample([running.sampler], logits)
         turn.prefilled(len(cell))
         if isinstance(token, KvasirError):
             raise token

@@ -1,12 +1,13 @@
 """The model on the MLX thread: what its layers keep, and one chunk of tokens at a time through it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
 from kvasir.block_file import TensorSpec, layer_tensors
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import Cancelled
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -50,18 +51,34 @@ class ModelRunner:
         """A new KV in the form in which the model takes its caches."""
         return self._layout.caches(self.new_kv(policy).layers)
 
-    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
-        """Compute the KV of the next tokens, and no more than that. Evaluates."""
+    def prefill(
+        self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Compute the KV of the next tokens, and no more than that. Evaluates. Raises Cancelled between two layers; the
+        rows are there then, but only those of the first layers are computed.
+        """
         self._forward(kv, token_ids)
-        mx.eval(kv.state)
+        self._evaluate(kv, is_cancelled)
         self.release_unused()
 
-    def last_logits(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
-        """Compute the KV of the next tokens; logits [1, vocabulary] of what follows the last. Evaluates."""
+    def last_logits(
+        self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> mx.array:
+        """Compute the KV of the next tokens; logits [1, vocabulary] of what follows the last. Evaluates. Raises
+        Cancelled as `prefill` does.
+        """
         logits = self._forward(kv, token_ids)[:, -1]
-        mx.eval(logits, kv.state)
+        self._evaluate(kv, is_cancelled)
+        mx.eval(logits)
         self.release_unused()
         return logits
+
+    def _evaluate(self, kv: SequenceKV, is_cancelled: Callable[[], bool]) -> None:
+        """Layer by layer: far into a long prompt a cell takes longer than a cancelled turn may hold others up."""
+        for layer in kv.layers:
+            mx.eval(layer.state)
+            if is_cancelled():
+                raise Cancelled("the turn was cancelled; the agent remembers what it did before")
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits [rows, 1 or n, vocabulary] of tokens [rows, n], the last ones at least, not evaluated. `caches`: one

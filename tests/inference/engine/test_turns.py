@@ -3,6 +3,7 @@ off.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from kvasir.block_hash import chain_hash
 from kvasir.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
 
 from inference_svc.engine import Engine
+from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.plan import (
     BlocksFull,
     Ended,
@@ -392,3 +394,30 @@ def test_a_turn_ends_once(driver: Driver) -> None:
     listener.handle.result().cancel()
     driver.turn(tokens_of(3), max_tokens=1)
     assert len([event for event in listener.events if isinstance(event, Ended | Failed)]) == 1
+
+
+def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """(LESSONS 21)"""
+    key, state = driver.remember(300, seed=41)
+    before, expected = driver.files(key), driver.reply(driver.turn((*state.token_ids, 9), Hot(300), driver.fork(key)))
+    listener, looks = Listener(), 0
+    evaluate = engine._worker._runner._evaluate
+
+    def cancelling(kv: SequenceKV, is_cancelled: Callable[[], bool]) -> None:
+        def look() -> bool:
+            nonlocal looks
+            looks += 1
+            listener.handle.result(60).cancel()
+            return is_cancelled()
+
+        evaluate(kv, look)
+
+    monkeypatch.setattr(engine._worker._runner, "_evaluate", cancelling)
+    with pytest.raises(Cancelled):
+        driver.turn((*state.token_ids, *tokens_of(400, 42)), Hot(300), key, listener=listener)
+    monkeypatch.undo()
+    assert looks == 1, "the first of three layers"
+    assert driver.files(key) == before
+    assert driver.reply(driver.turn((*state.token_ids, 9), Hot(300), key)) == expected
