@@ -62,6 +62,7 @@ class RunningTurn:
             self.kv.trim_to(self.turn.cached)
             if self.saved is not None:
                 self.kv.put_back(self.saved)
+            self.kv.release_spare()
 
 
 def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo) -> RunningTurn:

@@ -168,11 +168,15 @@ class SequenceKV:
         """
         forked = self.fork()
         forked.trim_to(length)
-        for layer in forked.row_layers:
-            for buffer in layer.buffers:
-                buffer.shrink(length)
+        forked.release_spare()
         mx.eval(forked.state)
         return forked
+
+    def release_spare(self) -> None:
+        """Keep no more room than the tokens need. Does not evaluate: a cell that was left half-way stays so."""
+        for layer in self.row_layers:
+            for buffer in layer.buffers:
+                buffer.shrink(layer.offset)
 
     def saved_rows(self, start: int) -> SavedRows:
         """Copies of the rows from `start` on, and the points: all that a turn from there may change."""

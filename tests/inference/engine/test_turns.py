@@ -421,3 +421,13 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
     assert looks == 1, "the first of three layers"
     assert driver.files(key) == before
     assert driver.reply(driver.turn((*state.token_ids, 9), Hot(300), key)) == expected
+
+
+def test_a_cancelled_turn_gives_back_the_room_that_it_had_made_a_memory_take(driver: Driver, engine: Engine) -> None:
+    key, state = driver.remember(250, seed=43)
+    before = engine.hot_sizes()[key]
+    listener = Listener().cancel_at(Tokens, 40)
+    with pytest.raises(Cancelled):
+        driver.turn((*state.token_ids, 9), Hot(250), key, listener=listener, max_tokens=200)
+    assert listener.count(Tokens) == 40
+    assert engine.hot_sizes()[key] == before
