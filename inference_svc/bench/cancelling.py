@@ -21,7 +21,9 @@ class Row:
 
 
 def run(lab: Lab) -> Case:
-    """Cancelled right after a step told its events, so that the next one is whole: the worst moment."""
+    """Cancelled right after a step told its events. In decode the next step is whole: the worst moment. A prefill looks
+    for a cancel after every layer of a cell, so that a cancel in the midst of one waits for that layer, not seen here.
+    """
     tokens = 600 if lab.is_quick else lab.shortened(8192)
     cells = -(-tokens // lab.engine.model.cell_tokens)
     moments: dict[str, tuple[int, Callable[[Run], bool]]] = {"decode": (256, lambda run: len(run.token_times) >= 8)}
