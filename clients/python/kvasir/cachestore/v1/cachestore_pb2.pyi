@@ -100,7 +100,7 @@ class ReadBlobsResponse(_message.Message):
     def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ...) -> None: ...
 
 class SnapshotVersion(_message.Message):
-    __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id")
+    __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id", "is_brought")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +112,7 @@ class SnapshotVersion(_message.Message):
     ORIGIN_FIELD_NUMBER: _ClassVar[int]
     ORIGIN_DETAIL_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     kv_identity_hash: str
     version: int
@@ -123,19 +124,24 @@ class SnapshotVersion(_message.Message):
     origin: Origin
     origin_detail: str
     request_id: str
-    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ...) -> None: ...
+    is_brought: bool
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ...) -> None: ...
 
 class CommitSnapshotRequest(_message.Message):
-    __slots__ = ("agent_id", "manifest", "parent_version", "lease")
+    __slots__ = ("agent_id", "manifest", "parent_version", "lease", "is_brought", "parent_manifest")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
+    IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
+    PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     manifest: _manifest_pb2.Digest
     parent_version: int
     lease: LeaseToken
-    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ...) -> None: ...
+    is_brought: bool
+    parent_manifest: _manifest_pb2.Digest
+    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ...) -> None: ...
 
 class CommitSnapshotResponse(_message.Message):
     __slots__ = ("snapshot",)
@@ -345,26 +351,32 @@ class LeaseToken(_message.Message):
     def __init__(self, owner: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
 
 class AcquireLeaseRequest(_message.Message):
-    __slots__ = ("agent_id", "kv_identity_hash", "owner", "ttl")
+    __slots__ = ("agent_id", "kv_identity_hash", "owner", "ttl", "begins_anew", "asks")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
+    BEGINS_ANEW_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     kv_identity_hash: str
     owner: str
     ttl: _duration_pb2.Duration
-    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., owner: _Optional[str] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    begins_anew: bool
+    asks: bool
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., owner: _Optional[str] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., begins_anew: bool = ..., asks: bool = ...) -> None: ...
 
 class AcquireLeaseResponse(_message.Message):
-    __slots__ = ("lease", "expires_at", "head_version")
+    __slots__ = ("lease", "expires_at", "head_version", "head")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     HEAD_VERSION_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
     lease: LeaseToken
     expires_at: _timestamp_pb2.Timestamp
     head_version: int
-    def __init__(self, lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., head_version: _Optional[int] = ...) -> None: ...
+    head: SnapshotVersion
+    def __init__(self, lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., head_version: _Optional[int] = ..., head: _Optional[_Union[SnapshotVersion, _Mapping]] = ...) -> None: ...
 
 class RenewLeaseRequest(_message.Message):
     __slots__ = ("agent_id", "kv_identity_hash", "lease", "ttl")
@@ -383,6 +395,34 @@ class RenewLeaseResponse(_message.Message):
     EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     expires_at: _timestamp_pb2.Timestamp
     def __init__(self, expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class HeldLease(_message.Message):
+    __slots__ = ("agent_id", "generation")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    generation: int
+    def __init__(self, agent_id: _Optional[str] = ..., generation: _Optional[int] = ...) -> None: ...
+
+class RenewLeasesRequest(_message.Message):
+    __slots__ = ("owner", "kv_identity_hash", "leases", "ttl")
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    TTL_FIELD_NUMBER: _ClassVar[int]
+    owner: str
+    kv_identity_hash: str
+    leases: _containers.RepeatedCompositeFieldContainer[HeldLease]
+    ttl: _duration_pb2.Duration
+    def __init__(self, owner: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., leases: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RenewLeasesResponse(_message.Message):
+    __slots__ = ("lost", "wanted")
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    lost: _containers.RepeatedCompositeFieldContainer[HeldLease]
+    wanted: _containers.RepeatedCompositeFieldContainer[HeldLease]
+    def __init__(self, lost: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ..., wanted: _Optional[_Iterable[_Union[HeldLease, _Mapping]]] = ...) -> None: ...
 
 class ReleaseLeaseRequest(_message.Message):
     __slots__ = ("agent_id", "kv_identity_hash", "lease")
@@ -487,7 +527,7 @@ class WatchEventsRequest(_message.Message):
     def __init__(self, after: _Optional[_Union[EventCursor, _Mapping]] = ...) -> None: ...
 
 class WatchEventsResponse(_message.Message):
-    __slots__ = ("cursor", "at", "committed", "agent_deleted", "blob_damaged", "lost", "agent_updated", "started")
+    __slots__ = ("cursor", "at", "committed", "agent_deleted", "blob_damaged", "lost", "agent_updated", "started", "lease_wanted")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -496,6 +536,7 @@ class WatchEventsResponse(_message.Message):
     LOST_FIELD_NUMBER: _ClassVar[int]
     AGENT_UPDATED_FIELD_NUMBER: _ClassVar[int]
     STARTED_FIELD_NUMBER: _ClassVar[int]
+    LEASE_WANTED_FIELD_NUMBER: _ClassVar[int]
     cursor: EventCursor
     at: _timestamp_pb2.Timestamp
     committed: SnapshotVersion
@@ -504,7 +545,8 @@ class WatchEventsResponse(_message.Message):
     lost: EventsLost
     agent_updated: AgentUpdated
     started: WatchStarted
-    def __init__(self, cursor: _Optional[_Union[EventCursor, _Mapping]] = ..., at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., committed: _Optional[_Union[SnapshotVersion, _Mapping]] = ..., agent_deleted: _Optional[_Union[AgentDeleted, _Mapping]] = ..., blob_damaged: _Optional[_Union[BlobDamaged, _Mapping]] = ..., lost: _Optional[_Union[EventsLost, _Mapping]] = ..., agent_updated: _Optional[_Union[AgentUpdated, _Mapping]] = ..., started: _Optional[_Union[WatchStarted, _Mapping]] = ...) -> None: ...
+    lease_wanted: LeaseWanted
+    def __init__(self, cursor: _Optional[_Union[EventCursor, _Mapping]] = ..., at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., committed: _Optional[_Union[SnapshotVersion, _Mapping]] = ..., agent_deleted: _Optional[_Union[AgentDeleted, _Mapping]] = ..., blob_damaged: _Optional[_Union[BlobDamaged, _Mapping]] = ..., lost: _Optional[_Union[EventsLost, _Mapping]] = ..., agent_updated: _Optional[_Union[AgentUpdated, _Mapping]] = ..., started: _Optional[_Union[WatchStarted, _Mapping]] = ..., lease_wanted: _Optional[_Union[LeaseWanted, _Mapping]] = ...) -> None: ...
 
 class AgentDeleted(_message.Message):
     __slots__ = ("agent_id",)
@@ -517,6 +559,16 @@ class AgentUpdated(_message.Message):
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     def __init__(self, agent_id: _Optional[str] = ...) -> None: ...
+
+class LeaseWanted(_message.Message):
+    __slots__ = ("agent_id", "kv_identity_hash", "takes_back")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
+    TAKES_BACK_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    kv_identity_hash: str
+    takes_back: bool
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., takes_back: bool = ...) -> None: ...
 
 class BlobDamaged(_message.Message):
     __slots__ = ("digest",)

@@ -114,6 +114,11 @@ class CacheStoreServiceStub(object):
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeaseRequest.SerializeToString,
                 response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeaseResponse.FromString,
                 _registered_method=True)
+        self.RenewLeases = channel.unary_unary(
+                '/kvasir.cachestore.v1.CacheStoreService/RenewLeases',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeasesRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeasesResponse.FromString,
+                _registered_method=True)
         self.ReleaseLease = channel.unary_unary(
                 '/kvasir.cachestore.v1.CacheStoreService/ReleaseLease',
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseRequest.SerializeToString,
@@ -175,7 +180,7 @@ class CacheStoreServiceServicer(object):
     def WriteBlobs(self, request_iterator, context):
         """Stores blobs, many in one stream, each as frames of at most 1 MiB in offset order. Answers once per blob when it is durable. A
         blob that is already stored is answered at once; its further frames are skipped. A stream that ends early leaves the last
-        blob's bytes for resumption (QueryWriteStatus). Roles: engine, peer, client (import). Errors: INVALID_ARGUMENT (digest malformed,
+        blob's bytes for resumption (QueryWriteStatus). Roles: engine, client (import). Errors: INVALID_ARGUMENT (digest malformed,
         offset unexpected, bytes do not match the digest, tensor header refused), RESOURCE_EXHAUSTED (quota or disk),
         FAILED_PRECONDITION (another stream is writing this blob).
         """
@@ -203,7 +208,7 @@ class CacheStoreServiceServicer(object):
     def CommitSnapshot(self, request, context):
         """Makes a manifest the next version of an agent's line, all or nothing, durable before the answer. Compare-and-swap: the head
         must be `parent_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
-        shareable blocks are bound for FindPrefix. Roles: engine. Errors: ABORTED (head moved; ErrorInfo has head_version, or the
+        shareable blocks are bound for FindPrefix, up to the first that was brought (see SnapshotVersion.is_brought). Roles: engine. Errors: ABORTED (head moved; ErrorInfo has head_version, or the
         lease's generation is fenced), FAILED_PRECONDITION (a blob is missing or does not fit the manifest; named), INVALID_ARGUMENT
         (manifest malformed, agent name hostile), RESOURCE_EXHAUSTED.
         """
@@ -247,14 +252,15 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ForkAgent(self, request, context):
-        """Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS.
+        """Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, UNAVAILABLE (LEASE_HELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RollbackAgent(self, request, context):
-        """Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved).
+        """Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), UNAVAILABLE (LEASE_HELD: an
+        engine had not let go of the lease within the caller's time; retry).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -262,7 +268,7 @@ class CacheStoreServiceServicer(object):
 
     def DeleteAgent(self, request, context):
         """Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
-        at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned).
+        at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -278,7 +284,10 @@ class CacheStoreServiceServicer(object):
 
     def AcquireLease(self, request, context):
         """Takes the right to extend a line. A live lease of another owner refuses it; an expired one is taken over with a higher generation, which fences
-        the old owner. Roles: engine. Errors: FAILED_PRECONDITION (held; owner and expiry in ErrorInfo).
+        the old owner. While a lease is live, nobody but its owner makes a new version of the line: what takes a memory back (RollbackAgent, DeleteAgent,
+        ForkAgent, ImportAgent, PullAgent onto the name) asks the owner to let go (event lease_wanted), waits until it has or the lease ended, and fences
+        it. Time is counted on a clock that nobody sets; after a restart of the store each lease has its whole time again. The owner must count from
+        before it asked. Roles: engine. Errors: FAILED_PRECONDITION (held; "owner" and "left_ms" in ErrorInfo).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -286,6 +295,14 @@ class CacheStoreServiceServicer(object):
 
     def RenewLease(self, request, context):
         """Prolongs a lease. Errors: ABORTED (fenced by a higher generation), NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewLeases(self, request, context):
+        """Prolongs many live leases of one owner at once; writes nothing to disk. What ended, was fenced or is taken back is not prolonged and answered
+        as lost. Roles: engine. Errors: INVALID_ARGUMENT (more than 10,000).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -301,6 +318,7 @@ class CacheStoreServiceServicer(object):
     def PullAgent(self, request, context):
         """Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
         provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
+        ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it),
         UNAVAILABLE (peer), DATA_LOSS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -316,7 +334,8 @@ class CacheStoreServiceServicer(object):
 
     def ImportAgent(self, request_iterator, context):
         """Reads an archive into a new version of a line. Binds no block hash: what is imported serves its own line.
-        Errors: INVALID_ARGUMENT (archive malformed), ALREADY_EXISTS (agent exists and replace was not said), RESOURCE_EXHAUSTED.
+        Errors: INVALID_ARGUMENT (archive malformed), ALREADY_EXISTS (agent exists and replace was not said), ABORTED (the line changed
+        meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it), RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -441,6 +460,11 @@ def add_CacheStoreServiceServicer_to_server(servicer, server):
                     servicer.RenewLease,
                     request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeaseRequest.FromString,
                     response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeaseResponse.SerializeToString,
+            ),
+            'RenewLeases': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewLeases,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeasesRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeasesResponse.SerializeToString,
             ),
             'ReleaseLease': grpc.unary_unary_rpc_method_handler(
                     servicer.ReleaseLease,
@@ -920,6 +944,33 @@ class CacheStoreService(object):
             '/kvasir.cachestore.v1.CacheStoreService/RenewLease',
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeaseRequest.SerializeToString,
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewLeases(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.CacheStoreService/RenewLeases',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeasesRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RenewLeasesResponse.FromString,
             options,
             channel_credentials,
             insecure,

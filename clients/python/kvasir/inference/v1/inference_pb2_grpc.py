@@ -88,7 +88,10 @@ class InferenceServiceServicer(object):
         """Continues a text and streams the reply: Started, PrefillProgress while the prompt is long, Deltas, Finished. With an agent_id the turn
         becomes the next version of the agent's memory; requests of one agent run in order. A cancel, deadline or disconnect frees the row within one
         step, and the agent remembers nothing beyond its last whole turn unless keep_partial was said. A retry with the same request_id and
-        input as the agent's last turn is answered from memory, not done again. A store that cannot be reached is a miss, never an error.
+        input as the agent's last turn is answered from memory, not done again. A store that cannot be reached is a miss, never an error;
+        but what is appended to a memory that this service cannot prove to be the newest (the store does not answer, and no lease of the agent's line
+        is held) is refused: UNAVAILABLE, MEMORY_UNREADABLE. An agent whose line another service holds is refused before anything is computed:
+        UNAVAILABLE, AGENT_HELD_ELSEWHERE. Both are safe to retry.
         A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
         Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
         READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not parent_version), FAILED_PRECONDITION (append to an agent
@@ -125,7 +128,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LoadModel(self, request, context):
-        """Loads a model that configuration names; no path or repository is taken from the wire. Role: admin. Side effect: another loaded model is
+        """Loads a model that configuration names; no path or repository is taken from the wire. Role: admin of the whole service. Side effect: another loaded model is
         unloaded first, as UnloadModel does; turns are refused (UNAVAILABLE) meanwhile. It goes on when the caller goes away. A model that cannot
         be loaded leaves the one before loaded again. Errors: NOT_FOUND (no such name), FAILED_PRECONDITION (MEMORIES_NOT_STORED, or
         what is wrong with the model), UNAVAILABLE (another load or unload is under way).
@@ -136,7 +139,7 @@ class InferenceServiceServicer(object):
 
     def UnloadModel(self, request, context):
         """Unloads the loaded model: running turns end, or are ended when the grace of a stop is over; memories that are hot and not stored yet
-        are stored; then weights and KV are freed. Agents' lines stay: when the model is loaded again, they go on. Role: admin. It goes on
+        are stored; then weights and KV are freed. Agents' lines stay: when the model is loaded again, they go on. Role: admin of the whole service. It goes on
         when the caller goes away. Unloading what is not loaded changes nothing. Errors: NOT_FOUND (no such name), FAILED_PRECONDITION
         (MEMORIES_NOT_STORED: the store did not take them; the model stays loaded), UNAVAILABLE (another load or unload is under way).
         """
@@ -146,7 +149,7 @@ class InferenceServiceServicer(object):
 
     def GetModel(self, request, context):
         """Describes one model: layout, KV policy and how much of it is applied, limits; of one that is not loaded, its name alone. No side
-        effect. Errors: NOT_FOUND.
+        effect. Errors: NOT_FOUND, FAILED_PRECONDITION (no name given, and none is loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,7 +163,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStats(self, request, context):
-        """Returns counters since the start and what is under way: of the caller's namespace, or of all for the role admin. No side effect.
+        """Returns counters since the start and what is under way: of the caller's namespace, or of all for an admin of the whole service
+        (the owner of the Unix socket, and those that configuration names). No side effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
