@@ -227,6 +227,8 @@ def identity_json(**changes: object) -> dict[str, str]:
         ({**METADATA, "more": "x"}, "__metadata__"),
         ({"kvasir": 1}, "__metadata__"),
         ({"kvasir": "["}, "JSON"),
+        ({"kvasir": "\ud800"}, "JSON"),
+        (identity_json(kind="\ud800"), "kind"),
         (identity_json(format=2), "format 1"),
         (identity_json(format=True), "format 1"),
         (identity_json(format=1.0), "format 1"),

@@ -292,7 +292,22 @@ def test_addresses_are_read_as_people_write_them() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "x", ":80", "a:", "a:x", "a:65536", "a:-1", "a:٣", "::1:80", "unix:x", "unix:", "unix:/a\0b", "http://a:80"],
+    [
+        "",
+        "x",
+        ":80",
+        "a:",
+        "a:x",
+        "a:65536",
+        "a:-1",
+        "a:٣",
+        "::1:80",
+        "unix:x",
+        "unix:",
+        "unix:/a\0b",
+        "unix:/a%00b",
+        "http://a:80",
+    ],
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(AddressError):

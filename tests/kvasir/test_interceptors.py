@@ -1,7 +1,9 @@
 """The interceptors around every handler, on a real server: bugs say nothing of data, cancels pass, rows decide."""
 
 import asyncio
+import gc
 import logging
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +14,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
+from kvasir import interceptors
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import Principal, write_credentials
@@ -263,3 +266,19 @@ async def _is_let_in(stub: Any, metadata: Any) -> bool:
     except grpc.aio.AioRpcError:
         return False
     return True
+
+
+def test_refused_requests_wait_for_the_garbage_collector_by_their_bytes() -> None:
+    """Each is left in a ring with its error. The collector counts objects: a few, and a hundred megabytes."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.itself = self
+
+    gc.collect()
+    left = weakref.ref(Ring())
+    assert left() is not None
+    read = interceptors._Reader(bytes, is_stream=False)
+    for _ in range(34):
+        read(b"x" * (1 << 20))
+    assert left() is None

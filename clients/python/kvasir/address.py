@@ -55,6 +55,9 @@ def _socket_path(text: str) -> Path:
     size_bytes = len(os.fsencode(text))
     if not text.startswith("/") or "\0" in text:
         raise AddressError(f"unix:{text!r}: expected an absolute path")
+    if "%" in text:
+        # gRPC decodes it: the socket would be made outside of the directory that was looked at.
+        raise AddressError(f"unix:{text}: a socket's path may have no %: choose another")
     if size_bytes > MAX_SOCKET_PATH_BYTES:
         raise AddressError(
             f"unix:{text}: {size_bytes} bytes; a socket may have {MAX_SOCKET_PATH_BYTES}: choose a shorter path"

@@ -175,12 +175,22 @@ class AioStoreClient:
         manifest: Digest,
         parent_version: int,
         *,
+        parent_manifest: Digest | None = None,
         lease: pb.LeaseToken | None = None,
+        is_brought: bool = False,
         timeout_s: float | None = None,
     ) -> pb.SnapshotVersion:
-        """Make a stored manifest the agent's next version. Raises Conflict, FailedPrecondition. Safe to repeat."""
+        """Make a stored manifest the agent's next version. Raises Conflict, FailedPrecondition. Safe to repeat.
+
+        `is_brought`: the writer knows that rows of it came by import or pull.
+        """
         request = pb.CommitSnapshotRequest(
-            agent_id=agent_id, manifest=manifest.to_proto(), parent_version=parent_version, lease=lease
+            agent_id=agent_id,
+            manifest=manifest.to_proto(),
+            parent_version=parent_version,
+            lease=lease,
+            is_brought=is_brought,
+            parent_manifest=parent_manifest.to_proto() if parent_manifest is not None else None,
         )
         return (await self._call(pb.CommitSnapshotResponse, request, timeout_s)).snapshot
 
@@ -279,11 +289,20 @@ class AioStoreClient:
         owner: str,
         *,
         ttl_s: float | None = None,
+        begins_anew: bool = False,
+        asks: bool = False,
         timeout_s: float | None = None,
     ) -> pb.AcquireLeaseResponse:
-        """Take the right to extend a line. Raises FailedPrecondition (held)."""
+        """Take the right to extend a line. Raises FailedPrecondition (held; with `asks` its holder is asked to let go).
+        `begins_anew` fences the owner's earlier lease: it is of a process that ended.
+        """
         request = pb.AcquireLeaseRequest(
-            agent_id=agent_id, kv_identity_hash=kv_identity_hash, owner=owner, ttl=_duration(ttl_s)
+            agent_id=agent_id,
+            kv_identity_hash=kv_identity_hash,
+            owner=owner,
+            ttl=_duration(ttl_s),
+            begins_anew=begins_anew,
+            asks=asks,
         )
         return await self._call(pb.AcquireLeaseResponse, request, timeout_s)
 
@@ -296,10 +315,28 @@ class AioStoreClient:
         )
         return await self._call(pb.RenewLeaseResponse, request)
 
-    async def release_lease(self, agent_id: str, kv_identity_hash: str, lease: pb.LeaseToken) -> None:
+    async def renew_leases(
+        self,
+        owner: str,
+        kv_identity_hash: str,
+        generations: Mapping[str, int],
+        *,
+        ttl_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.RenewLeasesResponse:
+        """Prolong an owner's live leases, by agent; says which were lost. At most 10,000."""
+        leases = [pb.HeldLease(agent_id=agent, generation=number) for agent, number in generations.items()]
+        request = pb.RenewLeasesRequest(
+            owner=owner, kv_identity_hash=kv_identity_hash, leases=leases, ttl=_duration(ttl_s)
+        )
+        return await self._call(pb.RenewLeasesResponse, request, timeout_s)
+
+    async def release_lease(
+        self, agent_id: str, kv_identity_hash: str, lease: pb.LeaseToken, *, timeout_s: float | None = None
+    ) -> None:
         """Give a lease back. Raises Conflict (fenced), NotFound."""
         request = pb.ReleaseLeaseRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, lease=lease)
-        await self._call(pb.ReleaseLeaseResponse, request)
+        await self._call(pb.ReleaseLeaseResponse, request, timeout_s)
 
     # --- moving ---
 

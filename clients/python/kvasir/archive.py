@@ -32,14 +32,16 @@ def pack(manifest: manifest_pb2.Manifest, blobs: Mapping[Digest, bytes], *, agen
 
 def preamble(manifest_bytes: bytes, manifest: manifest_pb2.Manifest, agent_id: str) -> bytes:
     """Everything before the first blob."""
-    index = {
-        "format": FORMAT,
-        "agent_id": agent_id,
-        "kv_identity_hash": kv_identity_hash(manifest.kv_identity),
-        "manifest": Digest.of(manifest_bytes).hash,
-    }
+    digest = Digest.of(manifest_bytes)
+    start = head(digest, kv_identity_hash(manifest.kv_identity), agent_id)
+    return b"".join((start, manifest_bytes, padding(digest.size_bytes)))
+
+
+def head(manifest: Digest, kv_hash: str, agent_id: str) -> bytes:
+    """Everything before the manifest's bytes; behind those comes their padding."""
+    index = {"format": FORMAT, "agent_id": agent_id, "kv_identity_hash": kv_hash, "manifest": manifest.hash}
     index_bytes = json.dumps(index, ensure_ascii=False, sort_keys=True).encode()
-    return _member(INDEX_NAME, index_bytes) + _member(MANIFEST_NAME, manifest_bytes)
+    return _member(INDEX_NAME, index_bytes) + _header(MANIFEST_NAME, manifest.size_bytes)
 
 
 def blob_header(digest: Digest) -> bytes:
@@ -53,7 +55,7 @@ def padding(size_bytes: int) -> bytes:
 
 
 def size_bytes(preamble_bytes: int, digests: Iterable[Digest]) -> int:
-    """Size of the whole archive of these blobs."""
+    """Size of the whole archive of these blobs, behind so many bytes."""
     blobs = sum(tarfile.BLOCKSIZE + digest.size_bytes + -digest.size_bytes % tarfile.BLOCKSIZE for digest in digests)
     return preamble_bytes + blobs + len(END)
 

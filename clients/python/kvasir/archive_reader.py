@@ -77,6 +77,11 @@ class ArchiveReader:
                 raise _malformed("bytes follow its end")
             self._buffer.clear()
 
+    @property
+    def wanted_bytes(self) -> int:
+        """What must have arrived before the next step: while the manifest arrives, its size."""
+        return self._wanted or 0
+
     def _has_enough(self) -> bool:
         return bool(self._buffer) if self._wanted is None else len(self._buffer) >= self._wanted
 
@@ -90,8 +95,11 @@ class ArchiveReader:
         index = yield from self._member(INDEX_NAME, MAX_INDEX_BYTES)
         manifest = yield from self._member(MANIFEST_NAME, manifests.MAX_MANIFEST_BYTES)
         described = _described(index, manifest)
+        digests = described.digests
         yield described
-        for digest in described.digests:
+        # Blobs may take their time; what was parsed does not wait for them.
+        del index, manifest, described
+        for digest in digests:
             yield from self._blob(digest)
         yield tarfile.BLOCKSIZE
         if any(self._take(tarfile.BLOCKSIZE)):

@@ -249,7 +249,8 @@ def _refuse_constant(text: str) -> object:
 def _file_identity(metadata: object) -> FileIdentity:
     if not isinstance(metadata, dict) or set(metadata) != {METADATA_KEY} or not isinstance(metadata[METADATA_KEY], str):
         raise HeaderError(f"__metadata__: expected the one key {METADATA_KEY!r} with a string")
-    fields = _load_json(metadata[METADATA_KEY].encode())
+    # A lone surrogate, which JSON can spell, is no UTF-8: it is refused as the JSON that it is not.
+    fields = _load_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
     if set(fields) != {"chain", "format", "kind", "kv_identity", "start", "tokens"} or not _are_exactly(
         [fields["format"]], [1]
     ):

@@ -1,16 +1,18 @@
 """What stands around every handler of both services: who calls, may they, and what their error becomes.
 
-`Authentication` tells the handler its caller, or refuses. `Errors` turns typed errors into statuses; what is not typed
-is a bug of ours: INTERNAL with a request id and nothing else, logged without any payload. Handlers are coroutines, or
-asynchronous generators of responses.
+`Authentication` tells the handler its caller, or refuses, and counts the calls of each credential and namespace.
+`Errors` turns typed errors into statuses; what is not typed is a bug of ours: INTERNAL with a request id and nothing
+else, logged without any payload. Handlers are coroutines, or asynchronous generators of responses.
 """
 
 import contextvars
+import gc
 import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 import grpc
@@ -18,8 +20,11 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvasir import errors
+from kvasir.arriving import UNREADABLE, Arriving, Doorstep, the_only
 from kvasir.credentials import OWNER, Credentials, Principal
+from kvasir.fair_shares import Shares
 from kvasir.log_errors import places
+from kvasir.shared_room import Place, SharedRoom
 from kvasir.status import abort
 
 _LOG = logging.getLogger("kvasir.rpc")
@@ -29,13 +34,27 @@ _MAX_TOKEN_CHARS = 512
 _OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
 # Any caller that is known may use these; they may last, so strangers may not.
 _COMMON_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
-# A quarter of what the server runs at once: no one credential shuts the others out.
+# Calls of known callers that run at once. They are shared by namespace; a stranger's call is refused and holds nothing.
+MAX_CALLS = 1024
+# A quarter of them: no one credential shuts the others of its namespace out.
 MAX_RPCS_PER_PRINCIPAL = 256
+# A large prompt on a slow line takes its time; whoever sends nothing holds one of its own places, not for long.
+FIRST_MESSAGE_S = 20.0
+# Messages that are arriving, each counted as the largest that the service takes: shared by namespace. One that comes
+# whole holds its place for microseconds.
+MAX_ARRIVING_BYTES = 256 << 20
+_FEWEST_ARRIVING = 16
+# Of requests that are one message. They come whole, or their sender is slow; and the event loop reads all that have
+# come before it does anything else, which takes ten milliseconds for one that names ten thousand blobs.
+MAX_ARRIVING_ALONE = 24
+_MAX_UNCOLLECTED_BYTES = 32 << 20
 
 _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
 
 # Entered around a handler with its ServicerContext.
 Guard = Callable[[Any], AbstractAsyncContextManager[None]]
+# From the messages that arrive to what the handler is given: the only one, or all.
+Take = Callable[[Any], Awaitable[Any]]
 Continuation = Callable[[Any], Awaitable[Any]]
 
 
@@ -68,7 +87,7 @@ class Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 _log_bug(method, request_id, error)
                 await abort(context, errors.Internal(f"internal error; request {request_id}"))
 
-        return handler and _guarded(handler, guard)
+        return handler and _guarded(handler, guard, _all)
 
 
 class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
@@ -78,10 +97,21 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     RPC without a row is refused to everybody.
     """
 
-    def __init__(self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]]) -> None:
+    def __init__(
+        self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]], max_message_bytes: int
+    ) -> None:
+        """On the event loop that serves. `max_message_bytes`: the largest message that gRPC takes."""
         self._credentials = credentials
         self._allowed_roles = allowed_roles
         self._running: Counter[str] = Counter()
+        self.calls = Shares(MAX_CALLS)
+        places = max(MAX_ARRIVING_BYTES // max_message_bytes, _FEWEST_ARRIVING)
+        self.arriving = SharedRoom(places)
+        # A place is held while a message is waited for, too: one credential alone gets a quarter of them.
+        self.arriving_of_caller = SharedRoom(places, generosity=1 / 3)
+        self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
+        self.arriving_alone_of_caller = SharedRoom(min(places, MAX_ARRIVING_ALONE), generosity=1 / 3)
+        self.doorstep = Doorstep()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -96,22 +126,41 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 _principal.set(caller)
                 yield
 
-        is_open = handler is None or method in _OPEN_METHODS
-        return handler if is_open else _guarded(handler, guard)
+        if handler is None:
+            return None
+        if method in _OPEN_METHODS:
+            return _guarded(handler, _no_guard, self.doorstep.the_only)
+        # Health and reflection have no time limits of their own.
+        bounds_each = method.startswith(_COMMON_SERVICES)
+        in_time = partial(self._all_in_time, bounds_each=bounds_each, is_alone=not handler.request_streaming)
+        if handler.request_streaming:
+            return _guarded(handler, guard, in_time)
+
+        async def only_in_time(requests: Any) -> Any:
+            return await the_only(await in_time(requests))
+
+        return _guarded(handler, guard, only_in_time)
+
+    async def _all_in_time(self, requests: Any, *, bounds_each: bool, is_alone: bool) -> Any:
+        caller = current_principal()
+        of_caller, of_namespace = self.arriving_of_caller, self.arriving
+        if is_alone:
+            of_caller, of_namespace = self.arriving_alone_of_caller, self.arriving_alone
+        place = Place((of_caller, caller.name), (of_namespace, caller.namespace))
+        return Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each)
 
     @contextmanager
     def _counted(self, caller: Principal) -> Iterator[None]:
         if self._running[caller.name] >= MAX_RPCS_PER_PRINCIPAL:
-            raise errors.ResourceExhausted(
-                f"{caller.name!r} has {MAX_RPCS_PER_PRINCIPAL} calls running: let some end",
-                reason="TOO_MANY_CALLS",
-                retry_after_s=1,
-            )
+            raise _too_many_calls(f"{caller.name!r} has {MAX_RPCS_PER_PRINCIPAL} calls running")
+        if not self.calls.take(caller.namespace, 1):
+            raise _too_many_calls(f"your namespace has {self.calls.held(caller.namespace)} calls running")
         self._running[caller.name] += 1
         try:
             yield
         finally:
             self._running[caller.name] -= 1
+            self.calls.give_back(caller.namespace, 1)
 
     def _caller(self, peer: str, metadata: Any) -> Principal:
         presented = [value for key, value in metadata if key == "authorization"]
@@ -141,7 +190,11 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             )
 
 
-def _guarded(handler: Any, guard: Guard) -> Any:
+def _too_many_calls(problem: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(f"{problem}: let some end", reason="TOO_MANY_CALLS", retry_after_s=1)
+
+
+def _guarded(handler: Any, guard: Guard, take: Take) -> Any:
     """The same handler, run inside the guard.
 
     It takes its request as a stream of one, also where the RPC has no stream: gRPC would wait for a unary request
@@ -150,40 +203,52 @@ def _guarded(handler: Any, guard: Guard) -> Any:
     behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
     make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
-    read = _reader(handler.request_deserializer) if not handler.request_streaming else handler.request_deserializer
-    take = _all if handler.request_streaming else _only
+    read = handler.request_deserializer if isinstance(handler.request_deserializer, _Reader) else None
+    read = read or _Reader(handler.request_deserializer, is_stream=handler.request_streaming)
     return make(guarded(behaviour, guard, take), read, handler.response_serializer)
 
 
-# Stands for a request that is no message: gRPC itself would answer UNKNOWN, from outside of every guard.
-_UNREADABLE = object()
+def settle_garbage() -> None:
+    """What is there now stays for good: collections look at what comes later, which takes a few milliseconds."""
+    gc.collect()
+    gc.freeze()
 
 
-def _reader(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    def read(data: bytes) -> Any:
+class _Reader:
+    """Makes messages of bytes. gRPC itself would answer UNKNOWN to what is no message, from outside of every guard.
+
+    A request that was refused is left in a ring with the error that refused it and the frames that it came through.
+    Python's collector counts objects and not bytes: a hundred prompts of 8 MiB would wait for it, in nobody's budget.
+    """
+
+    uncollected_bytes = 0  # of all requests since the last collection
+
+    def __init__(self, deserialize: Callable[[bytes], Any], *, is_stream: bool) -> None:
+        self._deserialize = deserialize
+        self._is_stream = is_stream  # its messages are given up one by one
+
+    def __call__(self, data: bytes) -> Any:
+        if not self._is_stream:
+            _Reader.uncollected_bytes += len(data)
+            if _Reader.uncollected_bytes > _MAX_UNCOLLECTED_BYTES:
+                _Reader.uncollected_bytes = 0
+                gc.collect()
         try:
-            return deserialize(data)
+            return self._deserialize(data)
         except DecodeError:
-            return _UNREADABLE
-
-    return read
+            return UNREADABLE
 
 
-async def _only(requests: Any) -> Any:
-    """The one request of an RPC without a stream."""
-    request = await anext(requests, _UNREADABLE)
-    if request is _UNREADABLE:
-        raise errors.InvalidArgument(
-            "request: not a message of this RPC; every text must be UTF-8", reason="UNREADABLE", field="request"
-        )
-    return request
+@asynccontextmanager
+async def _no_guard(_context: Any) -> AsyncIterator[None]:
+    yield
 
 
 async def _all(requests: Any) -> Any:
     return requests
 
 
-def _guarded_coroutine(behaviour: Any, guard: Guard, take: Callable[[Any], Awaitable[Any]]) -> Any:
+def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
     async def call(requests: Any, context: Any) -> Any:
         async with guard(context):
             return await behaviour(await take(requests), context)
@@ -191,7 +256,7 @@ def _guarded_coroutine(behaviour: Any, guard: Guard, take: Callable[[Any], Await
     return call
 
 
-def _guarded_generator(behaviour: Any, guard: Guard, take: Callable[[Any], Awaitable[Any]]) -> Any:
+def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
     async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
         async with guard(context), aclosing(behaviour(await take(requests), context)) as responses:
             async for response in responses:

@@ -25,17 +25,27 @@ from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.interceptors import Authentication, Errors
 
-MAX_MESSAGE_BYTES = 4 << 20
+# The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
+MAX_MESSAGE_BYTES = 2 << 20
+_MAX_ANSWER_BYTES = 4 << 20
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_STREAMS_PER_CONNECTION = 128
-_MAX_CONCURRENT_RPCS = 1024
+# gRPC counts a call before anybody has asked whose it is. What callers may have is counted by Authentication; this is
+# the backstop behind it, for a burst of strangers who are being refused.
+MAX_RPCS_AT_ALL = 8192
+
+MAX_CONNECTION_IDLE_S = 120
+MAX_HANDSHAKE_S = 10
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
-    ("grpc.max_connection_idle_ms", 10 * 60_000),
+    # A connection without calls is closed; a client that comes back connects again, in a millisecond.
+    ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_S * 1000),
+    # One that does not even say that it speaks HTTP/2.
+    ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_S * 1000),
     # A peer that vanished without a FIN is found; a client may ping without being sent away.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
@@ -82,10 +92,11 @@ class EdgeServer:
         self._listening = listening
         self._service_names = tuple(service_names)
         self._address, credentials = check_listening(listening)
+        self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
         self.grpc = grpc.aio.server(
-            interceptors=(Errors(new_request_id), Authentication(credentials, allowed_roles)),
+            interceptors=(Errors(new_request_id), self.authentication),
             options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
-            maximum_concurrent_rpcs=_MAX_CONCURRENT_RPCS,
+            maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
         )
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)

@@ -57,6 +57,7 @@ class EngineProcess:
     model: str = ""  # the shipped model when empty
     options: tuple[str, ...] = ()  # of the service, beside these
     credentials_file: Path | None = None
+    service_admin: str = ""
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
 
@@ -66,6 +67,7 @@ class EngineProcess:
             *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
             *_option("--model", self.model),
             *_option("--credentials-file", self.credentials_file),
+            *_option("--service-admin", self.service_admin),
             *_option("--tls-cert-file", self.tls_cert_file),
             *_option("--tls-key-file", self.tls_key_file),
             *_option("--store-token-file", self.store.token_file),

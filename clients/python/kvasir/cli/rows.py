@@ -22,6 +22,7 @@ def snapshot_row(snapshot: pb.SnapshotVersion) -> dict[str, Any]:
         "created_at": iso(snapshot.created_at),
         "origin": origin(snapshot.origin),
         "origin_detail": snapshot.origin_detail,
+        "is_brought": snapshot.is_brought,
         "request_id": snapshot.request_id,
         "manifest": snapshot.manifest.hash,
     }

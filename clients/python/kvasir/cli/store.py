@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli.agents import store_client
-from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED
 from kvasir.cli.progress import counting_progress
 from kvasir.cli.rows import size, stats_row
@@ -55,6 +56,52 @@ def check(
     report: dict[str, Any] = json.loads(answer.stdout)
     caller.result(report, lambda out: _show_report(out, report))
     raise typer.Exit(answer.returncode)
+
+
+@app.command("recover")
+def recover(
+    context: typer.Context,
+    data_dir: Annotated[Path | None, typer.Option(help="The store's data; that of the home if left out.")] = None,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(help="A namespace that holds memories, where even the journal is lost; repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Build a lost or damaged index anew, when the store refuses to start or says INDEX_DAMAGED.
+
+    The journal tells which agents and versions there were; the files of each memory are read and verified. What cannot
+    come back is named, by agent and version. The old index is kept. The store must not run meanwhile.
+
+    Where even the journal is lost, memories come back as agents named recovered-..., and --namespace names theirs.
+    """
+    caller = caller_of(context, as_json)
+    argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
+    argv += ["--data-dir", str(data_dir or caller.home.store_data)]
+    argv += [word for name in namespace or () for word in ("--namespace", name)]
+    code, answer, last = _run_telling(caller, argv)
+    if not answer:
+        raise FailedPrecondition(last.removeprefix("cachestore_svc: "), reason="CANNOT_RECOVER")
+    report: dict[str, Any] = json.loads(answer)
+    caller.result(report, lambda out: _show_recovered(out, report))
+    raise typer.Exit(code)
+
+
+def _run_telling(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
+    """Run a program and tell its progress; its exit code, its answer, and the last that it said."""
+    last = ""
+    with (
+        tempfile.TemporaryFile("w+") as answer,
+        subprocess.Popen(argv, stdout=answer, stderr=subprocess.PIPE, text=True) as program,
+    ):
+        assert program.stderr is not None
+        for line in program.stderr:
+            last = line.strip() or last
+            if line.startswith("progress: "):
+                caller.say(line.strip())
+        program.wait()
+        answer.seek(0)
+        return program.returncode, answer.read(), last
 
 
 @app.command("scrub")
@@ -115,6 +162,20 @@ def _show_report(out: Console, report: dict[str, Any]) -> None:
             name.replace("_", " "), json.dumps(value, ensure_ascii=False) if value not in ([], {}) else "none"
         )
     out.print(table)
+
+
+def _show_recovered(out: Console, report: dict[str, Any]) -> None:
+    out.print(f"recovered from {report['source']}", markup=False)
+    for space in report["namespaces"]:
+        name = space["namespace"]
+        out.print(f"{name}: {space['versions']} versions of {space['agents']} agents came back", markup=False)
+        for lost in space["lost"]:
+            out.print(f"  lost: {lost['agent_id']} version {lost['version']}: {lost['why']}", markup=False)
+        for agent, version in space["with_damaged_blobs"]:
+            out.print(f"  {agent} version {version} lacks blobs; engines compute them again", markup=False)
+        for agent in space["named_anew"]:
+            out.print(f"  an agent whose name is lost is now {agent}", markup=False)
+    out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}", markup=False)
 
 
 def _show_scrub(out: Console, checked: int, damaged: list[Digest]) -> None:

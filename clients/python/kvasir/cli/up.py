@@ -142,6 +142,7 @@ def plan_of(
         model=models[0] if models else "",
         options=(*(part for model in models[1:] for part in ("--model", model)), *engine_options),
         credentials_file=credentials,
+        service_admin=_PRINCIPALS[0].name if credentials else "",
         tls_cert_file=tls_cert if listen else None,
         tls_key_file=tls_key if listen else None,
     )

@@ -1,0 +1,100 @@
+"""Messages on their way: what is not asked for does not come, and one namespace's that never end keep nobody else's."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from kvasir.arriving import UNREADABLE, Arriving, the_only
+from kvasir.errors import DeadlineExceeded, InvalidArgument
+from kvasir.shared_room import Place, SharedRoom
+
+
+async def these(*messages: object) -> AsyncIterator[object]:
+    for message in messages:
+        yield message
+
+
+async def half_a_message() -> AsyncIterator[object]:
+    await asyncio.Event().wait()
+    yield "never"
+
+
+def test_no_message_is_asked_for_without_room_for_it() -> None:
+    async def scene() -> None:
+        room, asked = SharedRoom(4), list[str]()
+
+        async def half(name: str) -> AsyncIterator[object]:
+            asked.append(name)
+            await asyncio.Event().wait()
+            yield "never"
+
+        held = [asyncio.create_task(the_only(Arriving(half("greedy"), 60, Place((room, "greedy"))))) for _ in range(9)]
+        await asyncio.sleep(0.01)
+        assert asked == ["greedy"] * 3
+        # Whoever comes is served, between two messages of a stream too.
+        several = Arriving(these(1, 2, 3), 60, Place((room, "other")))
+        assert [message async for message in several] == [1, 2, 3]
+        assert room.held("other") == 0
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        assert room.held_units == 0
+
+    asyncio.run(scene())
+
+
+def test_the_wait_for_room_counts_into_the_time_of_the_first_message() -> None:
+    async def scene() -> None:
+        room = SharedRoom(1)
+        await room.wait_for("other", 1)
+        with pytest.raises(DeadlineExceeded, match="no message came"):
+            await the_only(Arriving(these("here"), 0.01, Place((room, "me"))))
+
+    asyncio.run(scene())
+
+
+def test_a_late_or_unreadable_message_is_refused_and_gives_its_room_back() -> None:
+    async def scene() -> None:
+        room = SharedRoom(4)
+        with pytest.raises(DeadlineExceeded):
+            await the_only(Arriving(half_a_message(), 0.01, Place((room, "me"))))
+        with pytest.raises(InvalidArgument):
+            await the_only(Arriving(these(UNREADABLE), 1, Place((room, "me"))))
+        assert room.held_units == 0
+
+    asyncio.run(scene())
+
+
+def test_every_message_of_a_stream_without_limits_of_its_own_must_come_in_time() -> None:
+    async def one_and_silence() -> AsyncIterator[object]:
+        yield "first"
+        await asyncio.Event().wait()
+
+    async def scene() -> None:
+        arriving = Arriving(one_and_silence(), 0.05, bounds_each=True)
+        assert await anext(arriving) == "first"
+        with pytest.raises(DeadlineExceeded):
+            await anext(arriving)
+
+    asyncio.run(scene())
+
+
+def test_a_place_that_is_not_had_whole_is_not_had_at_all() -> None:
+    async def scenario() -> None:
+        first, second = SharedRoom(4), SharedRoom(1)
+        second.take("other", 1)
+        place = Place((first, "me"), (second, "mine"))
+        waiting = asyncio.create_task(place.__aenter__())
+        await asyncio.sleep(0)
+        assert first.held("me") == 1
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (first.held("me"), second.held("mine")) == (0, 0)
+        second.give_back("other", 1)
+        for _ in range(2):
+            async with place:
+                assert (first.held("me"), second.held("mine")) == (1, 1)
+        assert (first.held_units, second.held_units) == (0, 0)
+
+    asyncio.run(scenario())
