@@ -11,11 +11,11 @@ from pathlib import Path
 from kvasir.digest import Digest
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, Unavailable
 
-from cachestore_svc import blob_rows, versions
+from cachestore_svc import blob_rows, index_state, looking, replay, versions
 from cachestore_svc.blob_rows import BlobRow, find_namespace
-from cachestore_svc.blobs import PART_SUFFIX, Damaged
+from cachestore_svc.blobs import Damaged
 from cachestore_svc.core import Core
-from cachestore_svc.index import Rows
+from cachestore_svc.index import HOUSE, Rows, read_anyway, reading_damage
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.records import CheckReport, Finding, VerifyProgress
 
@@ -24,17 +24,19 @@ _BLOBS_PER_PROGRESS = 64
 
 def check(core: Core, repair: bool) -> CheckReport:
     """See cachestore_svc.store.Store.check."""
-    names = core.index.read(blob_rows.namespaces)
-    findings = [*_database(core), *_unknown_directories(core, names, repair)]
+    names = core.sound_namespaces()
+    with reading_damage():
+        findings = [*_database(core), *_kept_out(core), *_unknown_directories(core, repair)]
     blobs = snapshots = 0
     for namespace in names:
         findings += _damaged(core, namespace, repair)
         findings += _files(core, namespace, repair)
         findings += _manifests(core, namespace, repair)
-        counts = core.index.read(partial(_counts, namespace=namespace))
+        counts = core.index.read(namespace, partial(_counts, namespace=namespace))
         blobs += counts[0]
         snapshots += counts[1]
-    return CheckReport(tuple(findings), len(names), blobs, snapshots)
+    set_aside = sum(len(core.files.listing_of(directory).asides) for directory in core.files.directories())
+    return CheckReport(tuple(findings), len(names), blobs, snapshots, set_aside)
 
 
 def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[VerifyProgress]:
@@ -50,26 +52,6 @@ def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[Ve
     yield VerifyProgress(len(digests), len(digests), tuple(damaged))
 
 
-def sweep_at_start(core: Core) -> None:
-    """Remove what a crash left: parts, and files that no row names. A row without a file is quarantined.
-
-    Nothing else runs yet, so one look is enough.
-    """
-    names = core.index.read(blob_rows.namespaces)
-    for namespace in names:
-        listing = core.files.listing(namespace)
-        whole = core.index.read(partial(_undamaged, namespace=namespace))
-        damaged = core.index.read(partial(_quarantined, namespace=namespace))
-        for hash_ in listing.parts:
-            core.files.remove_part(namespace, hash_)
-        for hash_ in listing.blobs - {digest.hash for digest in (*whole, *damaged)}:
-            core.files.remove(namespace, hash_)
-        core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
-    for directory in core.files.unknown_directories(set(names)):
-        for path in core.files.orphans_in(directory):
-            core.disk.remove(path)
-
-
 def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
     """Whether the bytes are the digest's. A blob swept meanwhile is not damaged."""
     try:
@@ -82,34 +64,48 @@ def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
 
 
 def _database(core: Core) -> Iterator[Finding]:
-    for (answer,) in core.index.read(lambda rows: rows.all("PRAGMA integrity_check")):
+    for (answer,) in core.index.read(HOUSE, lambda rows: rows.all("PRAGMA integrity_check")):
         if answer != "ok":
             yield Finding("INDEX_DAMAGED", "", str(answer))
-    for row in core.index.read(lambda rows: rows.all("PRAGMA foreign_key_check")):
+    for row in core.index.read(HOUSE, lambda rows: rows.all("PRAGMA foreign_key_check")):
         yield Finding("DANGLING_ROW", "", f"a row of {row[0]} names a row of {row[2]} that is not there")
 
 
-def _unknown_directories(core: Core, names: list[str], repair: bool) -> Iterator[Finding]:
-    for directory in core.files.unknown_directories(set(names)):
-        for path in core.files.orphans_in(directory):
-            # A part may be the first blob of a new namespace, on its way.
-            if not path.name.endswith(PART_SUFFIX) and _is_unowned(core, directory, path, repair):
-                yield Finding("ORPHAN_FILE", "", path.name, repair)
+def _kept_out(core: Core) -> Iterator[Finding]:
+    """Namespaces whose rows were found damaged at the start, and what differs from the journal since."""
+    for namespace, words in core.index.damage.items():
+        yield Finding("INDEX_DAMAGED", namespace, words)
+    for namespace, damage in core.index.read(HOUSE, partial(_differences, core=core)).items():
+        if namespace not in core.index.damage:
+            yield Finding("INDEX_DAMAGED", namespace, looking.words_of(damage))
 
 
-def _is_unowned(core: Core, directory: Path, path: Path, repair: bool) -> bool:
-    with core.files.naming(path.name):
-        names = core.index.read(blob_rows.namespaces)
-        is_unowned = directory in core.files.unknown_directories(set(names))
+def _differences(rows: Rows, *, core: Core) -> dict[str, dict[str, str]]:
+    # On the index thread nobody writes meanwhile: both are at one position.
+    told = core.journal.shorter(core.journal.size_bytes)
+    return replay.differences(told.state, read_anyway(rows, index_state.state_of))
+
+
+def _unknown_directories(core: Core, repair: bool) -> Iterator[Finding]:
+    for directory in core.files.unknown_directories(core.known_namespaces()):
+        # A part may be the first blob of a new namespace, on its way.
+        for hash_ in sorted(core.files.listing_of(directory).blobs):
+            if _is_unowned(core, directory, hash_, repair):
+                yield Finding("ORPHAN_FILE", "", hash_, repair)
+
+
+def _is_unowned(core: Core, directory: Path, hash_: str, repair: bool) -> bool:
+    with core.files.naming_in(directory, hash_):
+        is_unowned = directory in core.files.unknown_directories(core.known_namespaces())
         if is_unowned and repair:
-            core.disk.remove(path)
+            core.files.set_aside(directory, hash_, core.now_unix_ms())
     return is_unowned
 
 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Files without rows, rows without files, files of a wrong size."""
     listing = core.files.listing(namespace)
-    digests = core.index.read(lambda rows: _undamaged(rows, namespace=namespace))
+    digests = core.index.read(namespace, lambda rows: _undamaged(rows, namespace=namespace))
     listed = {digest.hash: digest for digest in digests}
     for hash_ in sorted(listing.blobs - set(listed)):
         if _is_orphan(core, namespace, hash_, repair):
@@ -125,17 +121,17 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 
 def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
     """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
-    with core.files.naming(hash_):
-        if core.index.read(lambda rows: _has_row(rows, namespace, hash_)):
+    with core.files.naming(namespace, hash_):
+        if core.index.read(namespace, lambda rows: _has_row(rows, namespace, hash_)):
             return False
         if repair:
-            core.files.remove(namespace, hash_)
+            core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())
         return core.files.size_bytes(namespace, hash_) is not None or repair
 
 
 def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) -> bool:
     """Whether a row's file still is not of its size, looked up while nobody can sweep it or write it again."""
-    with core.files.naming(digest.hash):
+    with core.files.naming(namespace, digest.hash):
         is_right = core.files.size_bytes(namespace, digest.hash) == digest.size_bytes
         if is_right or not _is_listed(core, namespace, digest):
             return False
@@ -146,7 +142,7 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
 
 def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Manifests whose rows name other blobs than their bytes do."""
-    held = core.index.read(lambda rows: _held_manifests(rows, namespace))
+    held = core.index.read(namespace, lambda rows: _held_manifests(rows, namespace))
     for manifest in held:
         try:
             facts = read_manifest(core.read_blob(namespace, manifest.digest))
@@ -157,18 +153,18 @@ def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
             # Damaged: told as such. Swept: not there to be wrong.
             continue
         named = [blob.digest for blob in facts.named]
-        if core.index.read(partial(_names_others, manifest=manifest, named=named)):
+        if core.index.read(namespace, partial(_names_others, manifest=manifest, named=named)):
             if repair:
-                core.index.write(partial(_rename, namespace=namespace, manifest=manifest, named=named))
+                core.index.write(namespace, partial(_rename, namespace=namespace, manifest=manifest, named=named))
             yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
 
 
 def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Blobs in quarantine. Repair takes out those that can be read again, and are whole."""
-    for digest in core.index.read(partial(_quarantined, namespace=namespace)):
+    for digest in core.index.read(namespace, partial(_quarantined, namespace=namespace)):
         is_repaired = repair and _is_readable(core, namespace, digest)
         if is_repaired:
-            core.index.write(partial(_take_out, namespace=namespace, digest=digest))
+            core.index.write(namespace, partial(_take_out, namespace=namespace, digest=digest))
         yield Finding("DAMAGED_BLOB", namespace, digest.hash, is_repaired)
 
 
@@ -224,7 +220,7 @@ def _has_row(rows: Rows, namespace: str, hash_: str) -> bool:
 
 
 def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
-    return core.index.read(lambda rows: _has_row(rows, namespace, digest.hash))
+    return core.index.read(namespace, lambda rows: _has_row(rows, namespace, digest.hash))
 
 
 def _counts(rows: Rows, *, namespace: str) -> tuple[int, int]:

@@ -2,28 +2,48 @@
 
 from collections.abc import Iterable
 
+import structlog
 from kvasir.digest import Digest
+from kvasir.errors import ResourceExhausted, Unavailable
 
-from cachestore_svc import garbage
+from cachestore_svc import asides, garbage
 from cachestore_svc.blob_rows import namespaces
 from cachestore_svc.core import Core
-from cachestore_svc.index import Rows
+from cachestore_svc.index import HOUSE, Rows
 from cachestore_svc.records import GcReport
 
 
 def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
     """See cachestore_svc.store.Store.collect_garbage."""
-    known = {*core.index.read(namespaces), *core.writers.namespaces()}
-    names = sorted(known) if namespace is None else [namespace]
+    asker = HOUSE if namespace is None else namespace
+    known = {*core.index.read(asker, namespaces), *core.writers.namespaces()}
+    names = sorted(known - core.index.damage.keys()) if namespace is None else [namespace]
     reports = [_dry_run(core, name) if dry_run else _collect_one(core, name) for name in names]
     if not dry_run:
-        core.index.write(garbage.remove_unused_schemas, frees_space=True)
+        core.index.write(asker, garbage.remove_unused_schemas, frees_space=True)
         core.ballast.fill(core.config.free_disk_reserve_bytes)
+        if namespace is None:
+            reports.append(asides.collect(core))
+            shorten(core)
     return GcReport(
         sum(report.blobs_marked for report in reports),
         sum(report.blobs_swept for report in reports),
         sum(report.bytes_freed for report in reports),
     )
+
+
+def shorten(core: Core) -> None:
+    """Write the journal anew when most of it tells of what is gone. What fails waits for the next time."""
+    log = core.journal
+    if not log.is_long:
+        return
+    # On the index thread: what is appended there may not be committed yet, and is then cut off again.
+    try:
+        size_bytes = core.index.read(HOUSE, lambda _: log.size_bytes)
+        told = log.shorter(size_bytes)
+        core.index.read(HOUSE, lambda _: log.shorten(told.state, told.position, size_bytes))
+    except (OSError, ResourceExhausted, Unavailable) as error:
+        structlog.get_logger("cachestore").warning("journal.not_shortened", error=str(error))
 
 
 def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -> None:
@@ -44,7 +64,7 @@ def _collect_one(core: Core, namespace: str) -> GcReport:
     swept = _sweep(core, namespace)
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
     now = core.now_unix_ms()
-    marked = core.index.write(lambda rows: garbage.mark_unheld(rows, namespace, now), frees_space=True)
+    marked = core.index.write(namespace, lambda rows: garbage.mark_unheld(rows, namespace, now), frees_space=True)
     return GcReport(marked, swept.blobs_swept, swept.bytes_freed)
 
 
@@ -57,7 +77,7 @@ def _sweep(core: Core, namespace: str) -> GcReport:
         garbage.remove_rows(rows, [blob_id for blob_id, _ in batch])
         return [digest for _, digest in batch]
 
-    while batch := core.index.write(work, frees_space=True):
+    while batch := core.index.write(namespace, work, frees_space=True):
         blobs += len(batch)
         freed += core.remove_files(namespace, batch)
     core.counters.add(namespace, "blobs_swept", blobs)
@@ -66,8 +86,8 @@ def _sweep(core: Core, namespace: str) -> GcReport:
 
 def _dry_run(core: Core, namespace: str) -> GcReport:
     deadlines = garbage.rested_at(core.now_unix_ms(), core.grace_ms)
-    new, _ = core.index.read(lambda rows: garbage.count_unheld(rows, namespace))
-    ready = core.index.read(lambda rows: garbage.rested(rows, namespace, deadlines, -1))
+    new, _ = core.index.read(namespace, lambda rows: garbage.count_unheld(rows, namespace))
+    ready = core.index.read(namespace, lambda rows: garbage.rested(rows, namespace, deadlines, -1))
     return GcReport(new, len(ready), _bytes_of(digest for _, digest in ready))
 
 
@@ -81,7 +101,7 @@ def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
         return evicted
 
     try:
-        evicted = core.index.write(work, frees_space=True)
+        evicted = core.index.write(namespace, work, frees_space=True)
     except garbage.NotEnough:
         return
     core.remove_files(namespace, evicted.freed)

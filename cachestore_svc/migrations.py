@@ -121,11 +121,39 @@ def _first(database: Database) -> None:
         database.conn.execute(statement)
 
 
-MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first,)
+def _provenance(database: Database) -> None:
+    """What came by import or pull is marked where it lies. Of what came before the mark, all that such a version names
+    counts as brought, and so does every version that names any of it; none of it stays bound.
+    """
+    run = database.conn.execute
+    run("ALTER TABLE blobs ADD COLUMN is_brought INTEGER NOT NULL DEFAULT 0")
+    run("CREATE INDEX blobs_brought ON blobs (namespace_id) WHERE is_brought")
+    run("UPDATE blobs SET is_brought = 1 WHERE id IN (SELECT manifest_id FROM versions WHERE origin IN (4, 5))")
+    named = "SELECT blob_id FROM manifest_blobs JOIN blobs AS m ON m.id = manifest_id WHERE m.is_brought"
+    naming = "SELECT manifest_id FROM manifest_blobs JOIN blobs AS b ON b.id = blob_id WHERE b.is_brought"
+    changed = 1
+    while changed:
+        changed = run(f"UPDATE blobs SET is_brought = 1 WHERE NOT is_brought AND id IN ({named})").rowcount  # noqa: S608
+        changed += run(f"UPDATE blobs SET is_brought = 1 WHERE NOT is_brought AND id IN ({naming})").rowcount  # noqa: S608
+    run("DELETE FROM prefixes WHERE blob_id IN (SELECT id FROM blobs WHERE is_brought)")
 
 
-def migrate(database: Database, now_unix_ms: int) -> None:
-    """Bring a database to today's form. Raises FailedPrecondition (DATA_TOO_NEW) when it is of a later one.
+def _leases_without_a_clock(database: Database) -> None:
+    """How long a lease holds is counted in memory: a clock that is set must not end or prolong it."""
+    for statement in (
+        "ALTER TABLE leases RENAME COLUMN expires_unix_ms TO ttl_ms",
+        "ALTER TABLE leases ADD COLUMN is_released INTEGER NOT NULL DEFAULT 0",
+        "UPDATE leases SET is_released = ttl_ms = 0, ttl_ms = 30000",
+    ):
+        database.conn.execute(statement)
+
+
+MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first, _provenance, _leases_without_a_clock)
+
+
+def migrate(database: Database, now_unix_ms: int) -> bool:
+    """Bring a database to today's form; whether that took any step. Raises FailedPrecondition (DATA_TOO_NEW) when it is
+    of a later one.
 
     The connection must be in autocommit mode: transactions are begun and ended here.
     """
@@ -149,3 +177,4 @@ def migrate(database: Database, now_unix_ms: int) -> None:
             except BaseException:
                 connection.execute("ROLLBACK")
                 raise
+    return len(applied) < len(MIGRATIONS)

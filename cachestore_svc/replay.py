@@ -1,0 +1,146 @@
+"""What agents remember, as a journal of changes tells it: changes make a state, and two states can be compared. Pure.
+
+A change is a list, as JSON holds it: its kind, its namespace, and the new values, by name and never by a number of some
+database. So changes that were written by one database can be told to another.
+
+    ["agent", namespace, agent, is_pinned, retained_versions, created_unix_ms]
+    ["forget", namespace, agent]
+    ["label", namespace, agent, name, value or null]
+    ["version", namespace, agent, kv_identity_hash, version, parent_version, manifest hash, manifest size, origin,
+        origin_detail, created_unix_ms, fingerprint of what the manifest holds]
+    ["drop", namespace, agent, kv_identity_hash, version]
+    ["brought", namespace, blob hash, 1 or 0]
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Change = Sequence[Any]
+VersionKey = tuple[str, int]  # KV identity hash, version
+
+
+class Version(NamedTuple):
+    """What a version says of itself beside its number, in the order of its change."""
+
+    parent_version: int
+    manifest_hash: str
+    manifest_size_bytes: int
+    origin: int
+    origin_detail: str
+    created_unix_ms: int
+    held: str  # fingerprint of the rows of its manifest
+
+
+@dataclass(slots=True)
+class Agent:
+    """An agent: is_pinned, retained_versions and created_unix_ms, its labels, and its versions."""
+
+    facts: tuple[Any, ...] = ()
+    labels: dict[str, str] = field(default_factory=dict)
+    versions: dict[VersionKey, Version] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Namespace:
+    """Agents by name, and the hashes of blobs that an archive or a peer brought."""
+
+    agents: dict[str, Agent] = field(default_factory=dict)
+    brought: set[str] = field(default_factory=set)
+
+
+State = dict[str, Namespace]
+
+
+def apply(state: State, change: Change) -> None:
+    """Let one change happen."""
+    kind, name, *rest = change
+    space = state.get(name)
+    if space is None:
+        space = state[name] = Namespace()
+    if kind == "version":
+        agent, kv_hash, version, *facts = rest
+        _agent(space, agent).versions[kv_hash, version] = Version._make(facts)
+    elif kind == "drop":
+        _agent(space, rest[0]).versions.pop((rest[1], rest[2]), None)
+    elif kind == "agent":
+        _agent(space, rest[0]).facts = tuple(rest[1:])
+    elif kind == "forget":
+        space.agents.pop(rest[0], None)
+    elif kind == "label":
+        _set(_agent(space, rest[0]).labels, rest[1], rest[2])
+    elif kind == "brought":
+        (space.brought.add if rest[1] else space.brought.discard)(rest[0])
+    else:
+        raise ValueError(f"a change of kind {kind!r} is unknown")
+
+
+def changes_of(state: State) -> Iterator[Change]:
+    """Changes that make this state out of nothing."""
+    for name, space in state.items():
+        for hash_ in sorted(space.brought):
+            yield ["brought", name, hash_, 1]
+        for agent_name, agent in space.agents.items():
+            yield ["agent", name, agent_name, *agent.facts]
+            for label, value in agent.labels.items():
+                yield ["label", name, agent_name, label, value]
+            for (kv_hash, version), facts in agent.versions.items():
+                yield ["version", name, agent_name, kv_hash, version, *facts]
+
+
+def differences(told: State, found: State) -> dict[str, dict[str, str]]:
+    """Where an index differs from what a journal tells: per namespace, agents (or "" for the namespace itself) and
+    what is wrong with each, in words."""
+    wrong: dict[str, dict[str, str]] = {}
+    for name in told.keys() | found.keys():
+        old, new = told.get(name, Namespace()), found.get(name, Namespace())
+        of_namespace = {
+            agent: words
+            for agent in old.agents.keys() | new.agents.keys()
+            if (words := _agent_differs(old.agents.get(agent), new.agents.get(agent)))
+        }
+        if old.brought != new.brought:
+            of_namespace[""] = f"the origin of {len(old.brought ^ new.brought)} blobs"
+        if of_namespace:
+            wrong[name] = of_namespace
+    return wrong
+
+
+def _agent_differs(told: Agent | None, found: Agent | None) -> str:
+    if told == found:
+        return ""
+    if told is None:
+        return "was never made"
+    if found is None:
+        return f"is missing, with versions {_numbers(told.versions)}"
+    words = []
+    if missing := told.versions.keys() - found.versions.keys():
+        words.append(f"versions {_numbers(missing)} are missing")
+    if strange := found.versions.keys() - told.versions.keys():
+        words.append(f"versions {_numbers(strange)} were never made, or are gone")
+    both = told.versions.keys() & found.versions.keys()
+    if others := [key for key in both if told.versions[key] != found.versions[key]]:
+        words.append(f"versions {_numbers(others)} are not those that were committed")
+    if told.labels != found.labels:
+        words.append("its labels are others")
+    if told.facts != found.facts:
+        words.append("its pin, retention or time of making are others")
+    return ", ".join(words)
+
+
+def _numbers(versions: Iterable[VersionKey]) -> str:
+    return ", ".join(str(number) for number in sorted({int(version) for _, version in versions}))
+
+
+def _agent(space: Namespace, name: str) -> Agent:
+    agent = space.agents.get(name)
+    if agent is None:
+        agent = space.agents[name] = Agent()
+    return agent
+
+
+def _set(labels: dict[str, str], name: str, value: str | None) -> None:
+    if value is None:
+        labels.pop(name, None)
+    else:
+        labels[name] = value
