@@ -1,4 +1,4 @@
-"""The cache store's program: `serve` it, or look after its data directory with `check`, `scrub` and `gc`.
+"""The cache store's program: `serve` it, or look after its data directory with `check`, `scrub`, `gc` and `recover`.
 
 This is the composition root: the clock, randomness and configuration are taken here and passed on.
 """
@@ -11,7 +11,7 @@ import resource
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -19,12 +19,18 @@ import structlog
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.digest import Digest
 from kvasir.errors import KvasirError
+from kvasir.interceptors import settle_garbage
 from kvasir.serving import EdgeServer, RefusedToStart, run
+from kvasir.shared_room import SharedRoom
 
+from cachestore_svc import recovering
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
+from cachestore_svc.disk import Disk
+from cachestore_svc.index import HOUSE
 from cachestore_svc.logs import configure_logs
-from cachestore_svc.outbound import BlobReader, ByteBudget
+from cachestore_svc.outbound import BlobReader
 from cachestore_svc.peers import Peers
+from cachestore_svc.records import RecoverReport
 from cachestore_svc.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.service import CacheStoreService
 from cachestore_svc.store import Store
@@ -34,6 +40,7 @@ from cachestore_svc.transfer import Transfers
 # A descriptor per connection, blob being written and blob being read. macOS refuses more than the second.
 _FILE_LIMITS = (65_536, 10_240)
 
+_PROGRESS_S = 1.0
 # Exit codes.
 OK, FOUND_PROBLEMS, CANNOT_RUN = 0, 1, 2
 
@@ -43,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     command, as_json = options.pop("command"), options.pop("json", False)
     repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
+    namespaces = options.pop("namespace", None) or []
     try:
         settings = read_settings(options)
         configure_logs(settings.log_format)
@@ -50,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise_file_limit()
             run(serve(settings))
             return OK
+        if command == "recover":
+            return recover(settings, namespaces, as_json)
         # Who only looks must find what there is, not what a start makes of it.
         only_looks = (command == "check" and not repair) or dry_run
         with open_store(settings, sweeps=not only_looks) as store:
@@ -83,6 +93,7 @@ async def serve(settings: StoreSettings) -> None:
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
         collecting = asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s))
+        settle_garbage()
         await edge.run_until_stopped(settings.stop_grace_s)
     finally:
         if collecting is not None:
@@ -96,7 +107,7 @@ async def serve(settings: StoreSettings) -> None:
 def _service(
     settings: StoreSettings, store: Store, threads: StoreThreads, peers: Peers, stopping: asyncio.Event
 ) -> CacheStoreService:
-    reader = BlobReader(store, threads, ByteBudget(settings.read_buffer_bytes))
+    reader = BlobReader(store, threads, SharedRoom(settings.read_buffer_bytes))
     return CacheStoreService(
         store,
         threads,
@@ -115,7 +126,7 @@ async def collect_regularly(store: Store, threads: StoreThreads, interval_s: flo
     while True:
         await asyncio.sleep(interval_s)
         try:
-            report = await threads.run(store.collect_garbage)
+            report = await threads.run(HOUSE, store.collect_garbage)
         except KvasirError as error:
             log.warning("gc.failed", reason=error.reason)
         except Exception:  # a failing disk's OSError, or a bug of ours: neither may end collection for good
@@ -146,6 +157,8 @@ def check(store: Store, repair: bool, as_json: bool) -> int:
             done = " (repaired)" if finding.is_repaired else ""
             print(f"{finding.problem} in {finding.namespace!r}: {finding.detail}{done}")
         print(f"{report.namespaces} namespaces, {report.blobs} blobs, {report.snapshots} snapshots")
+        if report.set_aside:
+            print(f"{report.set_aside} files that nothing names are set aside; collection removes them")
     return OK if all(finding.is_repaired for finding in report.findings) else FOUND_PROBLEMS
 
 
@@ -174,6 +187,45 @@ def collect(store: Store, dry_run: bool, as_json: bool) -> int:
     return OK
 
 
+def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
+    """Build the index anew. Exit code 1 when something did not come back as it was."""
+    report = recovering.recover(settings.store_config(), time.time, secrets.token_hex, Disk(), namespaces, _progress())
+    # What nothing names is set aside by the first start, and what was built is looked at as any start does.
+    open_store(settings).close()
+    if as_json:
+        print(json.dumps(asdict(report) | {"is_complete": report.is_complete}))
+    else:
+        for line in _told(report):
+            print(line)
+    return OK if report.is_complete else FOUND_PROBLEMS
+
+
+def _told(report: RecoverReport) -> Iterator[str]:
+    yield f"recovered from {report.source}"
+    for space in report.namespaces:
+        yield f"{space.namespace}: {space.versions} versions of {space.agents} agents came back"
+        for lost in space.lost:
+            yield f"{space.namespace}: lost {lost.agent_id!r} version {lost.version}: {lost.why}"
+        for agent, version in space.with_damaged_blobs:
+            yield f"{space.namespace}: {agent!r} version {version} lacks blobs, which engines compute again"
+        for agent in space.named_anew:
+            yield f"{space.namespace}: an agent whose name is lost is now {agent!r}"
+    yield f"the old index is kept: {', '.join(report.kept) or 'there was none'}"
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    """Tells every second or so what is being read."""
+    told = time.monotonic()
+
+    def say(what: str, done: int, total: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > _PROGRESS_S:
+            told = time.monotonic()
+            print(f"progress: {what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return say
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cachestore_svc", description="The cache store of Kvasir.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -195,6 +247,17 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true")
         if name == "check":
             command.add_argument("--repair", action="store_true", help="mend what can be mended")
+    recover_ = commands.add_parser(
+        "recover",
+        parents=[shared],
+        help="build a lost or damaged index anew",
+        description="Build the index anew from the journal, the manifests and the blob files; the old one is kept. "
+        "For a store that refuses to start, or says INDEX_DAMAGED. The store must not run meanwhile.",
+    )
+    recover_.add_argument("--json", action="store_true")
+    recover_.add_argument(
+        "--namespace", action="append", help="a namespace that holds blobs, where no journal tells its name; repeatable"
+    )
     gc = commands.add_parser("gc", parents=[shared], help="remove what nothing names")
     gc.add_argument("--json", action="store_true")
     gc.add_argument("--dry-run", action="store_true", help="report only")

@@ -1,6 +1,6 @@
 """Rows of agents: their names, labels, pins, and how they are changed and forgotten."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvasir.digest import Digest
@@ -12,6 +12,8 @@ from cachestore_svc.records import AgentRecord
 
 MAX_LABELS = 64
 MAX_LABEL_CHARS = 256
+# Rows are in no quota, and a fork copies none: an agent's labels stay small.
+MAX_LABELS_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,18 @@ def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
             rows.run("INSERT OR REPLACE INTO labels VALUES (?, ?, ?)", agent_id, name, value)
         else:
             rows.run("DELETE FROM labels WHERE agent_id = ? AND name = ?", agent_id, name)
-    count = rows.one("SELECT COUNT(*) FROM labels WHERE agent_id = ?", agent_id)
-    if count and count[0] > MAX_LABELS:
-        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {count[0]}", field="labels")
+    kept = rows.all("SELECT name, value FROM labels WHERE agent_id = ?", agent_id)
+    _check_label_sizes([str(text) for label in kept for text in label])
+
+
+def _check_label_sizes(texts: Sequence[str]) -> None:
+    """`texts`: names and values of all labels of an agent."""
+    if len(texts) > 2 * MAX_LABELS:
+        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(texts) // 2}", field="labels")
+    if (size_bytes := sum(len(text.encode()) for text in texts)) > MAX_LABELS_BYTES:
+        raise InvalidArgument(
+            f"labels: expected at most {MAX_LABELS_BYTES} bytes in all, got {size_bytes}", field="labels"
+        )
 
 
 def delete_agent(rows: Rows, agent: AgentRow) -> list[int]:

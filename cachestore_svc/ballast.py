@@ -27,7 +27,11 @@ class Ballast:
             missing = self._size_bytes - held
             if missing <= 0 or self._disk.free_bytes(self._path.parent) < missing + reserve_bytes:
                 return
-            descriptor = self._disk.open_append(self._path)
+            try:
+                descriptor = self._disk.open_append(self._path)
+            except OSError:
+                # Something else has its name: there is no ballast, and the store works all the same.
+                return
             try:
                 while missing > 0:
                     self._disk.write(descriptor, _PIECE[:missing])

@@ -13,7 +13,7 @@ from cachestore_svc.blob_checks import BlobFacts, schema_hash
 from cachestore_svc.index import Rows
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
-    promised_unix_ms"""
+    promised_unix_ms, is_brought"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,7 @@ class BlobRow:
     schema_hash: str | None
     is_damaged: bool
     promised_unix_ms: int
+    is_brought: bool  # by an archive or from another store, or computed on what was; see provenance
 
     @property
     def digest(self) -> Digest:
@@ -96,11 +97,6 @@ def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, no
 def promise(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
     """A caller was told that these are here."""
     rows.many("UPDATE blobs SET promised_unix_ms = ? WHERE id = ?", [(now_unix_ms, blob_id) for blob_id in blob_ids])
-
-
-def schema_of(rows: Rows, hash_: str) -> str:
-    found = rows.one("SELECT tensors FROM schemas WHERE hash = ?", hash_)
-    return str(found[0]) if found else "[]"
 
 
 def set_damaged(rows: Rows, namespace_id: int, digest: Digest, is_damaged: bool) -> bool:

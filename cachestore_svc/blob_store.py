@@ -1,18 +1,19 @@
 """The half of the store that knows bytes by their digest, and nothing of agents."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 from kvasir.digest import Digest
-from kvasir.errors import InvalidArgument
+from kvasir.errors import DataLoss, InvalidArgument, NotFound
 from kvasir.names import check_namespace
 
-from cachestore_svc import collecting
+from cachestore_svc import collecting, versions
 from cachestore_svc.blob_checks import BlobFacts
 from cachestore_svc.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, insert_blob
 from cachestore_svc.blob_writer import BlobWriter, StoredBlob
-from cachestore_svc.core import Core
-from cachestore_svc.index import Rows
+from cachestore_svc.core import Core, not_found
+from cachestore_svc.index import SLICE, Rows
 from cachestore_svc.limits import check_range
 from cachestore_svc.opening import Opened
 from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
@@ -31,6 +32,10 @@ class BlobStore:
         """Those that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
         check_namespace(namespace)
         check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
+        slices = (digests[start : start + SLICE] for start in range(0, len(digests), SLICE))
+        return [digest for some in slices for digest in self._missing_of(namespace, some)]
+
+    def _missing_of(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         found = self._core.promised(namespace, lambda rows, space: list(find_blobs(rows, space, digests).values()))
         stored = {blob.digest for blob in found}
         return [digest for digest in digests if digest not in stored]
@@ -64,20 +69,48 @@ class BlobStore:
             return WriteStatus(digest.size_bytes, is_complete=True)
         return WriteStatus(self._core.writers.received_bytes(namespace, digest), is_complete=False)
 
+    def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
+        """The blobs that a version's manifest names, in its order. Raises NotFound when no version holds it any more,
+        and DataLoss (INDEX_DAMAGED) when with the manifest they are not `total_bytes`, which the version says."""
+        check_namespace(namespace)
+        named: list[Digest] = []
+        after = -1
+        while some := self._read(namespace, partial(_named_after, namespace, manifest, after)):
+            named += [digest for _, digest in some]
+            after = some[-1][0]
+        if manifest.size_bytes + sum(digest.size_bytes for digest in named) == total_bytes:
+            return named
+        if not self._read(namespace, lambda rows: versions.is_held(rows, find_namespace(rows, namespace), manifest)):
+            raise NotFound("the version was given up meanwhile")
+        raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
+
+    def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> int:
+        """How many of the first digests are stored, damaged or not; one operation. Raises NotFound for the first."""
+        check_namespace(namespace)
+        found = self._read(namespace, lambda rows: find_blobs(rows, find_namespace(rows, namespace), digests))
+        count = next((place for place, digest in enumerate(digests) if digest not in found), len(digests))
+        if digests and not count:
+            raise not_found(digests[0])
+        return count
+
     def read_blob(self, namespace: str, digest: Digest) -> memoryview:
         """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
         blob is then quarantined, an event says so, and a later write may replace it."""
         check_namespace(namespace)
         return self._core.read_blob(namespace, digest)
 
-    def _read(self, work: Callable[[Rows], _Answer]) -> _Answer:
-        return self._core.index.read(work)
+    def _read(self, namespace: str, work: Callable[[Rows], _Answer]) -> _Answer:
+        return self._core.index.read(namespace, work)
 
-    def _write(self, work: Callable[[Rows], _Answer]) -> _Answer:
-        return self._core.index.write(work)
+    def _write(self, namespace: str, work: Callable[[Rows], _Answer]) -> _Answer:
+        return self._core.index.write(namespace, work)
 
     def _find(self, namespace: str, digest: Digest) -> BlobRow | None:
-        return self._read(lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
+        return self._read(namespace, lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
+
+
+def _named_after(namespace: str, manifest: Digest, after: int, rows: Rows) -> list[tuple[int, Digest]]:
+    return versions.named_after(rows, find_namespace(rows, namespace), manifest, after, SLICE)
 
 
 class _IndexCatalog:
@@ -88,10 +121,11 @@ class _IndexCatalog:
 
     def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
         now = self._core.now_unix_ms()
-        is_new = self._core.index.write(lambda rows: insert_blob(rows, namespace, digest, facts, now))
+        is_new = self._core.index.write(namespace, lambda rows: insert_blob(rows, namespace, digest, facts, now))
         self._core.counters.add(namespace, "blobs_written")
         self._core.counters.add(namespace, "bytes_written", digest.size_bytes)
         return is_new
 
     def has(self, namespace: str, digest: Digest) -> bool:
-        return self._core.index.read(lambda rows: find_blob(rows, find_namespace(rows, namespace), digest)) is not None
+        found = self._core.index.read(namespace, lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
+        return found is not None

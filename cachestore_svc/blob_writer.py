@@ -304,7 +304,7 @@ class PartWriter:
         assert self._descriptor is not None
         self._disk.fsync(self._descriptor)
         self._close()
-        with self._files.naming(self.digest.hash):
+        with self._files.naming(self.namespace, self.digest.hash):
             self._files.publish(self.namespace, self.digest.hash)
             try:
                 is_new = self._catalog.add(self.namespace, self.digest, facts)

@@ -6,23 +6,28 @@ A path is made of the namespace's own hash and of a digest's 64 hex digits; no n
 import errno
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
 from kvasir.digest import Digest
 
-from cachestore_svc.disk import Disk, refusal
+from cachestore_svc.disk import NO_FILE, Disk, refusal
 
 PART_SUFFIX = ".part"
 _DIRECTORY_NAME = re.compile(r"[0-9a-f]{32}")
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_ASIDE_NAME = re.compile(r"[0-9a-f]{64}\.aside-([0-9]{1,15})")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
 _LOCKS = 64
 # What these say will be so the next time: the device lost the bytes, or something else lies where they should.
-_LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP)
+_LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
+
+
+def aside_since(name: str) -> int:
+    """When a file was set aside, by its name."""
+    return int(name.rpartition("-")[2])
 
 
 class Damaged(Exception):
@@ -35,7 +40,13 @@ class Listing:
 
     blobs: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
+    asides: set[Path] = field(default_factory=set)
     strange: list[Path] = field(default_factory=list)
+
+    @property
+    def asides_by_hash(self) -> dict[str, Path]:
+        """Files set aside, by the hash that they had as a name."""
+        return {path.name.partition(".")[0]: path for path in self.asides}
 
 
 class BlobFiles:
@@ -45,7 +56,9 @@ class BlobFiles:
         self.root = root
         self._disk = disk
         self._durable_directories: set[Path] = set()
-        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self.asides: set[Path] = set()
+        """Files set aside, as the start found and left them."""
+        self._locks: dict[Path, list[threading.Lock]] = {}
 
     def directory(self, namespace: str) -> Path:
         return self.root / blake3(namespace.encode()).hexdigest()[:32] / "blobs"
@@ -79,12 +92,27 @@ class BlobFiles:
     def remove_part(self, namespace: str, hash_: str) -> None:
         self._disk.remove(self.part_path(namespace, hash_))
 
-    @contextmanager
-    def naming(self, hash_: str) -> Iterator[None]:
+    def part_in(self, directory: Path, hash_: str) -> Path:
+        """Where a part lies in the directory of a namespace that nobody knows."""
+        return directory / "blobs" / hash_[:2] / (hash_ + PART_SUFFIX)
+
+    def set_aside(self, directory: Path, hash_: str, now_unix_ms: int) -> None:
+        """Give a blob's file of a namespace's directory a name that no row can mean."""
+        path = directory / "blobs" / hash_[:2] / hash_
+        aside = path.with_name(f"{hash_}.aside-{now_unix_ms}")
+        self._disk.rename(path, aside)
+        self.asides.add(aside)
+
+    def naming(self, namespace: str, hash_: str) -> AbstractContextManager[object]:
         """Held from giving a name to listing it, and from looking a row up to removing its file: else a sweep could
         remove the file of a blob that was just written again. Nothing else is locked inside but the index."""
-        with self._locks[int(hash_[:2], 16) % _LOCKS]:
-            yield
+        return self.naming_in(self.directory(namespace).parent, hash_)
+
+    def naming_in(self, directory: Path, hash_: str) -> AbstractContextManager[object]:
+        """The same for the directory of a namespace: no namespace waits for the locks of another."""
+        if directory not in self._locks:
+            self._locks.setdefault(directory, [threading.Lock() for _ in range(_LOCKS)])
+        return self._locks[directory][int(hash_[:2], 16) % _LOCKS]
 
     def read(self, namespace: str, digest: Digest) -> memoryview:
         """The blob's bytes, verified. Raises Damaged, FileNotFoundError, and Unavailable: nothing is known of them now.
@@ -119,15 +147,17 @@ class BlobFiles:
         names = [name for name in self._disk.names(self.root) if _DIRECTORY_NAME.fullmatch(name)]
         return [self.root / name for name in names if name not in known]
 
+    def directories(self) -> list[Path]:
+        """Directories of namespaces, whoever they belong to."""
+        return self.unknown_directories(set())
+
     def has_any(self) -> bool:
         """Whether there is any blob, of whatever namespace."""
-        return any(self._listing(directory / "blobs").blobs for directory in self.unknown_directories(set()))
+        return any(self.listing_of(directory).blobs for directory in self.directories())
 
-    def orphans_in(self, directory: Path) -> list[Path]:
-        """Files of a namespace's directory that no namespace owns: a crash before the namespace's first row."""
-        listing = self._listing(directory / "blobs")
-        names = [*listing.blobs, *(name + PART_SUFFIX for name in listing.parts)]
-        return [directory / "blobs" / name[:2] / name for name in names]
+    def listing_of(self, directory: Path) -> Listing:
+        """Every name under a namespace's directory."""
+        return self._listing(directory / "blobs")
 
     def _listing(self, directory: Path) -> Listing:
         listing = Listing()
@@ -137,7 +167,9 @@ class BlobFiles:
                 continue
             for name in self._disk.names(directory / shelf):
                 hash_ = name.removesuffix(PART_SUFFIX)
-                if _BLOB_NAME.fullmatch(hash_) is None or hash_[:2] != shelf:
+                if _ASIDE_NAME.fullmatch(name) and name[:2] == shelf:
+                    listing.asides.add(directory / shelf / name)
+                elif _BLOB_NAME.fullmatch(hash_) is None or hash_[:2] != shelf:
                     listing.strange.append(directory / shelf / name)
                 elif hash_ == name:
                     listing.blobs.add(name)

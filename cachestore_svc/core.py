@@ -15,7 +15,9 @@ from cachestore_svc.blob_writer import Writers
 from cachestore_svc.blobs import BlobFiles, Damaged
 from cachestore_svc.disk import Disk
 from cachestore_svc.events import History
-from cachestore_svc.index import Index, Rows
+from cachestore_svc.index import HOUSE, Index, Rows
+from cachestore_svc.journal import Journal
+from cachestore_svc.live_leases import LiveLeases
 from cachestore_svc.records import BlobDamaged, EventBody, StoreConfig
 from cachestore_svc.space import Space
 
@@ -75,13 +77,24 @@ class Core:
     space: Space
     writers: Writers
     history: History
+    journal: Journal
     now_unix_ms: Callable[[], int]
+    leases: LiveLeases
     counters: Counters = field(default_factory=Counters)
     watchers: Watchers = field(default_factory=Watchers)
 
     @property
     def grace_ms(self) -> int:
         return int(self.config.grace_period_s * 1000)
+
+    def sound_namespaces(self) -> list[str]:
+        """Those whose rows can be trusted."""
+        names = self.index.read(HOUSE, blob_rows.namespaces)
+        return [name for name in names if name not in self.index.damage]
+
+    def known_namespaces(self) -> set[str]:
+        """Those, and those that are kept out because their rows are damaged."""
+        return {*self.index.read(HOUSE, blob_rows.namespaces), *self.index.damage}
 
     def tell(self, rows: Rows, namespace: str, bodies: Iterable[EventBody]) -> None:
         """Write events, and wake their watchers once they are durable."""
@@ -92,7 +105,10 @@ class Core:
 
     def promised(self, namespace: str, find: Callable[[Rows, int], list[blob_rows.BlobRow]]) -> list[blob_rows.BlobRow]:
         """The whole blobs that `find` finds in the namespace, kept for a grace period from now because a caller is told
-        that they are here. Writes only when an earlier promise is not fresh enough."""
+        that they are here. Writes only when an earlier promise is not fresh enough.
+
+        One operation of the index: whoever looks for thousands asks in slices of SLICE.
+        """
         now = self.now_unix_ms()
 
         def find_whole(rows: Rows) -> list[blob_rows.BlobRow]:
@@ -103,9 +119,9 @@ class Core:
             blob_rows.promise(rows, [blob.id for blob in found], now)
             return found
 
-        found = self.index.read(find_whole)
+        found = self.index.read(namespace, find_whole)
         if any(garbage.needs_promise(blob.promised_unix_ms, now, self.grace_ms) for blob in found):
-            return self.index.write(find_and_promise, frees_space=True)
+            return self.index.write(namespace, find_and_promise, frees_space=True)
         return found
 
     def read_blob(self, namespace: str, digest: Digest) -> memoryview:
@@ -122,7 +138,7 @@ class Core:
             return self.files.read(namespace, digest)
         except (FileNotFoundError, Damaged):
             # Since the look-up it may have been swept, and written again: what is there now decides.
-            with self.files.naming(digest.hash):
+            with self.files.naming(namespace, digest.hash):
                 return self._read_or_quarantine(namespace, digest)
 
     def _read_or_quarantine(self, namespace: str, digest: Digest) -> memoryview:
@@ -145,14 +161,14 @@ class Core:
             self.tell(rows, namespace, [BlobDamaged(digest) for digest in new])
 
         if wanted:
-            self.index.write(work, frees_space=True)
+            self.index.write(namespace, work, frees_space=True)
             self.counters.add(namespace, "blobs_damaged", len(wanted))
 
     def remove_files(self, namespace: str, digests: Iterable[Digest]) -> int:
         """Remove the files of blobs whose rows are gone; bytes freed. One that was written again meanwhile stays."""
         freed = 0
         for digest in digests:
-            with self.files.naming(digest.hash):
+            with self.files.naming(namespace, digest.hash):
                 self.space.freed(namespace, digest.size_bytes)
                 if self._find(namespace, digest) is None:
                     try:
@@ -172,14 +188,18 @@ class Core:
     def _listed_whole(self, namespace: str, digest: Digest) -> None:
         found = self._find(namespace, digest)
         if found is None:
-            raise NotFound(f"there is no blob {digest}", reason="BLOB_NOT_FOUND", metadata={"digest": digest.hash})
+            raise not_found(digest)
         if found.is_damaged:
             raise damaged_error(digest, "it is in quarantine")
 
     def _find(self, namespace: str, digest: Digest) -> blob_rows.BlobRow | None:
         return self.index.read(
-            lambda rows: blob_rows.find_blob(rows, blob_rows.find_namespace(rows, namespace), digest)
+            namespace, lambda rows: blob_rows.find_blob(rows, blob_rows.find_namespace(rows, namespace), digest)
         )
+
+
+def not_found(digest: Digest) -> NotFound:
+    return NotFound(f"there is no blob {digest}", reason="BLOB_NOT_FOUND", metadata={"digest": digest.hash})
 
 
 def damaged_error(digest: Digest, why: str) -> DataLoss:

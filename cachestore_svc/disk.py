@@ -8,6 +8,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
 _FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)
 _READ_CHUNK = 1 << 20
+# A name that something else has than a file. Opening a socket says so itself.
+NO_FILE = errno.ENXIO
 
 
 class Disk:
@@ -40,8 +43,12 @@ class Disk:
         path.mkdir(mode=0o700, exist_ok=True)
 
     def open_append(self, path: Path) -> int:
-        """A descriptor that reads, and writes at the end; the file is made when it does not exist."""
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        """A descriptor that reads, and writes at the end; the file is made when it does not exist.
+
+        Raises OSError; NO_FILE for what is no regular file.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        return _of_file(os.open(path, flags, 0o600))
 
     def write(self, descriptor: int, data: bytes | memoryview) -> None:
         """Write all of the bytes. Raises OSError (ENOSPC), possibly after some of them."""
@@ -85,9 +92,12 @@ class Disk:
         path.unlink(missing_ok=True)
 
     def read(self, path: Path, max_bytes: int) -> memoryview:
-        """The file's bytes, at most `max_bytes` of them. Raises OSError."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with os.fdopen(descriptor, "rb", buffering=0) as file:
+        """The file's bytes, at most `max_bytes` of them. Raises OSError; NO_FILE for what is no regular file.
+
+        Without O_NONBLOCK a pipe that nobody writes to would keep its reader for ever.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        with os.fdopen(_of_file(descriptor), "rb", buffering=0) as file:
             data = memoryview(bytearray(max_bytes))
             filled = 0
             while filled < max_bytes and (count := file.readinto(data[filled:])):
@@ -115,7 +125,11 @@ class Disk:
             status = path.stat(follow_symlinks=False)
         except FileNotFoundError:
             return None
-        return status.st_size
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def has(self, path: Path) -> bool:
+        """Whether anything has this name."""
+        return os.path.lexists(path)
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that an ordinary user may still write."""
@@ -126,6 +140,18 @@ class Disk:
         """A place between effects, named for tests: around each commit of the index."""
 
 
+def _of_file(descriptor: int) -> int:
+    """The descriptor of a regular file. Any other (a pipe, a device, a directory) is closed and refused."""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(NO_FILE, "it is no regular file")
+    return descriptor
+
+
+def is_no_room(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def disk_full(what: str) -> ResourceExhausted:
     """The refusal for a write that found no room."""
     return ResourceExhausted(f"the disk is full: no room for {what}", reason="DISK_FULL", retry_after_s=60)
@@ -133,7 +159,7 @@ def disk_full(what: str) -> ResourceExhausted:
 
 def refusal(error: OSError, what: str) -> KvasirError:
     """A failed effect in words that a caller can act on."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if is_no_room(error):
         return disk_full(what)
     name = errno.errorcode.get(error.errno or 0, "an unknown error")
     return Unavailable(f"the disk failed with {name} on {what}", reason="DISK_FAILED", retry_after_s=1)

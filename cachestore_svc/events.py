@@ -19,6 +19,7 @@ from cachestore_svc.records import (
     EventBatch,
     EventBody,
     EventCursor,
+    LeaseWanted,
     Origin,
     SnapshotVersion,
 )
@@ -80,6 +81,8 @@ def _from_json(text: str) -> EventBody:
             return AgentDeleted(**fields)
         case "AgentUpdated":
             return AgentUpdated(**fields)
+        case "LeaseWanted":
+            return LeaseWanted(**fields)
         case "BlobDamaged":
             return BlobDamaged(Digest(**fields["digest"]))
         case other:

@@ -72,11 +72,11 @@ class BlobIntake:
         exits = contextlib.ExitStack()
         try:
             writer = await self._threads.run(
-                lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
+                self._namespace, lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
             )
         except BaseException:
             # A cancel may come while the writer is being opened: left open, nobody could write this blob again.
-            await self._threads.run(exits.close)
+            await self._threads.run(self._namespace, exits.close)
             raise
         self._current = _Current(digest, writer, exits, offset, writer.received_bytes)
         self._has_begun = True
@@ -117,7 +117,7 @@ class BlobIntake:
         fresh = memoryview(data)[max(0, current.received_bytes - offset) :]
         if fresh:
             await self._settle(current)
-            current.writing = self._threads.start(current.writer.write, current.received_bytes, fresh)
+            current.writing = self._threads.start(self._namespace, current.writer.write, current.received_bytes, fresh)
             current.received_bytes += len(fresh)
         if current.received_bytes >= current.digest.size_bytes:
             await self._finish_current()
@@ -139,7 +139,7 @@ class BlobIntake:
             with contextlib.suppress(Exception):
                 # Its error is another's doing, or is being raised already.
                 await self._settle(current)
-            await self._threads.run(current.exits.close)
+            await self._threads.run(self._namespace, current.exits.close)
         while self._finishing:
             # Their blobs are whole, but nobody takes outcomes any more.
             while not self.outcomes.empty():
@@ -159,7 +159,7 @@ class BlobIntake:
                 metadata={"digest": current.digest.hash, "received_bytes": str(current.received_bytes)},
             )
         self._current = None
-        await self._threads.run(current.exits.close)
+        await self._threads.run(self._namespace, current.exits.close)
 
     async def _finish_current(self) -> None:
         await self._free_finishers.acquire()
@@ -173,11 +173,11 @@ class BlobIntake:
         outcome: Stored | Exception = Stored(current.digest, existed=False)
         try:
             await self._settle(current)
-            await self._threads.run(current.writer.finish)
+            await self._threads.run(self._namespace, current.writer.finish)
         except Exception as error:  # noqa: BLE001  told to whoever takes outcomes
             outcome = error
         finally:
-            await self._threads.run(current.exits.close)
+            await self._threads.run(self._namespace, current.exits.close)
             self._free_finishers.release()
         await self.outcomes.put(outcome)
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvasir import manifest as manifests
-from kvasir.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
+from kvasir.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors, window_rows
 from kvasir.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
 
-from cachestore_svc.blob_checks import schema_text
+from cachestore_svc.blob_checks import schema_hash, schema_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class NamedBlob:
     start: int
     tokens: int
     chain: str
-    schema: str | None  # schema_text; None for a state: a manifest may name many, each with rows of its own
+    schema_hash: str | None  # None for a state: see StateSchemas
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,26 +68,40 @@ def unfit(need: NamedBlob, found: FileIdentity, facts: ManifestFacts) -> str | N
     return None
 
 
-def unfit_schema(need: NamedBlob, schema: str, identity: identity_pb2.KvIdentity) -> str | None:
-    """Why a blob's tensors are not those of the KV identity; None when they are."""
-    if need.schema is None:
-        return unfit_state(need, schema, identity)
-    return None if schema == need.schema else "tensors: not those of the layout"
+def unfit_schema(need: NamedBlob, schema_hash_found: str | None) -> str | None:
+    """Why the tensors of a block or tail are not those of the layout; None when they are. States: see StateSchemas."""
+    is_right = need.schema_hash is None or schema_hash_found == need.schema_hash
+    return None if is_right else "tensors: not those of the layout"
 
 
-def unfit_state(need: NamedBlob, schema: str, identity: identity_pb2.KvIdentity) -> str | None:
-    """Why tensors are not the memory, after `need.tokens` tokens, of exactly the layers that do not keep all tokens."""
-    try:
-        expected = schema_text(expected_state_tensors(identity, need.tokens))
-    except HeaderError as error:
-        return f"tensors: {error}"
-    return None if schema == expected else f"tensors: not those of a state of {need.tokens} tokens of the layout"
+class StateSchemas:
+    """What the tensors of a KV identity's states must be: exactly the layers that do not keep all tokens.
+
+    A manifest names a thousand states of thousands of tensors each; they differ only in the rows that windows keep, so
+    each distinct schema is built once, and outside of the index: what a digest names never changes.
+    """
+
+    def __init__(self, identity: identity_pb2.KvIdentity) -> None:
+        self._identity = identity
+        self._windows = sorted({layer.window for layer in identity.layers if layer.window})
+        self._hashes: dict[tuple[int, ...], str] = {}
+
+    def unfit(self, tokens: int, schema_hash_found: str | None) -> str | None:
+        """Why tensors are not a memory after so many tokens; None when they are."""
+        kept = tuple(window_rows(window, tokens) for window in self._windows)
+        if kept not in self._hashes:
+            try:
+                self._hashes[kept] = schema_hash(schema_text(expected_state_tensors(self._identity, tokens)))
+            except HeaderError as error:
+                return f"tensors: {error}"
+        is_right = schema_hash_found == self._hashes[kept]
+        return None if is_right else f"tensors: not those of a state of {tokens} tokens of the layout"
 
 
 def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBlob]:
     identity, tokens = message.kv_identity, message.token_ids
     chains = _chains(hash_, tokens)
-    schema = schema_text(expected_tensors(identity, BLOCK_TOKENS)) if message.blocks else ""
+    schema = schema_hash(schema_text(expected_tensors(identity, BLOCK_TOKENS))) if message.blocks else ""
     for index, block in enumerate(message.blocks):
         digest = Digest.from_proto(block)
         yield NamedBlob(digest, "block", index * BLOCK_TOKENS, BLOCK_TOKENS, chains[index], schema)
@@ -95,7 +109,7 @@ def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBl
         start = len(chains) * BLOCK_TOKENS
         rest = len(tokens) - start
         chain = _chain_at(hash_, chains, tokens, len(tokens))
-        schema = schema_text(expected_tensors(identity, rest))
+        schema = schema_hash(schema_text(expected_tensors(identity, rest)))
         yield NamedBlob(Digest.from_proto(message.tail), "tail", start, rest, chain, schema)
     for point in message.states:
         chain = _chain_at(hash_, chains, tokens, point.tokens)

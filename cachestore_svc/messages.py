@@ -10,10 +10,16 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest, is_hash
 from kvasir.errors import InvalidArgument
-from kvasir.names import check_owner
+from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc import records
-from cachestore_svc.records import DEFAULT_LEASE_TTL_S, MAX_BLOCK_HASHES_PER_REQUEST, MAX_DIGESTS_PER_REQUEST, BlobKind
+from cachestore_svc.records import (
+    DEFAULT_LEASE_TTL_S,
+    MAX_BLOCK_HASHES_PER_REQUEST,
+    MAX_DIGESTS_PER_REQUEST,
+    MAX_LEASES_PER_REQUEST,
+    BlobKind,
+)
 from cachestore_svc.transfer import Progress
 
 _KINDS = {pb.BLOB_KIND_TENSORS: BlobKind.TENSORS, pb.BLOB_KIND_MANIFEST: BlobKind.MANIFEST}
@@ -24,6 +30,10 @@ def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
         return Digest.from_proto(message)
     except ValueError as error:
         raise InvalidArgument(f"{field}: {error}", field=field, reason="BAD_DIGEST") from None
+
+
+def read_optional_digest(request: pb.CommitSnapshotRequest, field: str) -> Digest | None:
+    return read_digest(getattr(request, field), field) if request.HasField(field) else None  # type: ignore[arg-type]
 
 
 def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
@@ -63,12 +73,23 @@ def read_version(version: int, field: str = "version", *, least: int = 0) -> int
     return version
 
 
-def read_ttl_s(request: pb.AcquireLeaseRequest | pb.RenewLeaseRequest) -> float:
+def read_ttl_s(request: pb.AcquireLeaseRequest | pb.RenewLeaseRequest | pb.RenewLeasesRequest) -> float:
     return request.ttl.ToMilliseconds() / 1000 if request.HasField("ttl") else DEFAULT_LEASE_TTL_S
 
 
 def read_lease(message: pb.LeaseToken) -> records.LeaseToken:
     return records.LeaseToken(check_owner(message.owner, "lease.owner"), message.generation)
+
+
+def read_leases(request: pb.RenewLeasesRequest) -> list[records.HeldLease]:
+    if len(request.leases) > MAX_LEASES_PER_REQUEST:
+        raise InvalidArgument(
+            f"leases: expected at most {MAX_LEASES_PER_REQUEST}, got {len(request.leases)}", field="leases"
+        )
+    return [
+        records.HeldLease(check_agent_id(each.agent_id, f"leases[{index}].agent_id"), each.generation)
+        for index, each in enumerate(request.leases)
+    ]
 
 
 def read_cursor(request: pb.WatchEventsRequest) -> records.EventCursor | None:
@@ -90,6 +111,7 @@ def write_snapshot(snapshot: records.SnapshotVersion) -> pb.SnapshotVersion:
         origin=snapshot.origin.value,  # type: ignore[arg-type]  # the numbers are the wire's
         origin_detail=snapshot.origin_detail,
         request_id=snapshot.request_id,
+        is_brought=snapshot.is_brought,
     )
 
 
@@ -107,6 +129,22 @@ def write_agent(agent: records.AgentRecord) -> pb.Agent:
 
 def write_lease(token: records.LeaseToken) -> pb.LeaseToken:
     return pb.LeaseToken(owner=token.owner, generation=token.generation)
+
+
+def write_acquired(lease: records.Lease) -> pb.AcquireLeaseResponse:
+    return pb.AcquireLeaseResponse(
+        lease=write_lease(lease.token),
+        expires_at=write_time(lease.expires_unix_ms),
+        head_version=lease.head_version,
+        head=write_snapshot(lease.newest) if lease.newest is not None else None,
+    )
+
+
+def write_renewed(renewed: records.RenewedLeases) -> pb.RenewLeasesResponse:
+    def named(leases: Sequence[records.HeldLease]) -> list[pb.HeldLease]:
+        return [pb.HeldLease(agent_id=each.agent_id, generation=each.generation) for each in leases]
+
+    return pb.RenewLeasesResponse(lost=named(renewed.lost), wanted=named(renewed.wanted))
 
 
 def write_progress(progress: Progress) -> pb.TransferProgress:
@@ -128,6 +166,10 @@ def write_event(event: records.Event) -> pb.WatchEventsResponse:
         message.agent_deleted.agent_id = body.agent_id
     elif isinstance(body, records.AgentUpdated):
         message.agent_updated.agent_id = body.agent_id
+    elif isinstance(body, records.LeaseWanted):
+        message.lease_wanted.agent_id = body.agent_id
+        message.lease_wanted.kv_identity_hash = body.kv_identity_hash
+        message.lease_wanted.takes_back = body.takes_back
     else:
         message.blob_damaged.digest.CopyFrom(body.digest.to_proto())
     return message
@@ -137,7 +179,8 @@ def write_cursor(cursor: records.EventCursor) -> pb.EventCursor:
     return pb.EventCursor(incarnation=cursor.incarnation, sequence=cursor.sequence)
 
 
-def write_stats(stats: records.Stats) -> pb.GetStatsResponse:
+def write_stats(stats: records.Stats, *, tells_disk: bool) -> pb.GetStatsResponse:
+    """What the disk has left follows what others write: `tells_disk` to who looks after the store."""
     return pb.GetStatsResponse(
         agent_count=stats.agent_count,
         snapshot_count=stats.snapshot_count,
@@ -146,7 +189,7 @@ def write_stats(stats: records.Stats) -> pb.GetStatsResponse:
         logical_bytes=stats.logical_bytes,
         quota_bytes=stats.quota_bytes or 0,
         reserved_bytes=stats.reserved_bytes,
-        free_disk_bytes=stats.free_disk_bytes,
+        free_disk_bytes=stats.free_disk_bytes if tells_disk else 0,
         unreferenced_bytes=stats.unreferenced_bytes,
         damaged_blob_count=stats.damaged_blob_count,
         counters=stats.counters,
@@ -155,5 +198,6 @@ def write_stats(stats: records.Stats) -> pb.GetStatsResponse:
 
 def write_time(unix_ms: int) -> timestamp_pb2.Timestamp:
     timestamp = timestamp_pb2.Timestamp()
-    timestamp.FromMilliseconds(unix_ms)
+    # An expiry is later than the clock, and a clock may be anywhere.
+    timestamp.FromMilliseconds(min(max(unix_ms, 0), records.LAST_UNIX_MS))
     return timestamp

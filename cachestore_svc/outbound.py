@@ -1,19 +1,23 @@
 """Blobs on their way out: each is verified before its first byte leaves, and the next is read while one is sent.
 
-All readers together hold at most a budget of bytes. One who stops reading lets go as soon as another waits for room, so
-that a thousand who do not read cost a piece each; while nobody waits it keeps what it has, for to let go is to read and
-verify the blob again.
+All readers together hold at most a budget of bytes, of which each namespace has its share. A stalled reader drops its
+buffered blob when another that may use the memory waits for it, so a thousand of them cost a piece each; while nobody
+waits it keeps what it has, because to drop a blob is to read and verify it again. A digest is looked up before its
+bytes are budgeted: what a caller says of a size takes no memory from anybody.
 """
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
 from kvasir.digest import Digest
+from kvasir.shared_room import SharedRoom
 
+from cachestore_svc.index import SLICE
 from cachestore_svc.records import MAX_FRAME_BYTES
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -29,58 +33,10 @@ class Piece:
     is_first: bool
 
 
-class ByteBudget:
-    """So many bytes, shared by all readers. One who holds nothing always gets its turn, however large its blob."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._size_bytes = size_bytes
-        self._held_bytes = 0
-        self._changed = asyncio.Condition()
-        self._waiting = 0
-        self._is_wanted = asyncio.Event()
-
-    @property
-    def held_bytes(self) -> int:
-        return self._held_bytes
-
-    async def take(self, count: int) -> None:
-        """Wait until there is room. A blob larger than the budget has room when nothing is held."""
-        async with self._changed:
-            self._waiting += 1
-            try:
-                if self._held_bytes and not self._has_room(count):
-                    self._is_wanted.set()
-                await self._changed.wait_for(lambda: not self._held_bytes or self._has_room(count))
-                self._held_bytes += count
-            finally:
-                self._waiting -= 1
-                if not self._waiting:
-                    self._is_wanted.clear()
-
-    async def wanted(self) -> None:
-        """Return when somebody waits for room."""
-        await self._is_wanted.wait()
-
-    def take_if_free(self, count: int) -> bool:
-        """Take at once or not at all."""
-        if self._has_room(count):
-            self._held_bytes += count
-            return True
-        return False
-
-    async def give_back(self, count: int) -> None:
-        async with self._changed:
-            self._held_bytes -= count
-            self._changed.notify_all()
-
-    def _has_room(self, count: int) -> bool:
-        return self._held_bytes + count <= self._size_bytes
-
-
 class BlobReader:
     """Reads blobs of the store for whoever asks, within one budget."""
 
-    def __init__(self, store: Store, threads: StoreThreads, budget: ByteBudget) -> None:
+    def __init__(self, store: Store, threads: StoreThreads, budget: SharedRoom) -> None:
         self._store = store
         self._threads = threads
         self._budget = budget
@@ -97,7 +53,7 @@ class BlobSource:
         self,
         store: Store,
         threads: StoreThreads,
-        budget: ByteBudget,
+        budget: SharedRoom,
         namespace: str,
         digests: Sequence[Digest],
         first_offset: int,
@@ -107,6 +63,8 @@ class BlobSource:
         self._budget = budget
         self._namespace = namespace
         self._waiting = deque(digests)
+        # How many of the next in line are known to be stored: they were looked up together.
+        self._found = 0
         self._offset = first_offset
         self._is_first = True
         self._data: memoryview | None = None
@@ -126,14 +84,15 @@ class BlobSource:
         self._is_first = self._offset >= digest.size_bytes
         if self._is_first:
             self._waiting.popleft()
+            self._found -= 1
             self._offset = 0
             self._data = None
-            await self._give_back(digest.size_bytes)
+            self._give_back(digest.size_bytes)
         return piece
 
     async def wanted(self) -> None:
-        """Return when this reader holds bytes for which another waits."""
-        await self._budget.wanted()
+        """Return when another waits for bytes that this reader may hold."""
+        await self._budget.wanted_from(self._namespace)
 
     async def let_go(self) -> None:
         """Hold nothing. What is needed later is read, and verified, again."""
@@ -142,7 +101,7 @@ class BlobSource:
             ahead, self._ahead = self._ahead, None
             ahead.cancel()
             await asyncio.gather(ahead, return_exceptions=True)
-        await self._give_back(self._held_bytes)
+        self._give_back(self._held_bytes)
 
     async def __aenter__(self) -> Self:
         return self
@@ -153,22 +112,26 @@ class BlobSource:
         await self.let_go()
 
     async def _load(self, digest: Digest) -> memoryview:
-        """The blob's bytes; begins to read the one after it when the budget has room now."""
+        """The blob's bytes; begins to read the one after it when the budget has room now. Raises NotFound, DataLoss."""
+        if not self._found:
+            self._found = await self._threads.run(
+                self._namespace, self._store.leading_stored, self._namespace, [*islice(self._waiting, SLICE)]
+            )
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             data = await ahead
         else:
-            await self._budget.take(digest.size_bytes)
+            await self._budget.wait_for(self._namespace, digest.size_bytes)
             self._held_bytes += digest.size_bytes
             data = await self._read(digest)
-        if len(self._waiting) > 1 and self._budget.take_if_free(self._waiting[1].size_bytes):
+        if self._found > 1 and self._budget.take_if_fits(self._namespace, self._waiting[1].size_bytes):
             self._held_bytes += self._waiting[1].size_bytes
             self._ahead = asyncio.create_task(self._read(self._waiting[1]))
         return data
 
     async def _read(self, digest: Digest) -> memoryview:
-        return await self._threads.run(self._store.read_blob, self._namespace, digest)
+        return await self._threads.run(self._namespace, self._store.read_blob, self._namespace, digest)
 
-    async def _give_back(self, count: int) -> None:
+    def _give_back(self, count: int) -> None:
         self._held_bytes -= count
-        await self._budget.give_back(count)
+        self._budget.give_back(self._namespace, count)

@@ -24,7 +24,10 @@ MAX_VERSION = 1 << 53
 MIN_LEASE_TTL_S = 1.0
 MAX_LEASE_TTL_S = 600.0
 DEFAULT_LEASE_TTL_S = 30.0
+MAX_LEASES_PER_REQUEST = 10_000
 MIB = 1 << 20
+LAST_UNIX_MS = 253_402_300_799_999
+"""The end of the year 9999, which is the last that a Timestamp can tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,7 @@ class SnapshotVersion:
     origin: Origin
     origin_detail: str = ""
     request_id: str = ""
+    is_brought: bool = False  # rows of it came by import or pull, whatever was done with them since
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +142,28 @@ class LeaseToken:
 @dataclass(frozen=True, slots=True)
 class Lease:
     token: LeaseToken
-    expires_unix_ms: int
-    head_version: int  # the line's newest version, 0 if none
+    expires_unix_ms: int  # for people; whoever holds it counts from before it asked, on a clock that nobody sets
+    newest: SnapshotVersion | None  # of the line, if it has any
+
+    @property
+    def head_version(self) -> int:
+        return self.newest.version if self.newest is not None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLease:
+    """A lease as its owner knows it, one of many on a line of the same KV identity."""
+
+    agent_id: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RenewedLeases:
+    """What could not be prolonged, and what was and others wait for. All the rest was prolonged."""
+
+    lost: tuple[HeldLease, ...]
+    wanted: tuple[HeldLease, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +198,16 @@ class BlobDamaged:
     digest: Digest
 
 
-EventBody = Committed | AgentDeleted | AgentUpdated | BlobDamaged
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    """Somebody waits for a lease that its holder has: another owner, or a caller that `takes_back` the memory."""
+
+    agent_id: str
+    kv_identity_hash: str
+    takes_back: bool
+
+
+EventBody = Committed | AgentDeleted | AgentUpdated | BlobDamaged | LeaseWanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,10 +259,50 @@ class CheckReport:
     namespaces: int
     blobs: int
     snapshots: int
+    set_aside: int = 0  # files that no row names, resting until collection removes them
 
     @property
     def is_clean(self) -> bool:
         return not self.findings
+
+
+@dataclass(frozen=True, slots=True)
+class LostVersion:
+    """A version that a recovery could not bring back, and why."""
+
+    agent_id: str
+    kv_identity_hash: str
+    version: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What came back of one namespace, and what did not."""
+
+    namespace: str
+    agents: int
+    versions: int
+    lost: tuple[LostVersion, ...]
+    damaged_blobs: tuple[str, ...]  # hashes; in quarantine, engines compute them again
+    with_damaged_blobs: tuple[tuple[str, int], ...]  # agents and versions that came back without some of these
+    named_anew: tuple[str, ...]  # agents whose names nobody knows any more
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverReport:
+    """What a recovery did."""
+
+    source: str  # who told what there was
+    namespaces: tuple[Recovered, ...]
+    kept: tuple[str, ...]  # files of the old index, beside the new one
+    is_told_whole: bool = True  # there was a journal, and nothing of it is lost
+
+    @property
+    def is_complete(self) -> bool:
+        return self.is_told_whole and not any(
+            each.lost or each.damaged_blobs or each.named_anew for each in self.namespaces
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
 SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
 
 _EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
-_WRITERS = {ENGINE, CLIENT, PEER}
+# A peer reads what it was given the token for, and nothing else: it neither writes nor prolongs lives.
+_WRITERS = {ENGINE, CLIENT}
 PEOPLE = {CLIENT, ADMIN}
 
 # An RPC without a row is refused to everybody.
@@ -26,6 +27,7 @@ ROLES: dict[str, set[str]] = {
     "FindPrefix": {ENGINE},
     "AcquireLease": {ENGINE},
     "RenewLease": {ENGINE},
+    "RenewLeases": {ENGINE},
     "ReleaseLease": {ENGINE},
     "PullAgent": PEOPLE,
     "ExportAgent": PEOPLE,

@@ -5,33 +5,36 @@ is in `inbound`, `outbound` and `transfer`; who may call what is the table in `r
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.credentials import ENGINE
-from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.credentials import ADMIN, ENGINE
+from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.interceptors import current_principal
 from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc import messages
 from cachestore_svc.inbound import BlobIntake, Stored
-from cachestore_svc.outbound import BlobReader, BlobSource
+from cachestore_svc.index import SLICE
+from cachestore_svc.lease_waiting import once_free
+from cachestore_svc.outbound import BlobReader
 from cachestore_svc.peers import Peers
 from cachestore_svc.records import BLOCK_TOKENS, MANIFEST_FORMAT, MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES
 from cachestore_svc.roles import PEOPLE
 from cachestore_svc.store import Store
+from cachestore_svc.streams import Streams
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.transfer import Progress, PullOrder, Transfers
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
 # A manifest that fits is answered with its version; a longer one is read like any blob.
 _MAX_INLINE_MANIFEST_BYTES = 2 << 20
 _EVENTS_AT_ONCE = 500
-# A reader that takes no piece within this time lets go of the rest.
-_SLOW_S = 0.5
 
 
 class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
@@ -55,7 +58,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         self._transfers = transfers
         self._peers = peers
         self._max_blob_bytes = max_blob_bytes
-        self._stall_timeout_s = stall_timeout_s
+        self._streams = Streams(stall_timeout_s)
         self._stopping = stopping
         # Namespaces whose blobs are being read through: one caller at a time keeps a disk busy enough.
         self._verifying: set[str] = set()
@@ -63,9 +66,13 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
     # --- blobs ---
 
     async def FindMissingBlobs(self, request: pb.FindMissingBlobsRequest, context: Any) -> pb.FindMissingBlobsResponse:
-        digests = messages.read_digests(request.digests)
-        missing = await self._threads.run(self._store.find_missing, _namespace(), digests)
-        return pb.FindMissingBlobsResponse(missing=[digest.to_proto() for digest in missing])
+        namespace = _namespace()
+
+        def answer() -> pb.FindMissingBlobsResponse:
+            missing = self._store.find_missing(namespace, messages.read_digests(request.digests))
+            return pb.FindMissingBlobsResponse(missing=[digest.to_proto() for digest in missing])
+
+        return await self._looked_up(len(request.digests), answer)
 
     async def WriteBlobs(self, request_iterator: AsyncIterator[pb.WriteBlobsRequest], context: Any) -> None:
         intake = BlobIntake(self._store, self._threads, _namespace())
@@ -75,7 +82,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                 if not isinstance(outcome, Stored):
                     raise outcome
                 response = pb.WriteBlobsResponse(digest=outcome.digest.to_proto(), existed=outcome.existed)
-                await self._send(context, response)
+                await self._streams.send(context, response)
         finally:
             receiving.cancel()
             await asyncio.gather(receiving, return_exceptions=True)
@@ -84,7 +91,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         """Take every frame; the last outcome is None, or why no more are taken."""
         failure: Exception | None = None
         try:
-            async with intake, aclosing(self._unstalled(requests)) as arriving:
+            async with intake, aclosing(self._streams.unstalled(requests)) as arriving:
                 async for request in arriving:
                     frame = request.frame
                     if frame.HasField("digest"):
@@ -98,11 +105,11 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     async def QueryWriteStatus(self, request: pb.QueryWriteStatusRequest, context: Any) -> pb.QueryWriteStatusResponse:
         digest = messages.read_digest(request.digest, "digest")
-        status = await self._threads.run(self._store.write_status, _namespace(), digest)
+        status = await self._run(self._store.write_status, digest)
         return pb.QueryWriteStatusResponse(received_bytes=status.received_bytes, is_complete=status.is_complete)
 
     async def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> None:
-        digests = messages.read_digests(request.digests)
+        digests = await self._looked_up(len(request.digests), lambda: messages.read_digests(request.digests))
         first_bytes = digests[0].size_bytes if digests else 0
         if not 0 <= request.first_offset < max(first_bytes, 1):
             raise InvalidArgument(
@@ -114,39 +121,41 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                 frame = pb.BlobFrame(offset=piece.offset, data=piece.data)
                 if piece.is_first:
                     frame.digest.CopyFrom(piece.digest.to_proto())
-                await self._send(context, pb.ReadBlobsResponse(frame=frame), source)
+                await self._streams.send(context, pb.ReadBlobsResponse(frame=frame), source)
 
     # --- snapshots ---
 
     async def CommitSnapshot(self, request: pb.CommitSnapshotRequest, context: Any) -> pb.CommitSnapshotResponse:
-        snapshot = await self._threads.run(
-            self._store.commit,
-            _namespace(),
-            check_agent_id(request.agent_id),
-            messages.read_digest(request.manifest, "manifest"),
-            messages.read_version(request.parent_version, "parent_version"),
-            messages.read_lease(request.lease) if request.HasField("lease") else None,
-            bind_shared=ENGINE in current_principal().roles,
-        )
+        manifest = messages.read_digest(request.manifest, "manifest")
+        async with self._transfers.manifests.parsing(_namespace(), manifest.size_bytes):
+            snapshot = await self._run(
+                self._store.commit,
+                check_agent_id(request.agent_id),
+                manifest,
+                messages.read_version(request.parent_version, "parent_version"),
+                messages.read_lease(request.lease) if request.HasField("lease") else None,
+                bind_shared=ENGINE in current_principal().roles,
+                is_brought=request.is_brought,
+                parent_manifest=messages.read_optional_digest(request, "parent_manifest"),
+            )
         return pb.CommitSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
 
     async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
-        snapshot = await self._threads.run(
+        snapshot = await self._run(
             self._store.get_snapshot,
-            _namespace(),
             check_agent_id(request.agent_id),
             messages.read_optional_kv_hash(request.kv_identity_hash),
             messages.read_version(request.version) or None,
         )
         response = pb.GetSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
         if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
-            response.manifest_bytes = await self._transfers.manifest_bytes(_namespace(), snapshot)
+            async with self._transfers.manifests.answering(_namespace(), snapshot.manifest.size_bytes):
+                response.manifest_bytes = bytes(await self._run(self._store.read_blob, snapshot.manifest))
         return response
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
-        page = await self._threads.run(
+        page = await self._run(
             self._store.list_snapshots,
-            _namespace(),
             check_agent_id(request.agent_id),
             messages.read_optional_kv_hash(request.kv_identity_hash),
             request.page_size,
@@ -158,20 +167,20 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         )
 
     async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
-        blocks = await self._threads.run(
-            self._store.find_prefix,
-            _namespace(),
-            messages.read_kv_hash(request.kv_identity_hash),
-            messages.read_block_hashes(request.block_hashes),
-        )
-        return pb.FindPrefixResponse(blocks=[digest.to_proto() for digest in blocks])
+        namespace, kv_hash = _namespace(), messages.read_kv_hash(request.kv_identity_hash)
+
+        def answer() -> pb.FindPrefixResponse:
+            hashes = messages.read_block_hashes(request.block_hashes)
+            found = self._store.find_prefix(namespace, kv_hash, hashes)
+            return pb.FindPrefixResponse(blocks=[digest.to_proto() for digest in found])
+
+        return await self._looked_up(len(request.block_hashes), answer)
 
     # --- agents ---
 
     async def ListAgents(self, request: pb.ListAgentsRequest, context: Any) -> pb.ListAgentsResponse:
-        page = await self._threads.run(
+        page = await self._run(
             self._store.list_agents,
-            _namespace(),
             page_size=request.page_size,
             page_token=request.page_token,
             name_prefix=request.name_prefix,
@@ -182,13 +191,12 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         )
 
     async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
-        agent = await self._threads.run(self._store.get_agent, _namespace(), check_agent_id(request.agent_id))
+        agent = await self._run(self._store.get_agent, check_agent_id(request.agent_id))
         return pb.GetAgentResponse(agent=messages.write_agent(agent))
 
     async def UpdateAgent(self, request: pb.UpdateAgentRequest, context: Any) -> pb.UpdateAgentResponse:
-        agent = await self._threads.run(
+        agent = await self._run(
             self._store.update_agent,
-            _namespace(),
             check_agent_id(request.agent_id),
             labels=dict(request.labels),
             is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
@@ -197,9 +205,9 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         return pb.UpdateAgentResponse(agent=messages.write_agent(agent))
 
     async def ForkAgent(self, request: pb.ForkAgentRequest, context: Any) -> pb.ForkAgentResponse:
-        agent = await self._threads.run(
+        agent = await self._run_once_free(
+            context,
             self._store.fork_agent,
-            _namespace(),
             check_agent_id(request.source_agent_id, "source_agent_id"),
             check_agent_id(request.agent_id),
             messages.read_optional_kv_hash(request.kv_identity_hash),
@@ -208,9 +216,9 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         return pb.ForkAgentResponse(agent=messages.write_agent(agent))
 
     async def RollbackAgent(self, request: pb.RollbackAgentRequest, context: Any) -> pb.RollbackAgentResponse:
-        snapshot = await self._threads.run(
+        snapshot = await self._run_once_free(
+            context,
             self._store.rollback_agent,
-            _namespace(),
             check_agent_id(request.agent_id),
             messages.read_version(request.version, least=1),
             messages.read_optional_kv_hash(request.kv_identity_hash),
@@ -219,8 +227,8 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         return pb.RollbackAgentResponse(snapshot=messages.write_snapshot(snapshot))
 
     async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
-        deletion = await self._threads.run(
-            self._store.delete_agent, _namespace(), check_agent_id(request.agent_id), request.force
+        deletion = await self._run_once_free(
+            context, self._store.delete_agent, check_agent_id(request.agent_id), request.force
         )
         return pb.DeleteAgentResponse(
             bytes_gone_by=messages.write_time(deletion.bytes_gone_by_unix_ms), unshared_bytes=deletion.unshared_bytes
@@ -229,24 +237,20 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
     # --- leases ---
 
     async def AcquireLease(self, request: pb.AcquireLeaseRequest, context: Any) -> pb.AcquireLeaseResponse:
-        lease = await self._threads.run(
+        lease = await self._run(
             self._store.acquire_lease,
-            _namespace(),
             check_agent_id(request.agent_id),
             messages.read_kv_hash(request.kv_identity_hash),
             check_owner(request.owner),
             messages.read_ttl_s(request),
+            begins_anew=request.begins_anew,
+            asks=request.asks,
         )
-        return pb.AcquireLeaseResponse(
-            lease=messages.write_lease(lease.token),
-            expires_at=messages.write_time(lease.expires_unix_ms),
-            head_version=lease.head_version,
-        )
+        return messages.write_acquired(lease)
 
     async def RenewLease(self, request: pb.RenewLeaseRequest, context: Any) -> pb.RenewLeaseResponse:
-        lease = await self._threads.run(
+        lease = await self._run(
             self._store.renew_lease,
-            _namespace(),
             check_agent_id(request.agent_id),
             messages.read_kv_hash(request.kv_identity_hash),
             messages.read_lease(request.lease),
@@ -254,10 +258,19 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         )
         return pb.RenewLeaseResponse(expires_at=messages.write_time(lease.expires_unix_ms))
 
+    async def RenewLeases(self, request: pb.RenewLeasesRequest, context: Any) -> pb.RenewLeasesResponse:
+        renewed = await self._run(
+            self._store.renew_leases,
+            check_owner(request.owner),
+            messages.read_kv_hash(request.kv_identity_hash),
+            messages.read_leases(request),
+            messages.read_ttl_s(request),
+        )
+        return messages.write_renewed(renewed)
+
     async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
-        await self._threads.run(
+        await self._run(
             self._store.release_lease,
-            _namespace(),
             check_agent_id(request.agent_id),
             messages.read_kv_hash(request.kv_identity_hash),
             messages.read_lease(request.lease),
@@ -277,7 +290,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                     response = pb.PullAgentResponse(progress=messages.write_progress(step))
                 else:
                     response = pb.PullAgentResponse(done=messages.write_snapshot(step))
-                await self._send(context, response)
+                await self._streams.send(context, response)
 
     async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
         async with self._transfers.export(
@@ -289,13 +302,13 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             archive_size_bytes = archive.size_bytes
             async for data in archive.pieces:
                 response = pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes)
-                await self._send(context, response, archive.source)
+                await self._streams.send(context, response, archive.source)
                 archive_size_bytes = 0
 
     async def ImportAgent(
         self, request_iterator: AsyncIterator[pb.ImportAgentRequest], context: Any
     ) -> pb.ImportAgentResponse:
-        async with aclosing(self._unstalled(request_iterator)) as requests:
+        async with aclosing(self._streams.unstalled(request_iterator)) as requests:
             first = await anext(requests, None)
             if first is None or not first.HasField("header"):
                 raise InvalidArgument("header: expected in the first message", field="header")
@@ -324,7 +337,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             is_first = True
             while True:
                 happened.clear()
-                batch = await self._threads.run(self._store.events_after, namespace, cursor, _EVENTS_AT_ONCE)
+                batch = await self._run(self._store.events_after, cursor, _EVENTS_AT_ONCE)
                 if batch.is_lost:
                     yield pb.WatchEventsResponse(cursor=messages.write_cursor(batch.cursor), lost=pb.EventsLost())
                 elif is_first:
@@ -347,19 +360,19 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             )
         self._verifying.add(namespace)
         try:
-            steps = await self._threads.run(self._store.verify, namespace, agent_id)
-            while (step := await self._threads.run(next, steps, None)) is not None:
+            steps = await self._run(self._store.verify, agent_id)
+            while (step := await self._threads.run(namespace, next, steps, None)) is not None:
                 response = pb.VerifyBlobsResponse(
                     blobs_checked=step.blobs_checked,
                     blobs_total=step.blobs_total,
                     damaged=[digest.to_proto() for digest in step.damaged],
                 )
-                await self._send(context, response)
+                await self._streams.send(context, response)
         finally:
             self._verifying.discard(namespace)
 
     async def CollectGarbage(self, request: pb.CollectGarbageRequest, context: Any) -> pb.CollectGarbageResponse:
-        report = await self._threads.run(self._store.collect_garbage, _namespace(), request.dry_run)
+        report = await self._run(self._store.collect_garbage, request.dry_run)
         return pb.CollectGarbageResponse(
             blobs_marked=report.blobs_marked, blobs_swept=report.blobs_swept, bytes_freed=report.bytes_freed
         )
@@ -379,45 +392,32 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return messages.write_stats(await self._threads.run(self._store.stats, _namespace()))
+        stats = await self._run(self._store.stats)
+        return messages.write_stats(stats, tells_disk=ADMIN in current_principal().roles)
 
     # --- below ---
 
-    async def _send(self, context: Any, response: Any, source: BlobSource | None = None) -> None:
-        """Write a response. A reader that is slow to take it makes room for others; one that stops is given up."""
-        writing = asyncio.ensure_future(context.write(response))
-        waits: set[asyncio.Future[Any]] = {writing}
-        try:
-            done, _ = await asyncio.wait(waits, timeout=min(_SLOW_S, self._stall_timeout_s))
-            if not done:
-                if source is not None:
-                    waits.add(asyncio.create_task(source.wanted()))
-                done, _ = await asyncio.wait(waits, timeout=self._stall_timeout_s, return_when=asyncio.FIRST_COMPLETED)
-                if source is not None and done and not writing.done():
-                    await source.let_go()
-                    await asyncio.wait((writing,), timeout=self._stall_timeout_s)
-            if not writing.done():
-                raise DeadlineExceeded(
-                    f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
-                )
-            await writing
-        finally:
-            for wait in waits:
-                wait.cancel()
+    async def _run(
+        self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Answer:
+        """Call a method of the store in the caller's namespace, on a thread."""
+        namespace = _namespace()
+        return await self._threads.run(namespace, method, namespace, *args, **kwargs)
 
-    async def _unstalled(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
-        """The same requests; a sender that is silent for too long is given up, and its part kept for resumption."""
-        try:
-            while True:
-                async with asyncio.timeout(self._stall_timeout_s):
-                    request = await anext(requests, None)
-                if request is None:
-                    return
-                yield request
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"the caller sent nothing for {self._stall_timeout_s:g} s", reason="SENDER_STALLED"
-            ) from None
+    async def _looked_up(self, names: int, work: Callable[[], Answer]) -> Answer:
+        """Read what a request names, and answer it, on a thread."""
+        run = self._threads.run_long if names > SLICE else self._threads.run
+        return await run(_namespace(), work)
+
+    async def _run_once_free(
+        self,
+        context: Any,
+        method: Callable[Concatenate[str, Arguments], Answer],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Answer:
+        """The same for what takes back a memory: it waits for the line's lease."""
+        return await once_free(lambda: self._run(method, *args, **kwargs), context.time_remaining())
 
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:
         """Wait for an event. Raises Unavailable when the service stops."""

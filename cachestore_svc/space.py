@@ -31,7 +31,8 @@ class Space:
         self._reserved: Counter[str] = Counter()
 
     def reserve(self, namespace: str, size_bytes: int) -> None:
-        """Set bytes aside for a write. Raises ResourceExhausted: QUOTA_FULL, DISK_FULL, RESERVATIONS_FULL."""
+        """Set bytes aside for a write. Raises ResourceExhausted: QUOTA_FULL, DISK_FULL, DISK_SHARE_FULL,
+        RESERVATIONS_FULL."""
         with self._lock:
             if shortage := self._quota_shortage(namespace, size_bytes):
                 raise self._quota_full(namespace, size_bytes, shortage)
@@ -39,8 +40,8 @@ class Space:
             most = max(self._config.max_blob_bytes, free // _SHARE)
             if self._reserved[namespace] + size_bytes > most:
                 raise ResourceExhausted(
-                    f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than {most}, "
-                    "which is what one namespace may have unfinished: let some writes end",
+                    f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than one "
+                    "namespace may have unfinished: let some writes end",
                     reason="RESERVATIONS_FULL",
                     retry_after_s=5,
                     metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
@@ -55,6 +56,7 @@ class Space:
                     retry_after_s=60,
                     metadata={"asked_bytes": str(size_bytes)},
                 )
+            self._check_share(namespace, size_bytes, free - self._reserved.total() - size_bytes - kept)
             self._reserved[namespace] += size_bytes
 
     def shortage(self, namespace: str, size_bytes: int) -> int:
@@ -81,6 +83,21 @@ class Space:
     def reserved_bytes(self, namespace: str) -> int:
         with self._lock:
             return self._reserved[namespace]
+
+    def _check_share(self, namespace: str, size_bytes: int, left_bytes: int) -> None:
+        """Without a quota, a namespace leaves as much to those that hold little as must stay free for the system: so it
+        never takes all. It makes no difference whether there are others: that is no business of its own."""
+        held = self._stored[namespace] + self._reserved[namespace]
+        has_quota = self._config.quota_bytes(namespace) is not None
+        kept = self._config.free_disk_reserve_bytes
+        if not has_quota and held > kept and left_bytes < kept:
+            raise ResourceExhausted(
+                f"disk: {held} bytes held and {size_bytes} asked would leave nothing to namespaces that hold little: "
+                "delete some, or give it a quota",
+                reason="DISK_SHARE_FULL",
+                retry_after_s=60,
+                metadata={"held_bytes": str(held), "asked_bytes": str(size_bytes)},
+            )
 
     def _quota_shortage(self, namespace: str, size_bytes: int) -> int:
         quota = self._config.quota_bytes(namespace)

@@ -5,6 +5,7 @@ in one namespace, given first; what belongs to another does not exist. Methods b
 and raise the types of `kvasir.errors`.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Self
@@ -12,7 +13,7 @@ from typing import Self
 from kvasir.block_hash import block_hash_chain
 from kvasir.digest import Digest
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound
-from kvasir.names import check_agent_id, check_namespace, check_owner
+from kvasir.names import check_agent_id, check_namespace
 
 from cachestore_svc import (
     agents,
@@ -20,29 +21,25 @@ from cachestore_svc import (
     collecting,
     committing,
     garbage,
-    leases,
     lineage,
     listing,
     statistics,
     versions,
 )
-from cachestore_svc.blob_rows import all_blobs, find_namespace, namespaces
-from cachestore_svc.blob_store import BlobStore
+from cachestore_svc.blob_rows import all_blobs, find_namespace
 from cachestore_svc.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.disk import Disk
-from cachestore_svc.index import Rows
+from cachestore_svc.index import SLICE, Rows
+from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.limits import check_hash, check_range, check_text
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.opening import open_directory
 from cachestore_svc.records import (
     BLOCK_TOKENS,
-    DEFAULT_LEASE_TTL_S,
     MAX_BLOCK_HASHES_PER_REQUEST,
-    MAX_LEASE_TTL_S,
     MAX_PAGE_SIZE,
     MAX_RETAINED_VERSIONS,
     MAX_VERSION,
-    MIN_LEASE_TTL_S,
     AgentDeleted,
     AgentPage,
     AgentRecord,
@@ -53,7 +50,6 @@ from cachestore_svc.records import (
     EventBatch,
     EventCursor,
     GcReport,
-    Lease,
     LeaseToken,
     Origin,
     SnapshotPage,
@@ -67,8 +63,9 @@ from cachestore_svc.records import (
 _USE_RESOLUTION_MS = 1000
 
 
-class Store(BlobStore):
-    """Everything that the service serves, below gRPC. What it does with blobs alone is in BlobStore."""
+class Store(LeaseStore):
+    """Everything that the service serves, below gRPC. What it does with blobs alone is in BlobStore, with leases in
+    LeaseStore."""
 
     @classmethod
     def open(
@@ -79,14 +76,16 @@ class Store(BlobStore):
         disk: Disk | None = None,
         *,
         sweeps: bool = True,
+        steady: Callable[[], float] = time.monotonic,
     ) -> "Store":
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
 
-        `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`).
+        `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
+        `steady` seconds that nobody sets.
         Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING:
         there are blobs but no database).
         """
-        return cls(open_directory(config, clock, token_hex, disk or Disk(), sweeps=sweeps))
+        return cls(open_directory(config, clock, token_hex, disk or Disk(), sweeps=sweeps, steady=steady))
 
     def close(self) -> None:
         """Finish what is queued, then let go of the data directory. Further calls raise Unavailable."""
@@ -112,10 +111,14 @@ class Store(BlobStore):
         bind_shared: bool = False,
         origin: Origin = Origin.TURN,
         origin_detail: str = "",
+        *,
+        is_brought: bool = False,
+        parent_manifest: Digest | None = None,
     ) -> SnapshotVersion:
         """Make a stored manifest the next version of its line: all or nothing, durable on return.
 
         `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
+        `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
         now) and InvalidArgument (manifest or name).
@@ -124,6 +127,7 @@ class Store(BlobStore):
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         facts = read_manifest(self._manifest_bytes(namespace, manifest))
+        committing.check_states(self._core.index, namespace, facts)
         shared = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS] if bind_shared else []
         asked = committing.Commit(
             namespace,
@@ -136,8 +140,15 @@ class Store(BlobStore):
             origin_detail,
             block_hash_chain(namespace, facts.kv_identity_hash, shared),
             self._core.config.retained_versions,
+            is_brought,
+            parent_manifest,
         )
-        done = self._write(lambda rows: self._commit(rows, asked))
+        if origin is Origin.TURN:
+            done = self._write(namespace, lambda rows: self._commit(rows, asked))
+        else:
+            done = self._taking_back(
+                namespace, agent_id, facts.kv_identity_hash, lambda rows: self._commit(rows, asked)
+            )
         self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
         return done.snapshot
 
@@ -147,10 +158,12 @@ class Store(BlobStore):
         """One version; by default the newest of the line used last. Counts as a use. Raises NotFound."""
         check_namespace(namespace)
         self._check_line(agent_id, kv_identity_hash)
-        line, snapshot = self._read(lambda rows: self._snapshot(rows, namespace, agent_id, kv_identity_hash, version))
+        line, snapshot = self._read(
+            namespace, lambda rows: self._snapshot(rows, namespace, agent_id, kv_identity_hash, version)
+        )
         now = self._core.now_unix_ms()
         if now - line.used_unix_ms > _USE_RESOLUTION_MS:
-            self._core.index.write_later(lambda rows: versions.use_line(rows, line.id, now))
+            self._core.index.write_later(namespace, lambda rows: versions.use_line(rows, line.id, now))
         return snapshot
 
     def list_snapshots(
@@ -165,7 +178,9 @@ class Store(BlobStore):
         check_namespace(namespace)
         self._check_line(agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
-        return self._read(lambda rows: listing.snapshots(rows, namespace, agent_id, kv_identity_hash, size, page_token))
+        return self._read(
+            namespace, lambda rows: listing.snapshots(rows, namespace, agent_id, kv_identity_hash, size, page_token)
+        )
 
     def find_prefix(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
         """Digests of the longest stored, shareable prefix of a chain. Extends lifetimes. Raises InvalidArgument."""
@@ -176,10 +191,19 @@ class Store(BlobStore):
             *(("block_hashes", each) for each in block_hashes),
         ]:
             check_hash(hash_, field)
+        found: list[Digest] = []
+        for start in range(0, len(block_hashes), SLICE):
+            some = block_hashes[start : start + SLICE]
+            found += self._prefix_of(namespace, kv_identity_hash, some)
+            if len(found) < start + len(some):
+                break
+        self._core.counters.add(namespace, "prefix_blocks_found", len(found))
+        return found
+
+    def _prefix_of(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
         found = self._core.promised(
             namespace, lambda rows, space: committing.find_prefix(rows, space, kv_identity_hash, block_hashes)
         )
-        self._core.counters.add(namespace, "prefix_blocks_found", len(found))
         return [blob.digest for blob in found]
 
     # --- agents ---
@@ -199,16 +223,17 @@ class Store(BlobStore):
         size, after = listing.page_size(page_size), listing.page_place(page_token)
         kept = self._core.config.retained_versions
         return self._read(
+            namespace,
             lambda rows: listing.agents_page(
                 rows, find_namespace(rows, namespace), after, name_prefix, labels or {}, size, kept
-            )
+            ),
         )
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
         check_namespace(namespace)
         check_agent_id(agent_id)
-        return self._read(lambda rows: self._record(rows, namespace, agent_id))
+        return self._read(namespace, lambda rows: self._record(rows, namespace, agent_id))
 
     def update_agent(
         self,
@@ -231,7 +256,7 @@ class Store(BlobStore):
             self._core.tell(rows, namespace, [AgentUpdated(agent_id)])
             return self._record(rows, namespace, agent_id)
 
-        return self._write(work)
+        return self._write(namespace, work)
 
     def fork_agent(
         self,
@@ -241,7 +266,8 @@ class Store(BlobStore):
         kv_identity_hash: str | None = None,
         version: int | None = None,
     ) -> AgentRecord:
-        """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists."""
+        """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
+        FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
         check_namespace(namespace)
         self._check_line(source_agent_id, kv_identity_hash)
         check_agent_id(agent_id)
@@ -253,7 +279,7 @@ class Store(BlobStore):
             self._core.tell(rows, namespace, [Committed(snapshot) for snapshot in made])
             return self._record(rows, namespace, agent_id)
 
-        return self._write(work)
+        return self._taking_back(namespace, agent_id, None, work)
 
     def rollback_agent(
         self,
@@ -263,7 +289,8 @@ class Store(BlobStore):
         kv_identity_hash: str | None = None,
         expected_head: int | None = None,
     ) -> SnapshotVersion:
-        """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved)."""
+        """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
+        FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
         check_namespace(namespace)
         self._check_line(agent_id, kv_identity_hash)
 
@@ -281,10 +308,11 @@ class Store(BlobStore):
             self._core.tell(rows, namespace, [Committed(snapshot)])
             return snapshot
 
-        return self._write(work)
+        return self._taking_back(namespace, agent_id, kv_identity_hash, work)
 
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
-        """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED)."""
+        """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED; LEASE_HELD
+        while an engine may still answer from what is taken back)."""
         check_namespace(namespace)
         check_agent_id(agent_id)
         now = self._core.now_unix_ms()
@@ -298,51 +326,8 @@ class Store(BlobStore):
             self._core.tell(rows, namespace, [AgentDeleted(agent_id)])
             return garbage.bytes_of(rows, unheld)
 
-        unshared = self._core.index.write(work, frees_space=True)
+        unshared = self._taking_back(namespace, agent_id, None, work, frees_space=True)
         return Deletion(garbage.gone_by(now, self._core.grace_ms), unshared)
-
-    # --- leases ---
-
-    def acquire_lease(
-        self, namespace: str, agent_id: str, kv_identity_hash: str, owner: str, ttl_s: float = DEFAULT_LEASE_TTL_S
-    ) -> Lease:
-        """Take the right to extend a line; it need not exist yet. The owner of a live lease gets it prolonged. Raises
-        FailedPrecondition (LEASE_HELD with "owner" and "expires_unix_ms")."""
-        ttl_ms = self._lease_ms(namespace, agent_id, kv_identity_hash, ttl_s)
-        check_owner(owner)
-
-        def work(rows: Rows) -> Lease:
-            now = self._core.now_unix_ms()
-            token, expires = leases.acquire(rows, namespace, agent_id, kv_identity_hash, owner, ttl_ms, now)
-            return Lease(token, expires, self._head(rows, namespace, agent_id, kv_identity_hash))
-
-        return self._write(work)
-
-    def renew_lease(
-        self,
-        namespace: str,
-        agent_id: str,
-        kv_identity_hash: str,
-        token: LeaseToken,
-        ttl_s: float = DEFAULT_LEASE_TTL_S,
-    ) -> Lease:
-        """Prolong a lease, also one that ended and that nobody else took. Raises Conflict (LEASE_FENCED), NotFound."""
-        ttl_ms = self._lease_ms(namespace, agent_id, kv_identity_hash, ttl_s)
-
-        def work(rows: Rows) -> Lease:
-            expires = self._core.now_unix_ms() + ttl_ms
-            leases.set_expiry(rows, namespace, agent_id, kv_identity_hash, token, expires)
-            return Lease(token, expires, self._head(rows, namespace, agent_id, kv_identity_hash))
-
-        return self._write(work)
-
-    def release_lease(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
-        """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
-        check_namespace(namespace)
-        self._check_line(agent_id, kv_identity_hash)
-        self._core.index.write(
-            lambda rows: leases.set_expiry(rows, namespace, agent_id, kv_identity_hash, token, 0), frees_space=True
-        )
 
     # --- events ---
 
@@ -350,7 +335,7 @@ class Store(BlobStore):
         """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
         check_namespace(namespace)
         check_range("limit", limit, 1, MAX_PAGE_SIZE)
-        return self._read(lambda rows: self._core.history.after(rows, namespace, cursor, limit))
+        return self._read(namespace, lambda rows: self._core.history.after(rows, namespace, cursor, limit))
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake
@@ -371,11 +356,11 @@ class Store(BlobStore):
                 return all_blobs(rows, space)
             return agents.held_digests(rows, agents.get_agent(rows, space, agent_id))
 
-        return check.verify(self._core, namespace, self._read(work))
+        return check.verify(self._core, namespace, self._read(namespace, work))
 
     def scrub(self) -> Iterator[VerifyProgress]:
         """`verify` for every namespace in turn."""
-        for namespace in self._read(namespaces):
+        for namespace in self._core.sound_namespaces():
             yield from self.verify(namespace)
 
     def collect_garbage(self, namespace: str | None = None, dry_run: bool = False) -> GcReport:
@@ -401,7 +386,7 @@ class Store(BlobStore):
 
     def _commit(self, rows: Rows, asked: committing.Commit) -> committing.Done:
         try:
-            done = committing.commit(rows, asked, self._core.now_unix_ms())
+            done = committing.commit(rows, asked, self._core.leases, self._core.now_unix_ms())
         except Conflict:
             self._core.counters.add(asked.namespace, "conflicts")
             raise
@@ -419,18 +404,7 @@ class Store(BlobStore):
         agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
         return agents.record(rows, agent, self._core.config.retained_versions)
 
-    def _head(self, rows: Rows, namespace: str, agent_id: str, kv_hash: str) -> int:
-        line = versions.find_line(rows, find_namespace(rows, namespace), agent_id, kv_hash)
-        return versions.head_of(rows, line.id) if line else 0
-
     def _check_line(self, agent_id: str, kv_hash: str | None) -> None:
         check_agent_id(agent_id)
         if kv_hash is not None:
             check_hash(kv_hash, "kv_identity_hash")
-
-    def _lease_ms(self, namespace: str, agent_id: str, kv_hash: str, ttl_s: float) -> int:
-        """Check what names a lease; its duration."""
-        check_namespace(namespace)
-        self._check_line(agent_id, kv_hash)
-        check_range("ttl", ttl_s, MIN_LEASE_TTL_S, MAX_LEASE_TTL_S)
-        return int(ttl_s * 1000)

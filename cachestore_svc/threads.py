@@ -1,27 +1,48 @@
-"""The threads on which the event loop runs the store, whose methods block."""
+"""The threads on which the event loop runs the store, whose methods block: namespaces share them, and take turns."""
 
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import ParamSpec, TypeVar
+
+from kvasir.shared_room import SharedRoom
 
 P = ParamSpec("P")
 T = TypeVar("T")
+THREADS = 32
+# Calls that keep the interpreter busy for a tenth of a second: more at once would keep everybody else from it.
+LONG_CALLS = 2
 
 
 class StoreThreads:
-    """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share."""
+    """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share.
 
-    def __init__(self, count: int = 32) -> None:
+    One namespace alone has three quarters of them at most, so whoever comes finds one, and does not wait behind all
+    that another has asked for.
+    """
+
+    def __init__(self, count: int = THREADS) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix="store")
+        self.room = SharedRoom(count)
+        self.long_calls = SharedRoom(LONG_CALLS)
 
-    def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
-        """Begin a call; it runs to its end whether or not anybody awaits it."""
-        return asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*args, **kwargs))
+    def start(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[T]":
+        """Begin a call for a namespace in its turn; it runs to its end whether or not anybody awaits it."""
+        call = partial(function, *args, **kwargs)
+        if not self.room.take_if_fits(namespace, 1):
+            return asyncio.ensure_future(self._in_turn(namespace, call))
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._pool, call)
+        except RuntimeError:  # the pool is closed
+            self.room.give_back(namespace, 1)
+            raise
+        future.add_done_callback(lambda _: self.room.give_back(namespace, 1))
+        return future
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call and wait. A cancel passes on only when the call has ended: what it holds is never closed under it."""
-        future = self.start(function, *args, **kwargs)
+        future = self.start(namespace, function, *args, **kwargs)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -29,6 +50,15 @@ class StoreThreads:
             if not future.cancelled():
                 future.exception()  # looked at, so that the loop does not report it
             raise
+
+    async def run_long(self, namespace: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for what names thousands of things: one such call of a namespace after the other."""
+        async with self.long_calls.held_for(namespace, 1):
+            return await self.run(namespace, function, *args, **kwargs)
+
+    async def _in_turn(self, namespace: str, call: Callable[[], T]) -> T:
+        async with self.room.held_for(namespace, 1):
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
 
     def close(self) -> None:
         """Wait for what runs."""

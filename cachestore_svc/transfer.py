@@ -6,7 +6,7 @@ Cut short anywhere, it leaves blobs that a repetition finds and garbage collecti
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,15 +17,20 @@ from kvasir.archive_reader import ArchiveReader, BlobPiece, Described
 from kvasir.block_hash import kv_identity_hash
 from kvasir.digest import Digest
 from kvasir.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Unavailable
+from kvasir.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.inbound import BlobIntake, Stored
+from cachestore_svc.lease_waiting import once_free
+from cachestore_svc.manifest_room import ManifestRoom
 from cachestore_svc.outbound import BlobReader, BlobSource
 from cachestore_svc.peers import Peers, errors_of_peer
-from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES, BlobKind, Origin, SnapshotVersion
+from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, MAX_PAGE_SIZE, BlobKind, Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
 _MAX_CUTS = 4
+# Of a thousand versions each. A peer whose list goes on is given up.
+MAX_PEER_PAGES = 100
 _CUT_PAUSE_S = 0.3
 T = TypeVar("T")
 
@@ -61,6 +66,26 @@ class Archive:
     source: BlobSource
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """What is kept of an archive's description while its blobs arrive."""
+
+    agent_id: str
+    manifest: Digest
+    kv_identity_hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Offered:
+    """What a peer has, once its manifest is here."""
+
+    version: int
+    manifest: Digest
+    kv_identity_hash: str
+    parent_manifest: str
+    digests: Sequence[Digest]
+
+
 class Transfers:
     """Moves agents in and out of one store."""
 
@@ -72,6 +97,7 @@ class Transfers:
         self._reader = reader
         self._peers = peers
         self._stall_timeout_s = stall_timeout_s
+        self.manifests = ManifestRoom()
 
     # --- pull ---
 
@@ -80,38 +106,47 @@ class Transfers:
 
         Yields progress, and last the version here. Raises NotFound, AlreadyExists, Unavailable, DataLoss.
         """
-        async with self._peers.connect(order.peer) as remote:
-            with errors_of_peer(order.peer):
-                theirs, manifest_bytes = await remote.get_snapshot(order.agent_id, order.kv_identity_hash)
-            manifest_digest = Digest.of(manifest_bytes)
-            if manifest_digest.hash != theirs.manifest.hash:
-                raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
-            manifest = await self._threads.run(manifests.parse, manifest_bytes)
-            kv_hash = kv_identity_hash(manifest.kv_identity)
-            ours = await self._head(order.namespace, order.local_agent_id, kv_hash)
-            if ours is not None and ours.manifest == manifest_digest:
+        async with self._peers.connect(order.peer) as remote, AsyncExitStack() as room:
+            async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
+                offered = await self._take_offer(remote, order, room)
+            ours = await self._head(order.namespace, order.local_agent_id, offered.kv_identity_hash)
+            if ours is not None and ours.manifest == offered.manifest:
                 yield ours
                 return
-            if ours is not None and ours.manifest.hash != manifest.parent_manifest:
-                await self._check_ancestor(remote, order, kv_hash, ours)
-            wanted = manifests.digests(manifest)
-            async with aclosing(self._fetch(remote, order, wanted)) as steps:
+            if ours is not None and ours.manifest.hash != offered.parent_manifest:
+                await self._check_ancestor(remote, order, offered.kv_identity_hash, ours)
+            async with aclosing(self._fetch(remote, order, offered.digests)) as steps:
                 async for progress in steps:
                     yield progress
-            await self._store_bytes(order.namespace, manifest_digest, manifest_bytes, BlobKind.MANIFEST)
-        yield await self._threads.run(
-            self._store.commit,
+        yield await self._commit(
             order.namespace,
             order.local_agent_id,
-            manifest_digest,
-            ours.version if ours else 0,
-            origin=Origin.PULL,
-            origin_detail=f"{order.peer}/{order.agent_id}@{theirs.version}",
+            offered.manifest,
+            ours,
+            Origin.PULL,
+            f"{order.peer}/{order.agent_id}@{offered.version}",
         )
+
+    async def _take_offer(self, remote: AioStoreClient, order: PullOrder, room: AsyncExitStack) -> _Offered:
+        """Read and store the peer's manifest. `room` has what its list of blobs takes."""
+        with errors_of_peer(order.peer):
+            theirs, manifest_bytes = await remote.get_snapshot(order.agent_id, order.kv_identity_hash)
+        digest = Digest.of(manifest_bytes)
+        if digest.hash != theirs.manifest.hash:
+            raise DataLoss(f"peer {order.peer}: its manifest's bytes are not those of its digest")
+        try:
+            manifest = await self._threads.run(order.namespace, manifests.parse, manifest_bytes)
+        except InvalidArgument as error:
+            raise DataLoss(f"peer {order.peer}: {error.message}", reason=error.reason) from None
+        digests = manifests.digests(manifest)
+        self.manifests.keep_list(room, order.namespace, len(digests))
+        await self._store_bytes(order.namespace, digest, manifest_bytes, BlobKind.MANIFEST)
+        kv_hash = kv_identity_hash(manifest.kv_identity)
+        return _Offered(theirs.version, digest, kv_hash, manifest.parent_manifest, digests)
 
     async def _head(self, namespace: str, agent_id: str, kv_hash: str) -> SnapshotVersion | None:
         try:
-            return await self._threads.run(self._store.get_snapshot, namespace, agent_id, kv_hash)
+            return await self._threads.run(namespace, self._store.get_snapshot, namespace, agent_id, kv_hash)
         except NotFound:
             return None
 
@@ -120,9 +155,11 @@ class Transfers:
     ) -> None:
         """The line here may be replaced by theirs only if theirs grew out of it."""
         page_token = ""
-        while True:
+        for _ in range(MAX_PEER_PAGES):
             with errors_of_peer(order.peer):
-                page = await remote.list_snapshots(order.agent_id, kv_hash, page_token=page_token)
+                page = await remote.list_snapshots(
+                    order.agent_id, kv_hash, page_size=MAX_PAGE_SIZE, page_token=page_token
+                )
             if any(version.manifest.hash == ours.manifest.hash for version in page.snapshots):
                 return
             page_token = page.next_page_token
@@ -133,6 +170,9 @@ class Transfers:
                     reason="NOT_AN_ANCESTOR",
                     metadata={"head_version": str(ours.version)},
                 )
+        raise Unavailable(
+            f"peer {order.peer}: its list of versions does not end", reason="PEER_FAILED", retry_after_s=60
+        )
 
     async def _fetch(
         self, remote: AioStoreClient, order: PullOrder, wanted: Sequence[Digest]
@@ -165,22 +205,22 @@ class Transfers:
         missing: list[Digest] = []
         for start in range(0, len(digests), MAX_DIGESTS_PER_REQUEST):
             batch = digests[start : start + MAX_DIGESTS_PER_REQUEST]
-            missing += await self._threads.run(self._store.find_missing, namespace, batch)
+            missing += await self._threads.run(namespace, self._store.find_missing, namespace, batch)
         return missing
 
     async def _receive(
         self, remote: AioStoreClient, order: PullOrder, missing: Sequence[Digest]
     ) -> AsyncGenerator[Digest, None]:
         """One stream of blobs into the store; yields each when it is durable."""
-        status = await self._threads.run(self._store.write_status, order.namespace, missing[0])
+        status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
         if 0 < status.received_bytes == missing[0].size_bytes:
             # It was cut after its last byte: there is nothing to ask the peer for, if these bytes are right.
-            if await self._threads.run(self._finish_part, order.namespace, missing[0]):
+            if await self._threads.run(order.namespace, self._finish_part, order.namespace, missing[0]):
                 yield missing[0]
                 missing = missing[1:]
             if not missing:
                 return
-            status = await self._threads.run(self._store.write_status, order.namespace, missing[0])
+            status = await self._threads.run(order.namespace, self._store.write_status, order.namespace, missing[0])
         expected = iter(missing)
         async with BlobIntake(self._store, self._threads, order.namespace) as intake:
             frames = remote.read_frames(missing, status.received_bytes)
@@ -231,56 +271,104 @@ class Transfers:
         self, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
     ) -> AsyncIterator[Archive]:
         """The archive of one version. Raises NotFound, DataLoss."""
-        snapshot = await self._threads.run(self._store.get_snapshot, namespace, agent_id, kv_hash, version)
-        manifest_bytes = await self.manifest_bytes(namespace, snapshot)
-        manifest = await self._threads.run(manifests.parse, manifest_bytes)
-        wanted = manifests.digests(manifest)
-        preamble = archive.preamble(manifest_bytes, manifest, agent_id)
-        async with self._reader.open(namespace, wanted) as source, aclosing(_archive(preamble, source)) as pieces:
-            yield Archive(archive.size_bytes(len(preamble), wanted), pieces, source)
-
-    async def manifest_bytes(self, namespace: str, snapshot: SnapshotVersion) -> bytes:
-        """The manifest of a version, as it was stored. Raises DataLoss."""
-        return bytes(await self._threads.run(self._store.read_blob, namespace, snapshot.manifest))
+        snapshot = await self._threads.run(namespace, self._store.get_snapshot, namespace, agent_id, kv_hash, version)
+        head = archive.head(snapshot.manifest, snapshot.kv_identity_hash, agent_id)
+        # The manifest is sent like any blob, from bytes that nobody parses; the index knows what it names.
+        async with self.manifests.listing(namespace, snapshot.token_count):
+            named = await self._threads.run(
+                namespace, self._store.named_blobs, namespace, snapshot.manifest, snapshot.total_bytes
+            )
+            size_bytes = archive.size_bytes(len(head) + _padded(snapshot.manifest.size_bytes), named)
+            source = self._reader.open(namespace, [snapshot.manifest, *named])
+            async with source, aclosing(_archive(head, snapshot.manifest, source)) as pieces:
+                yield Archive(size_bytes, pieces, source)
 
     async def import_archive(
         self, namespace: str, agent_id: str, replace: bool, pieces: AsyncIterable[bytes]
     ) -> SnapshotVersion:
         """Read an archive into a new version. Raises InvalidArgument, AlreadyExists, ResourceExhausted."""
         await self._check_may_import(namespace, agent_id, replace)
+        async with AsyncExitStack() as room:
+            described = await self._take_archive(namespace, pieces, room)
+        head = await self._head(namespace, agent_id, described.kv_identity_hash)
+        await self._check_may_import(namespace, agent_id, replace)
+        return await self._commit(namespace, agent_id, described.manifest, head, Origin.IMPORT, described.agent_id)
+
+    async def _take_archive(self, namespace: str, pieces: AsyncIterable[bytes], room: AsyncExitStack) -> _Described:
+        """Store all that an archive holds. `room` has what its list of blobs takes, for as long as it is read."""
         reader = ArchiveReader()
-        described: Described | None = None
-        async with BlobIntake(self._store, self._threads, namespace) as intake:
+        described: _Described | None = None
+        async with BlobIntake(self._store, self._threads, namespace) as intake, AsyncExitStack() as parsing:
+            waited_bytes = 0
             async for piece in pieces:
-                # Until it has read the manifest, a piece may take long.
-                parts = reader.feed(piece)
-                for part in parts if described else await self._threads.run(list, parts):
-                    if isinstance(part, Described):
-                        described = part
-                    else:
-                        await _take(intake, part)
-                    # With each part: one piece may hold more blobs than there is room for outcomes.
-                    _raise_failures(intake)
+                # Whoever waits for more room gives back what it has: else all could wait for each other.
+                if not described and (wanted := max(reader.wanted_bytes, len(piece))) > waited_bytes:
+                    waited_bytes = wanted
+                    await parsing.aclose()
+                    await parsing.enter_async_context(self.manifests.parsing(namespace, waited_bytes))
+                described = await self._take_parts(namespace, reader, piece, described, intake, room)
+                if described:
+                    await parsing.aclose()
             reader.finish()
             await intake.end()
             _raise_failures(intake)
         assert described is not None, "a whole archive has a manifest"
-        await self._store_bytes(namespace, described.manifest_digest, described.manifest_bytes, BlobKind.MANIFEST)
-        head = await self._head(namespace, agent_id, kv_identity_hash(described.manifest.kv_identity))
-        await self._check_may_import(namespace, agent_id, replace)
-        return await self._threads.run(
-            self._store.commit,
-            namespace,
-            agent_id,
-            described.manifest_digest,
-            head.version if head else 0,
-            origin=Origin.IMPORT,
-            origin_detail=described.agent_id,
-        )
+        return described
+
+    async def _take_parts(
+        self,
+        namespace: str,
+        reader: ArchiveReader,
+        piece: bytes,
+        described: _Described | None,
+        intake: BlobIntake,
+        room: AsyncExitStack,
+    ) -> _Described | None:
+        """What a piece completes: the manifest, once, which is stored and not kept; bytes of blobs."""
+        parts = reader.feed(piece)
+        # Until it has read the manifest, a piece may take long.
+        for part in parts if described else await self._threads.run(namespace, list, parts):
+            if isinstance(part, Described):
+                self.manifests.keep_list(room, namespace, len(part.digests))
+                await self._store_bytes(namespace, part.manifest_digest, part.manifest_bytes, BlobKind.MANIFEST)
+                kv_hash = kv_identity_hash(part.manifest.kv_identity)
+                described = _Described(part.agent_id, part.manifest_digest, kv_hash)
+            else:
+                await _take(intake, part)
+            # With each part: one piece may hold more blobs than there is room for outcomes.
+            _raise_failures(intake)
+        return described
+
+    async def _commit(
+        self,
+        namespace: str,
+        agent_id: str,
+        manifest: Digest,
+        head: SnapshotVersion | None,
+        origin: Origin,
+        origin_detail: str,
+    ) -> SnapshotVersion:
+        """Make what was brought the newest version, once no engine answers from the one before."""
+
+        async def commit() -> SnapshotVersion:
+            async with self.manifests.parsing(namespace, manifest.size_bytes):
+                return await self._threads.run(
+                    namespace,
+                    self._store.commit,
+                    namespace,
+                    agent_id,
+                    manifest,
+                    head.version if head else 0,
+                    origin=origin,
+                    origin_detail=origin_detail,
+                    parent_manifest=head.manifest if head else None,
+                )
+
+        return await once_free(commit, None)
 
     async def _check_may_import(self, namespace: str, agent_id: str, replace: bool) -> None:
         try:
-            await self._threads.run(self._store.get_agent, namespace, agent_id)
+            await self._threads.run(namespace, self._store.get_agent, namespace, agent_id)
         except NotFound:
             return
         if not replace:
@@ -292,19 +380,22 @@ class Transfers:
                 writer.write(writer.received_bytes, memoryview(data)[writer.received_bytes :])
                 writer.finish()
 
-        await self._threads.run(write)
+        await self._threads.run(namespace, write)
 
 
-async def _archive(preamble: bytes, source: BlobSource) -> AsyncGenerator[bytes, None]:
-    for offset in range(0, len(preamble), MAX_FRAME_BYTES):
-        yield preamble[offset : offset + MAX_FRAME_BYTES]
+async def _archive(head: bytes, manifest: Digest, source: BlobSource) -> AsyncGenerator[bytes, None]:
+    yield head
     while (piece := await source.next_piece()) is not None:
-        if piece.is_first:
+        if piece.is_first and piece.digest != manifest:
             yield archive.blob_header(piece.digest)
         yield piece.data
         if piece.offset + len(piece.data) == piece.digest.size_bytes:
             yield archive.padding(piece.digest.size_bytes)
     yield archive.END
+
+
+def _padded(size_bytes: int) -> int:
+    return size_bytes + len(archive.padding(size_bytes))
 
 
 async def _take(intake: BlobIntake, piece: BlobPiece) -> None:

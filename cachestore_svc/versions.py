@@ -21,7 +21,7 @@ IS_REFERENCED = """(EXISTS (SELECT 1 FROM manifests WHERE manifests.blob_id = bl
 
 _SNAPSHOT = """SELECT agents.name, lines.kv_identity_hash, versions.version, blobs.hash, blobs.size_bytes,
     versions.parent_version, manifests.token_count, versions.created_unix_ms, manifests.total_bytes, versions.origin,
-    versions.origin_detail, manifests.request_id
+    versions.origin_detail, manifests.request_id, blobs.is_brought
     FROM versions JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
     JOIN manifests ON manifests.blob_id = versions.manifest_id JOIN blobs ON blobs.id = versions.manifest_id"""
 
@@ -164,12 +164,6 @@ def hold_manifest(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], token
     rows.many("UPDATE blobs SET marked_unix_ms = NULL WHERE id = ? AND marked_unix_ms IS NOT NULL", ids)
 
 
-def named_ids(rows: Rows, manifest_id: int) -> frozenset[int]:
-    """Ids of the blobs that a manifest names; none for manifest 0."""
-    found = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = ?", manifest_id)
-    return frozenset(int(str(blob_id)) for (blob_id,) in found)
-
-
 def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
     found = rows.all(
         """SELECT blobs.hash, blobs.size_bytes FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.blob_id
@@ -177,6 +171,35 @@ def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
         manifest_id,
     )
     return [Digest(*row) for row in found]
+
+
+def named_after(rows: Rows, namespace_id: int, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+    """Blobs that a manifest names behind a position, with theirs."""
+    found = rows.all(
+        """SELECT manifest_blobs.position, blobs.hash, blobs.size_bytes FROM manifest_blobs
+            JOIN blobs ON blobs.id = manifest_blobs.blob_id
+            WHERE manifest_blobs.position > ? AND manifest_blobs.manifest_id =
+                (SELECT id FROM blobs WHERE namespace_id = ? AND hash = ? AND size_bytes = ?)
+            ORDER BY manifest_blobs.position LIMIT ?""",
+        position,
+        namespace_id,
+        manifest.hash,
+        manifest.size_bytes,
+        limit,
+    )
+    return [(int(place), Digest(*digest)) for place, *digest in found]
+
+
+def is_held(rows: Rows, namespace_id: int, manifest: Digest) -> bool:
+    """Whether some version is this manifest."""
+    found = rows.one(
+        """SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
+            WHERE blobs.namespace_id = ? AND blobs.hash = ? AND blobs.size_bytes = ?""",
+        namespace_id,
+        manifest.hash,
+        manifest.size_bytes,
+    )
+    return found is not None
 
 
 def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
@@ -210,7 +233,7 @@ def retain(rows: Rows, line_id: int, kept: int) -> None:
 
 
 def _snapshot(row: tuple[object, ...]) -> SnapshotVersion:
-    agent, kv_hash, version, hash_, size, parent, tokens, created, total, origin, detail, request = row
+    agent, kv_hash, version, hash_, size, parent, tokens, created, total, origin, detail, request, is_brought = row
     return SnapshotVersion(
         agent_id=str(agent),
         kv_identity_hash=str(kv_hash),
@@ -223,6 +246,7 @@ def _snapshot(row: tuple[object, ...]) -> SnapshotVersion:
         origin=Origin(_int(origin)),
         origin_detail=str(detail),
         request_id=str(request),
+        is_brought=bool(is_brought),
     )
 
 

@@ -1,0 +1,111 @@
+"""Until when each lease holds, on a clock that nobody sets; kept in memory, because a restart begins it anew.
+
+What is durable (owner, generation, whether it was released) is in `leases`. A lease that is not released and unknown
+here counts as held for its whole time from when it is first looked at: nobody may say that it ended.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cachestore_svc.records import LeaseToken
+
+# Who waits for a lease asks again at least this often; as long as it may still come, nobody else gets the lease.
+BARRED_S = 1.0
+
+
+class LineName(NamedTuple):
+    """What a lease is of. The line need not exist."""
+
+    namespace: str
+    agent_id: str
+    kv_identity_hash: str
+
+
+@dataclass(slots=True)
+class _Grant:
+    token: LeaseToken
+    ends: float
+    ttl_s: float  # as its row has it: all that it has after a restart
+    is_wanted: bool = False  # by another owner, who waits until the holder has no more use for it
+    is_taken_back: bool = False  # by a rollback or its like, which goes before: the lease is not prolonged any more
+
+
+class LiveLeases:
+    """The leases of all namespaces. From any thread."""
+
+    def __init__(self, steady: Callable[[], float]) -> None:
+        """`steady` gives seconds, monotonic."""
+        self._steady = steady
+        self._lock = threading.Lock()
+        self._grants: dict[LineName, _Grant] = {}
+        self._barred: dict[LineName, float] = {}
+
+    def grant(self, line: LineName, token: LeaseToken, ttl_s: float) -> None:
+        """Hold it from now on, or for longer."""
+        with self._lock:
+            self._put(line, token, ttl_s)
+
+    def left_s(self, line: LineName, token: LeaseToken, ttl_s: float) -> float:
+        """Seconds that a lease which was not released still holds; 0 when it ended."""
+        with self._lock:
+            found = self._grants.get(line)
+            if found is None or found.token.generation < token.generation:
+                found = self._put(line, token, ttl_s)
+            if found.token.generation > token.generation:
+                return 0.0  # it had ended already when a later one was granted, whose row never became durable
+            return max(found.ends - self._steady(), 0.0)
+
+    def prolong(self, line: LineName, token: LeaseToken, ttl_s: float) -> bool:
+        """Hold it for longer. False, and nothing changed, if it ended or is taken back, or if a restart would end it
+        before its holder expects that."""
+        with self._lock:
+            found = self._grants.get(line)
+            if found is None or found.token != token or found.is_taken_back or found.ends <= self._steady():
+                return False
+            if ttl_s > found.ttl_s:
+                return False
+            found.ends = max(found.ends, self._steady() + ttl_s)
+            return True
+
+    def is_wanted(self, line: LineName) -> bool:
+        """Whether another owner waits for it."""
+        with self._lock:
+            found = self._grants.get(line)
+            return found is not None and found.is_wanted
+
+    def want(self, line: LineName, *, takes_back: bool) -> bool:
+        """Somebody waits for the lease; whether its holder has yet to be told."""
+        with self._lock:
+            if takes_back:
+                self._barred[line] = self._steady() + BARRED_S
+            found = self._grants.get(line)
+            if found is None or found.is_taken_back or (found.is_wanted and not takes_back):
+                return False
+            found.is_wanted, found.is_taken_back = True, takes_back
+            return True
+
+    def barred_s(self, line: LineName) -> float:
+        """Seconds for which nobody gets the lease, because a rollback or its like waits for it."""
+        with self._lock:
+            return max(self._barred.get(line, 0.0) - self._steady(), 0.0)
+
+    def drop(self, line: LineName) -> None:
+        """It was released."""
+        with self._lock:
+            self._grants.pop(line, None)
+
+    def taken_back(self, line: LineName) -> None:
+        """Whoever waited had it, and is done."""
+        with self._lock:
+            self._grants.pop(line, None)
+            self._barred.pop(line, None)
+
+    def _put(self, line: LineName, token: LeaseToken, ttl_s: float) -> _Grant:
+        found, ends = self._grants.get(line), self._steady() + ttl_s
+        if found is None or found.token != token:
+            found = self._grants[line] = _Grant(token, ends, ttl_s)
+        found.ends, found.ttl_s = max(found.ends, ends), ttl_s
+        self._barred.pop(line, None)
+        return found
