@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -12,6 +13,7 @@ from kvasir.aio_store_client import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.interceptors import settle_garbage
 from kvasir.log_errors import without_payload
 from kvasir.serving import EdgeServer, RefusedToStart, run
 
@@ -19,6 +21,7 @@ from inference_svc.admission import Admission
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.engine import Engine
 from inference_svc.grammar_trial import GrammarTrial
+from inference_svc.lease_owner import LeaseOwner
 from inference_svc.metrics import serve_metrics
 from inference_svc.model_host import ModelHost
 from inference_svc.observer import Observer
@@ -56,15 +59,17 @@ async def serve(settings: EngineSettings) -> None:
         max_message_bytes=settings.max_request_bytes,
     )
     stores = _stores(settings)
+    owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
     stats = ServiceStats(time.monotonic())
     admission = Admission(settings.admission, stats, time.monotonic)
 
     def open_model(name: str, path: str) -> Awaitable[ServedModel]:
-        return open_served(name, path, settings, stores, admission, stats, time.monotonic, _now_ms)
+        return open_served(name, path, settings, stores, owner.name, admission, stats, time.monotonic, _now_ms)
 
     host = ModelHost(settings.model, open_model)
     standing = Observer(host, stats, admission, settings.memory_budget_bytes, time.monotonic).standing
     async with contextlib.AsyncExitStack() as stack:
+        stack.callback(owner.close)
         for store in stores.values():
             stack.push_async_callback(store.close)
         if settings.metrics_listen:
@@ -74,6 +79,7 @@ async def serve(settings: EngineSettings) -> None:
         if problems := [store.problem for store in stores.values() if store.problem]:
             raise RefusedToStart(f"--store-token-file: {'; '.join(problems)}")
         stack.push_async_callback(host.close)
+        settle_garbage()  # before a model comes, which may go again
         await host.load(host.names[0])
         formats = ReplyFormats(GrammarTrial())
         stack.push_async_callback(formats.close)
@@ -85,6 +91,7 @@ async def serve(settings: EngineSettings) -> None:
                 standing,
                 limits=_limits(settings),
                 is_stopping=server.stopping.is_set,
+                service_admins=settings.service_admin,
             ),
             server.grpc,
         )
@@ -119,7 +126,7 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
         max_prompt_bytes=settings.max_prompt_bytes,
         max_request_bytes=settings.max_request_bytes,
         max_unread_bytes=settings.max_unread_bytes,
-        kv_memory_bytes=settings.memory_budget_bytes,
+        reader_stall_s=settings.reader_stall_s,
         admission=settings.admission,
     )
 

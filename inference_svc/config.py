@@ -51,6 +51,9 @@ class EngineSettings(BaseSettings):
     """PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
     credentials_file: Path | None = None
     """Who may call, and as whom. Needed beyond a Unix socket."""
+    service_admin: Annotated[tuple[str, ...], NoDecode] = ()
+    """NAME of a credential with role admin that may change models and see the numbers of all namespaces, once for each.
+    Any other admin acts for its own namespace. The owner of the Unix socket needs no naming."""
     tls_cert_file: Path | None = None
     """PEM certificate. Needed beyond this machine."""
     tls_key_file: Path | None = None
@@ -79,7 +82,7 @@ class EngineSettings(BaseSettings):
     max_turns: Annotated[int, Field(gt=0)] = 256
     """Turns that may wait or run; more are refused, with a time to come back."""
     max_turns_per_namespace: Annotated[int, Field(gt=0)] | None = None
-    """Of those, turns of one namespace. Default: three quarters."""
+    """Of those, turns of one namespace; beside others' fewer, so that a place is left. Default: three quarters."""
     max_turns_per_caller: Annotated[int, Field(gt=0)] | None = None
     """Of those, turns of one credential. Default: three quarters."""
     max_restoring_bytes: Annotated[int, Field(gt=0)] = 1 << 30
@@ -116,6 +119,12 @@ class EngineSettings(BaseSettings):
         if len({name for name, _ in named}) != len(named):
             raise ValueError("two models have the same name; give them others, as NAME=PATH")
         return dict(named or [_named_model(str(kvasir_tiny.path()))])
+
+    @field_validator("service_admin", mode="before")
+    @classmethod
+    def _names(cls, given: object) -> object:
+        """The environment separates several by commas."""
+        return tuple(name for name in given.split(",") if name) if isinstance(given, str) else given
 
     @field_validator("metrics_listen")
     @classmethod
@@ -161,6 +170,7 @@ class EngineSettings(BaseSettings):
             max_turns=self.max_turns,
             max_turns_per_namespace=self.max_turns_per_namespace or most,
             max_turns_per_caller=self.max_turns_per_caller or most,
+            kv_memory_bytes=self.memory_budget_bytes,
             max_open_prompt_bytes=max(self.max_open_prompt_bytes, self.max_prompt_bytes),
             max_restoring_bytes=self.max_restoring_bytes,
             max_publishing_bytes=self.max_publishing_bytes,
@@ -200,7 +210,7 @@ def read_settings(arguments: Sequence[str]) -> EngineSettings:
     parser = argparse.ArgumentParser(prog=f"{_COMMAND} serve", description="Serve one model at a time over gRPC.")
     parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help=argparse.SUPPRESS)
     for name, field in EngineSettings.model_fields.items():
-        action = "append" if name in ("store_token_file", "model") else "store"
+        action = "append" if name in ("store_token_file", "model", "service_admin") else "store"
         parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action=action, help=field.description)
     given = vars(parser.parse_args(arguments))
     del given["command"]

@@ -4,15 +4,16 @@ The whole conversation is rendered each time; what of it is already remembered, 
 is asked for text and never for tokens.
 """
 
-import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 
+from inference_svc.given_json import GivenJson, JsonField
+from inference_svc.literal_text import Specials, without_guards
 from inference_svc.prefix_matching import common_prefix_length
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -20,7 +21,7 @@ ROLES = ("system", "user", "assistant", "tool")
 _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000
 _MAX_TOOLS = 128
-_MAX_TOOLS_BYTES = 1 << 20  # parsing nested JSON holds up everything else, a second for a few MiB
+_MAX_TOOLS_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,43 +41,77 @@ class ChatTemplate(Protocol):
     ) -> str: ...
 
 
-def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
-    """Raise InvalidArgument, the field named, unless these are messages that may be rendered."""
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation as templates know it: JSON parsed, and guards in strangers' words (literal_text)."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    specials: Specials
+
+    def with_message(self, message: manifest_pb2.Message, objects: GivenJson) -> "Dialogue":
+        return replace(self, messages=(*self.messages, _message_fields(message, objects, self.specials)))
+
+
+def dialogue(
+    messages: Sequence[manifest_pb2.Message], tools: Sequence[Tool], objects: GivenJson, specials: Specials
+) -> Dialogue:
+    """`objects`: all JSON of these messages and tools, read."""
+    return Dialogue(
+        tuple(_message_fields(message, objects, specials) for message in messages),
+        tuple(tool_fields(tools, objects, specials.guarded_value)),
+        specials,
+    )
+
+
+def check_counts(messages: Sequence[manifest_pb2.Message], field: str) -> None:
+    """Raise InvalidArgument, the field named, for more messages or tool calls than are looked at one by one: an empty
+    one is two bytes of a request, and a microsecond of everybody's time.
+    """
     if not messages:
         raise InvalidArgument(f"{field}: expected at least one message", field=field)
     if len(messages) > _MAX_MESSAGES:
         raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} messages, got {len(messages)}", field=field)
+    if (calls := sum(len(message.tool_calls) for message in messages)) > _MAX_MESSAGES:
+        raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} tool calls in all, got {calls}", field=field)
+
+
+def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
+    """Raise InvalidArgument, the field named, unless these are messages that may be rendered, if their JSON is."""
+    check_counts(messages, field)
     for index, message in enumerate(messages):
         if message.role not in ROLES:
             where = f"{field}[{index}].role"
             raise InvalidArgument(
                 f"{where}: expected one of {', '.join(ROLES)}, got {message.role[:40]!r}", field=where
             )
-        for number, call in enumerate(message.tool_calls):
-            _json_object(call.arguments_json, f"{field}[{index}].tool_calls[{number}].arguments_json")
 
 
-def check_no_control_tokens(messages: Sequence[manifest_pb2.Message], field: str, special_texts: Sequence[str]) -> None:
-    """Raise InvalidArgument, the field named, when a message spells one of the model's special tokens: rendered, it
-    would be that token, and a user's words could end their message and begin a system's.
+def of_caller(messages: Iterable[manifest_pb2.Message]) -> tuple[manifest_pb2.Message, ...]:
+    """Messages that somebody sent: whatever they claim, none is a reply of this engine."""
+    return tuple(_unclaimed(message) if message.is_reply else message for message in messages)
 
-    What assistants said is not looked at: a model may have said such a token itself.
-    """
+
+def json_of_messages(messages: Iterable[manifest_pb2.Message], field: str) -> Iterator[JsonField]:
     for index, message in enumerate(messages):
-        content = "" if message.role == "assistant" else message.content
-        parts = (("content", content), ("name", message.name), ("tool_call_id", message.tool_call_id))
-        for part, text in parts:
-            if found := next((special for special in special_texts if special in text), None):
-                where = f"{field}[{index}].{part}"
-                raise InvalidArgument(
-                    f"{where}: expected plain text, got {found!r}, a special token of the model", field=where
-                )
+        for number, call in enumerate(message.tool_calls):
+            yield f"{field}[{index}].tool_calls[{number}].arguments_json", call.arguments_json
+
+
+def json_of_tools(tools: Iterable[Tool]) -> Iterator[JsonField]:
+    for index, tool in enumerate(tools):
+        yield f"tools[{index}].parameters_json", tool.parameters_json
+
+
+def check_tool_count(count: int) -> None:
+    """Raise InvalidArgument for more tools than are looked at."""
+    if count > _MAX_TOOLS:
+        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {count}", field="tools")
 
 
 def check_tools(tools: Sequence[Tool]) -> None:
-    """Raise InvalidArgument, the field named, unless every tool has a name and a schema that is a JSON object."""
-    if len(tools) > _MAX_TOOLS:
-        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {len(tools)}", field="tools")
+    """Raise InvalidArgument, the field named, unless there are few enough tools and every one has a name."""
+    check_tool_count(len(tools))
     if (size_bytes := sum(map(tool_bytes, tools))) > _MAX_TOOLS_BYTES:
         raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS_BYTES} bytes, got {size_bytes}", field="tools")
     for index, tool in enumerate(tools):
@@ -84,29 +119,18 @@ def check_tools(tools: Sequence[Tool]) -> None:
             raise InvalidArgument(
                 f"tools[{index}].name: expected 1 to 128 characters, got {len(tool.name)}", field=f"tools[{index}].name"
             )
-        _json_object(tool.parameters_json or "{}", f"tools[{index}].parameters_json")
 
 
 def tool_bytes(tool: Tool) -> int:
     return sum(len(text.encode()) for text in (tool.name, tool.description, tool.parameters_json))
 
 
-def render(
-    template: ChatTemplate,
-    messages: Sequence[manifest_pb2.Message],
-    tools: Sequence[Tool],
-    *,
-    add_generation_prompt: bool = True,
-) -> str:
+def render(template: ChatTemplate, told: Dialogue, *, add_generation_prompt: bool = True) -> str:
     """The text of a conversation. Raises InvalidArgument when the template refuses it, or what it makes is no text."""
     try:
-        text = template(
-            [_message_fields(message) for message in messages],
-            tool_fields(tools) or None,
-            add_generation_prompt,
-        )
+        text = template(list(told.messages), list(told.tools) or None, add_generation_prompt)
         text.encode()  # half of a surrogate pair is no text, and what comes after this counts on text
-        return text
+        return told.specials.settled(text)
     except InvalidArgument:
         raise
     except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
@@ -116,42 +140,46 @@ def render(
         ) from None
 
 
-def lasting_chars(
-    template: ChatTemplate, messages: Sequence[manifest_pb2.Message], tools: Sequence[Tool], text: str
-) -> int | None:
+def lasting_chars(template: ChatTemplate, told: Dialogue, text: str) -> int | None:
     """Characters of the conversation's prompt `text` that the next prompt surely begins with: all but what asks for the
     reply, which templates often write otherwise once the reply is there. None when the template does not say.
     """
     try:
-        told = render(template, messages, tools, add_generation_prompt=False)
+        lasting = render(template, told, add_generation_prompt=False)
     except InvalidArgument:
         return None  # some templates render only what is to be answered
-    return common_prefix_length(told, text)
+    return common_prefix_length(lasting, text)
 
 
 def reply_message(
     template: ChatTemplate,
-    messages: Sequence[manifest_pb2.Message],
-    tools: Sequence[Tool],
+    told: Dialogue,
     *,
     reply: str,
     told_text: str,
     tool_calls: Sequence[manifest_pb2.ToolCall],
     tool_start: str,
+    is_trusted: bool = True,
 ) -> manifest_pb2.Message:
     """The assistant's message to remember: the form that the template renders back to what was said, `told_text`.
 
     Structured tool calls where they render to the same characters; else the reply as it was, so that the next turn
-    extends the memory instead of diverging from it. `tool_start` stands before the calls.
+    extends the memory instead of diverging from it. `tool_start` stands before the calls. `is_trusted`: whether it may
+    be known as a reply later; of a line that was brought here nothing is believed.
     """
-    plain = manifest_pb2.Message(role="assistant", content=reply)
+    plain = manifest_pb2.Message(role="assistant", content=reply, is_reply=True)
+    if not is_trusted:
+        plain = _unclaimed(plain)
     if not tool_calls:
         return plain
-    said = reply[: max(reply.find(tool_start), 0)]
-    structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls)
+    said = plain.content[: max(plain.content.find(tool_start), 0)]
+    structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls, is_reply=is_trusted)
     try:
-        rendered = render(template, [*messages, structured], tools, add_generation_prompt=False)
-    except (InvalidArgument, ValueError):
+        objects = GivenJson(json_of_messages([structured], "reply"))
+        objects.check_size()
+        objects.read()
+        rendered = render(template, told.with_message(structured, objects), add_generation_prompt=False)
+    except InvalidArgument:
         return plain  # what the model wrote as arguments is no JSON object, or the template dislikes it
     return structured if rendered.startswith(told_text) else plain
 
@@ -185,48 +213,47 @@ def input_digest(
     return hasher.hexdigest()
 
 
-def _message_fields(message: manifest_pb2.Message) -> dict[str, Any]:
-    fields: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name:
-        fields["name"] = message.name
-    if message.tool_call_id:
-        fields["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        fields["tool_calls"] = [
-            {
-                "type": "function",
-                "id": call.id,
-                "function": {"name": call.name, "arguments": json.loads(call.arguments_json or "{}")},
-            }
-            for call in message.tool_calls
-        ]
-    return fields
-
-
-def tool_fields(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """Tools as templates and parsers know them."""
+def tool_fields(
+    tools: Sequence[Tool], objects: GivenJson, words: Callable[[Any], Any] = lambda value: value
+) -> list[dict[str, Any]]:
+    """Tools as templates and parsers know them. `words` is what becomes of a stranger's words."""
     return [
         {
             "type": "function",
             "function": {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": json.loads(tool.parameters_json or "{}"),
+                "name": words(tool.name),
+                "description": words(tool.description),
+                "parameters": words(objects.object(tool.parameters_json)),
             },
         }
         for tool in tools
     ]
 
 
-def _json_object(text: str, field: str) -> None:
-    try:
-        value = json.loads(text or "{}")
-        if isinstance(value, dict):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        # JSON can spell half of a surrogate pair (\ud800); no prompt can hold it.
-        raise InvalidArgument(f"{field}: expected text, got half of a surrogate pair", field=field) from None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise InvalidArgument(f"{field}: expected a JSON object", field=field)
+def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials: Specials) -> dict[str, Any]:
+    strange = specials.guarded_value
+    # What the model said is rendered as it said it: it may have said special tokens itself.
+    said: Callable[[Any], Any] = (lambda value: value) if message.is_reply else strange
+    fields: dict[str, Any] = {"role": message.role, "content": said(message.content)}
+    if message.name:
+        fields["name"] = strange(message.name)
+    if message.tool_call_id:
+        fields["tool_call_id"] = strange(message.tool_call_id)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "id": strange(call.id),  # a reply's too: it begins with its request's id
+                "function": {"name": said(call.name), "arguments": said(objects.object(call.arguments_json))},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _unclaimed(message: manifest_pb2.Message) -> manifest_pb2.Message:
+    strange = manifest_pb2.Message()
+    strange.CopyFrom(message)
+    strange.ClearField("is_reply")
+    strange.content = without_guards(strange.content)
+    return strange

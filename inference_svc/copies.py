@@ -1,4 +1,4 @@
-"""Copies of a memory's KV for the store, in pieces and within a limit for all that wait.
+"""Copies of a memory's KV for the store, in pieces and within a limit for all that wait, shared by namespaces.
 
 The MLX thread makes them between steps, so one piece is small. Usually one is all there is, because full blocks left
 while the turn ran. After an outage there may be the whole memory: then what does not fit goes to the store before the
@@ -13,9 +13,9 @@ from dataclasses import replace
 from kvasir import errors
 from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.manifest import keeps_all_tokens
+from kvasir.shared_room import SharedRoom
 
 from inference_svc.engine import Engine
-from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory
 from inference_svc.plan import SequenceKey, Snapshot
 from inference_svc.remote_cache import RemoteCache
@@ -48,7 +48,7 @@ async def copied(asked: "Future[Snapshot | None]") -> Snapshot | None:
 class Copies:
     """Takes copies for one engine."""
 
-    def __init__(self, engine: Engine, held: HeldBytes, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: Engine, held: SharedRoom, clock: Callable[[], float]) -> None:
         """`held` bounds the copies of all memories. `clock` gives seconds, monotonic."""
         self.held = held
         self._engine = engine
@@ -74,45 +74,46 @@ class Copies:
         give_up, sent_bytes, held_bytes, snapshot = self._clock() + patience_s, 0, 0, first
         try:
             while has_blocks and not _is_whole(snapshot, memory):
-                held_bytes = self._hold(snapshot, held_bytes)
-                if not self.held.fits(self.piece_bytes):
+                held_bytes = self._hold(key.namespace, snapshot, held_bytes)
+                if not self.held.fits(key.namespace, self.piece_bytes):
                     if not store.is_reachable:
-                        raise self._too_much(snapshot, memory)
+                        raise self._too_much(key.namespace, snapshot, memory)
                     sent_bytes += await _send(snapshot, memory, store, give_up - self._clock())
                     snapshot = replace(snapshot, first_block=_end(snapshot), blocks=())
-                    held_bytes = self._hold(snapshot, held_bytes)
-                    if not await self._has_room(give_up - self._clock()):
-                        raise self._too_much(snapshot, memory)
+                    held_bytes = self._hold(key.namespace, snapshot, held_bytes)
+                    if not await self._has_room(key.namespace, give_up - self._clock()):
+                        raise self._too_much(key.namespace, snapshot, memory)
                 piece = await copied(self._engine.snapshot(key, _end(snapshot), max_blocks=self.piece_blocks))
                 if piece is None or tuple(piece.state.token_ids) != tuple(memory.words.token_ids):
                     raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
                 snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))
         finally:
-            self.held.give_back(held_bytes)
+            self.held.give_back(key.namespace, held_bytes)
         return snapshot, sent_bytes
 
-    async def _has_room(self, patience_s: float) -> bool:
+    async def _has_room(self, namespace: str, patience_s: float) -> bool:
         """Whether a piece fits, or does so once others' copies have gone."""
         try:
             async with asyncio.timeout(max(patience_s, 0)):
-                await self.held.wait_for(self.piece_bytes)
+                await self.held.wait_for(namespace, self.piece_bytes)
         except TimeoutError:
             return False
-        self.held.give_back(self.piece_bytes)
+        self.held.give_back(namespace, self.piece_bytes)
         return True
 
-    def _hold(self, snapshot: Snapshot, held_bytes: int) -> int:
+    def _hold(self, namespace: str, snapshot: Snapshot, held_bytes: int) -> int:
         """Hold exactly the snapshot's bytes instead of `held_bytes`."""
         size_bytes = sum(map(len, files_of(snapshot)))
-        self.held.take(size_bytes - held_bytes)
+        self.held.take(namespace, size_bytes - held_bytes)
         return size_bytes
 
-    def _too_much(self, snapshot: Snapshot, memory: AgentMemory) -> errors.ResourceExhausted:
+    def _too_much(self, namespace: str, snapshot: Snapshot, memory: AgentMemory) -> errors.ResourceExhausted:
         left = len(memory.words.token_ids) - _end(snapshot) * BLOCK_TOKENS
         left_bytes = left * self._engine.model.kv_bytes_per_token
         return errors.ResourceExhausted(
-            f"copies of {self.held.held_bytes} bytes wait for the store, this memory has {left_bytes} more, at most "
-            f"{self.held.max_bytes} may wait; it stays hot, and goes with the agent's next turn"
+            f"the namespace's copies of {self.held.held(namespace)} bytes wait for the store, this memory has "
+            f"{left_bytes} more; of the {self.held.max_units} that may wait, no more are this namespace's now; the "
+            "memory stays hot, and goes with the agent's next turn"
         )
 
 

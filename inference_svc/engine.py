@@ -27,12 +27,11 @@ from inference_svc.plan import (
     Failed,
     HotMemory,
     ModelInfo,
-    SamplingParams,
     SequenceKey,
     Snapshot,
     TurnPlan,
 )
-from inference_svc.scheduler import Rules
+from inference_svc.schedulable import Rules
 from inference_svc.token_text import TokenText
 from inference_svc.turn import Turn
 
@@ -148,6 +147,11 @@ class Engine:
         return self._opened.grammars
 
     @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below it."""
+        return self._opened.vocabulary_size
+
+    @property
     def device(self) -> str:
         """\"cpu\", \"metal\" or \"cuda\"."""
         return self._opened.device
@@ -180,6 +184,10 @@ class Engine:
         """Allocated KV bytes of each hot memory, those that running turns extend included."""
         return self._worker.memories.sizes()
 
+    def hot_keys(self) -> set[SequenceKey]:
+        """Whose memories are hot. Cheaper than `hot_sizes`."""
+        return self._worker.memories.keys()
+
     def needed_bytes(self, plan: TurnPlan) -> int:
         """KV that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
         return turn_bytes(plan, self.model)
@@ -202,7 +210,7 @@ class Engine:
             self.model.cell_tokens,
             time.monotonic,
             self.model.kv_identity_hash,
-            self._matcher(plan.sampling),
+            self._matcher(plan),
             has_states=self.model.has_states,
         )
         self._count_turn()
@@ -220,6 +228,11 @@ class Engine:
     def hot_memory(self, key: SequenceKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
         return self._worker.memories.described(key)
+
+    def hot_tag(self, key: SequenceKey) -> object:
+        """What is attached to the key's hot memory; None if there is none. Not counted as a use."""
+        memory = self._worker.memories.get(key)
+        return memory.tag if memory is not None else None
 
     def tag_hot(self, key: SequenceKey, tag: object) -> None:
         """Attach anything (say, the store version that equals this memory) to the key's hot memory. A turn that changes
@@ -267,24 +280,26 @@ class Engine:
         posted.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
         return result
 
-    def _matcher(self, sampling: SamplingParams) -> GrammarMatcher | None:
+    def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
         """Compiled by the edge already, or now, for who comes another way."""
+        sampling = plan.sampling
         if sampling.constraint is None:
             return None
-        return self.grammars.matcher(sampling.constraint, sampling.stop_token_ids)
+        return self.grammars.matcher(plan.namespace or "", sampling.constraint, sampling.stop_token_ids)
 
     def _check(self, plan: TurnPlan) -> None:
         if self._is_closed:
             raise _closed()
         if not plan.token_ids or len(plan.token_ids) != len(plan.token_chars):
             raise InvalidArgument("prompt: expected at least one token, and a count of characters for each")
-        if max(plan.token_ids) >= self._opened.vocabulary_size or min(plan.token_ids) < 0:
-            raise InvalidArgument(f"prompt: expected token ids below {self._opened.vocabulary_size}")
-        for token, _ in plan.sampling.logit_bias:
-            if token >= self._opened.vocabulary_size:
+        if max(plan.token_ids) >= self.vocabulary_size or min(plan.token_ids) < 0:
+            raise InvalidArgument(f"prompt: expected token ids below {self.vocabulary_size}")
+        biased = [token for token, _ in plan.sampling.logit_bias]
+        for field, given in (("logit_bias", biased), ("stop_token_ids", plan.sampling.stop_token_ids)):
+            if given and max(given) >= self.vocabulary_size:
                 raise InvalidArgument(
-                    f"sampling.logit_bias: expected token ids below {self._opened.vocabulary_size}, got {token}",
-                    field="sampling.logit_bias",
+                    f"sampling.{field}: expected token ids below {self.vocabulary_size}, got {max(given)}",
+                    field=f"sampling.{field}",
                 )
         needed_tokens = len(plan.token_ids) + plan.sampling.max_tokens
         if needed_tokens > self.model.context_tokens:

@@ -16,12 +16,15 @@ from inference_svc.hot_memories import HotMemories, Memory
 from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.decode_batch import DecodeBatch
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.mask_budget import MaskBudget
 from inference_svc.model_runner import ModelRunner
 from inference_svc.plan import Event, ModelInfo, SamplingParams, SequenceKey, Snapshot, TurnPlan
 from inference_svc.putting_aside import PuttingAside
+from inference_svc.room_shares import Room
 from inference_svc.running_turn import MOST_POINTS, RunningTurn, begin
 from inference_svc.sampling import Sampler, sample
-from inference_svc.scheduler import Rules, Scheduler
+from inference_svc.schedulable import Rules
+from inference_svc.scheduler import Scheduler
 from inference_svc.tensor_files import chain_hashes, file_identities, state_identity
 from inference_svc.turn import Turn
 
@@ -58,7 +61,9 @@ class EngineWorker:
         self._model = model
         self._clock = clock
         self._rules = rules
-        self._scheduler: Scheduler[Turn] = Scheduler(rules)
+        room = Room(memory_budget_bytes, self.memories.ledger.reserved_by, self._needed_bytes)
+        self._scheduler: Scheduler[Turn] = Scheduler(room, rules)
+        self._masks: MaskBudget[Turn] = MaskBudget()
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._running: dict[Turn, RunningTurn] = {}
         self._aside = PuttingAside(runner, model, memory_budget_bytes // _UNSTORED_PART)
@@ -82,11 +87,13 @@ class EngineWorker:
         spent_s = self._clock() - before_s
         has_ended = self._finish_spoken()  # whose memory is whole and who says nothing
         speaking = self._scheduler.begin_step(self._clock())
-        if speaking:
-            self._decode(speaking)
+        present = {*self._scheduler.running, *self._scheduler.waiting}
+        if may_speak := self._masks.begin_step(speaking, present):
+            self._decode(may_speak)
             self._tell()
         has_prefilled = self._prefill(take_mail, spent_s)
         self._finish_spoken()
+        self._masks.end_step(self._clock() - before_s)
         self._count_bytes()
         if not self._running:
             self._runner.release_unused()
@@ -179,13 +186,14 @@ class EngineWorker:
             return not speaks or self._clock() - before_s < self._rules.budget_s
 
         blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
-        if blocked is not None and self._make_room(blocked):
+        if any(self._make_room(turn) for turn in blocked):
             self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
 
     def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
         """Begin a waiting turn, or have the files of one that was put aside brought; False if there is no room yet."""
         extends = turn.memory_key is not None
-        if not self.memories.reserve(turn, self._needed_bytes(turn), turn.plan.key, extends=extends, spare=spare):
+        needed, key, namespace = self._needed_bytes(turn), turn.plan.key, turn.namespace
+        if not self.memories.reserve(turn, needed, key, extends=extends, spare=spare, namespace=namespace):
             self._refused.setdefault(turn, spare)
             return False
         if turn in self._aside:
@@ -200,7 +208,7 @@ class EngineWorker:
         needed, extends = self._needed_bytes(blocked), blocked.memory_key is not None
         spare = self._refused.get(blocked, ())
         missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, spare=spare)
-        preemptions = self._scheduler.preemptions(blocked, missing, self.memories.ledger.reserved_by)
+        preemptions = self._scheduler.preemptions(blocked, missing)
         turns = [preemption.turn for preemption in preemptions]
         if not self._aside.have_room(turns):
             return False
@@ -250,9 +258,11 @@ class EngineWorker:
         """Whether there is room for the turn beside the memory that it was to extend; that one is idle then."""
         key = turn.plan.key
         self.memories.release(turn)
-        if self.memories.reserve(turn, turn_bytes(turn.plan, self._model), spare={key, *spare}):
+        needed, namespace = turn_bytes(turn.plan, self._model), turn.namespace
+        if self.memories.reserve(turn, needed, spare={key, *spare}, namespace=namespace):
             return True
-        self.memories.reserve(turn, self._needed_bytes(turn), key, extends=True, spare=spare)  # as it was before
+        needed = self._needed_bytes(turn)
+        self.memories.reserve(turn, needed, key, extends=True, spare=spare, namespace=namespace)  # as it was before
         return False
 
     # --- stepping ---
@@ -284,9 +294,12 @@ class EngineWorker:
                 turn.accept(token.token_id, token.logprobs)
 
     def _joined(self, speaking: Sequence[Turn]) -> list[Turn]:
-        """All that speak, in the batch, by slot; and nobody else: who was cancelled since this step began leaves it."""
+        """Those that speak in this step, in the batch, by slot; and nobody else: who sits out, and who was cancelled
+        since this step began, leaves it.
+        """
         by_kv = {id(self._running[turn].kv): turn for turn in speaking}
-        for kv in [kv for kv in self._batch.sequences if id(kv) not in by_kv]:
+        # From the last slot on: when many leave at once, few are moved to take their places.
+        for kv in [kv for kv in reversed(self._batch.sequences) if id(kv) not in by_kv]:
             self._batch.leave(kv)
         for turn in speaking:
             if self._running[turn].kv not in self._batch:

@@ -9,13 +9,15 @@ import json
 import sys
 from pathlib import Path
 
-from kvasir.errors import InvalidArgument, ResourceExhausted
+from kvasir.errors import InvalidArgument
 
+from inference_svc.grammar_trial_process import Trial
 from inference_svc.plan import Constraint
 
 _SCRIPT = Path(__file__).with_name("grammar_trial_process.py")
-_MAX_WAITING = 32
 _MAX_TOLD_CHARS = 300
+# A step of a small model takes this long on a CPU. What is below it and still much is bounded by `mask_budget`.
+MAX_STEP_S = 0.01
 
 
 class GrammarTrial:
@@ -25,23 +27,12 @@ class GrammarTrial:
         self._timeout_s = timeout_s
         self._process: asyncio.subprocess.Process | None = None
         self._asking = asyncio.Lock()
-        self._waiting = 0
         self._ending: set[asyncio.Task[None]] = set()
 
     async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidArgument, the field named, for a format that is none, or takes too much to compile;
-        ResourceExhausted when too many wait for an answer.
-        """
-        if self._waiting >= _MAX_WAITING:
-            raise ResourceExhausted(
-                f"{constraint.kind.value}: {self._waiting} formats wait to be compiled", retry_after_s=1.0
-            )
-        self._waiting += 1
-        try:
-            async with self._asking:
-                await self._ask(constraint)
-        finally:
-            self._waiting -= 1
+        """Raise InvalidArgument, the field named, for a format that is none, or takes too much to compile or follow."""
+        async with self._asking:
+            await self._ask(constraint)
 
     async def close(self) -> None:
         """End the process, and wait until it is gone. Idempotent."""
@@ -62,8 +53,7 @@ class GrammarTrial:
             answer = await self._answer(constraint)
         if not answer:
             raise too_complex(constraint)
-        if problem := json.loads(answer)["error"]:
-            raise refused(constraint, problem)
+        check(constraint, Trial(**json.loads(answer)))
 
     async def _answer(self, constraint: Constraint) -> bytes:
         """A line; empty if the process ended instead."""
@@ -87,20 +77,39 @@ class GrammarTrial:
         return answer
 
 
-def too_complex(constraint: Constraint) -> InvalidArgument:
+def check(constraint: Constraint, trial: Trial) -> None:
+    """Raise InvalidArgument, the field named, for what a trial found unfit."""
+    if trial.gave_up:
+        raise too_complex(constraint, f"a reply cannot be followed ({_told(trial.error)})")
+    if trial.error:
+        raise refused(constraint, trial.error)
+    if trial.step_s > MAX_STEP_S:
+        step_us, most_us = round(trial.step_s * 1e6), round(MAX_STEP_S * 1e6)
+        raise too_complex(
+            constraint,
+            f"each token of a reply takes {step_us} µs to constrain, at most {most_us} may be taken",
+            step_us=step_us,
+            max_step_us=most_us,
+        )
+
+
+def too_complex(
+    constraint: Constraint, why: str = "it takes too much time or memory to compile", **numbers: int
+) -> InvalidArgument:
     field = constraint.kind.value
-    return InvalidArgument(
-        f"{field}: it takes too much time or memory to compile", reason="FORMAT_TOO_COMPLEX", field=field
-    )
+    metadata = {name: str(number) for name, number in numbers.items()}
+    return InvalidArgument(f"{field}: {why}", reason="FORMAT_TOO_COMPLEX", field=field, metadata=metadata)
 
 
 def refused(constraint: Constraint, problem: str) -> InvalidArgument:
     """`problem` is llguidance's own, without what it quotes of a regex."""
     field = constraint.kind.value
+    return InvalidArgument(f"{field}: {_told(problem)}", reason="FORMAT_INVALID", field=field)
+
+
+def _told(problem: str) -> str:
     told = problem[problem.rfind("error: ") :].splitlines()[0] if "error: " in problem else problem
-    return InvalidArgument(
-        f"{field}: {told[:_MAX_TOLD_CHARS]}".replace("\n<non-verbose/>", ""), reason="FORMAT_INVALID", field=field
-    )
+    return told[:_MAX_TOLD_CHARS].replace("\n<non-verbose/>", "")
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:

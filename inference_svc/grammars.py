@@ -5,18 +5,19 @@ Methods may be called from any thread; a matcher belongs to one turn.
 """
 
 import threading
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
-from kvasir.errors import FailedPrecondition, Internal, InvalidArgument, KvasirError
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
-from inference_svc.grammar_trial import refused
-from inference_svc.grammar_trial_process import grammar_of, limits
+from inference_svc.grammar_trial import check, refused, too_complex
+from inference_svc.grammar_trial_process import grammar_of, limits, walked
+from inference_svc.kept_formats import KeptFormats
 from inference_svc.plan import Constraint
 
 _MAX_KEPT = 32
@@ -27,15 +28,22 @@ class Grammars:
     """Compiles and keeps the formats that were asked for last."""
 
     def __init__(
-        self, build_tokenizer: Callable[[], LLTokenizer], vocabulary_size: int, stop_token_ids: Collection[int]
+        self,
+        build_tokenizer: Callable[[], LLTokenizer],
+        vocabulary_size: int,
+        stop_token_ids: Collection[int],
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`build_tokenizer` is called once, by the first that needs it. `stop_token_ids`: the model's own."""
+        """`build_tokenizer` is called once, by the first that needs it. `stop_token_ids`: the model's own. `clock`
+        gives the seconds that the thread which asks it has worked: what a mask costs, however busy the machine is.
+        """
         self._build_tokenizer = build_tokenizer
         self._vocabulary_size = vocabulary_size
         self._stop_token_ids = frozenset(stop_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._building = threading.Lock()
-        self._kept: OrderedDict[Constraint, LLMatcher] = OrderedDict()
+        self._clock = clock
+        self._kept: KeptFormats[Constraint, LLMatcher] = KeptFormats(_MAX_KEPT)
         self._keeping = threading.Lock()
 
     @classmethod
@@ -55,34 +63,32 @@ class Grammars:
 
         return cls(build, vocabulary_size, stop_token_ids)
 
-    def knows(self, constraint: Constraint) -> bool:
-        """Whether it is compiled already."""
+    def knows(self, namespace: str, constraint: Constraint) -> bool:
+        """Whether it is compiled for the namespace already."""
         with self._keeping:
-            return constraint in self._kept
+            return self._kept.has(namespace, constraint)
 
-    def compile(self, constraint: Constraint) -> None:
+    def compile(self, namespace: str, constraint: Constraint) -> None:
         """Compile a format and keep it. Takes a millisecond, or (large schemas) hundreds. Raises InvalidArgument, the
         field named, for one that cannot be used; FailedPrecondition for a tokenizer that allows none.
         """
-        self._compiled(constraint)
+        self._compiled(namespace, constraint)
 
-    def matcher(self, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
+    def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
         """A reply's matcher, at its beginning: a copy of the one that is kept. `stop_token_ids`: besides the model's
         own. Raises as `compile`, unless it was compiled just before.
         """
-        matcher = self._compiled(constraint).deep_copy()
-        return GrammarMatcher(constraint, matcher, self._vocabulary_size, self._stop_token_ids | set(stop_token_ids))
+        matcher, stops = self._compiled(namespace, constraint).deep_copy(), self._stop_token_ids | set(stop_token_ids)
+        return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock)
 
-    def _compiled(self, constraint: Constraint) -> LLMatcher:
+    def _compiled(self, namespace: str, constraint: Constraint) -> LLMatcher:
         with self._keeping:
-            if constraint in self._kept:
-                self._kept.move_to_end(constraint)
-                return self._kept[constraint]
+            kept = self._kept.get(namespace, constraint)
+        if kept is not None:
+            return kept
         matcher = self._compile(constraint)
         with self._keeping:
-            self._kept[constraint] = matcher
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.popitem(last=False)
+            self._kept.put(namespace, constraint, matcher)
         return matcher
 
     def _compile(self, constraint: Constraint) -> LLMatcher:
@@ -93,11 +99,8 @@ class Grammars:
         except ValueError as error:
             raise refused(constraint, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
-        first = matcher.deep_copy()
-        if not matcher.is_error():
-            first.compute_bitmask()
-        if first.is_error():
-            raise refused(constraint, first.get_error())
+        # Again with this model's own tokens: a mask of a large vocabulary may take longer.
+        check(constraint, walked(matcher, self._clock))
         return matcher
 
 
@@ -107,8 +110,16 @@ class GrammarMatcher:
     """
 
     def __init__(
-        self, constraint: Constraint, matcher: LLMatcher, vocabulary_size: int, stop_token_ids: Collection[int]
+        self,
+        constraint: Constraint,
+        matcher: LLMatcher,
+        vocabulary_size: int,
+        stop_token_ids: Collection[int],
+        clock: Callable[[], float],
     ) -> None:
+        self.worked_s = 0.0
+        """What following the reply took so far."""
+        self._clock = clock
         self._constraint = constraint
         self._matcher = matcher
         self._vocabulary_size = vocabulary_size
@@ -116,6 +127,22 @@ class GrammarMatcher:
 
     def allowed(self) -> NDArray[np.uint32]:
         """Bit b of word w tells of token 32 w + b. Raises InvalidArgument for a format that became too complex."""
+        began_s = self._clock()
+        try:
+            return self._allowed()
+        finally:
+            self.worked_s += self._clock() - began_s
+
+    def accept(self, token_id: int) -> None:
+        """A token that is allowed was drawn. An end token ends the turn and is no part of the reply. Raises as
+        `allowed`.
+        """
+        began_s = self._clock()
+        if token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
+            raise self._gave_up()
+        self.worked_s += self._clock() - began_s
+
+    def _allowed(self) -> NDArray[np.uint32]:
         words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<u4").copy()
         if self._matcher.is_error():
             raise self._gave_up()
@@ -129,15 +156,5 @@ class GrammarMatcher:
             raise self._gave_up()
         return words
 
-    def accept(self, token_id: int) -> None:
-        """The token was drawn. An end token ends the turn and is no part of the reply."""
-        if token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
-            raise Internal("a token was drawn that the reply's format does not allow")
-
-    def _gave_up(self) -> KvasirError:
-        field = self._constraint.kind.value
-        return InvalidArgument(
-            f"{field}: it became too complex to follow, or no token of this model can go on",
-            reason="FORMAT_TOO_COMPLEX",
-            field=field,
-        )
+    def _gave_up(self) -> InvalidArgument:
+        return too_complex(self._constraint, "it became too complex to follow, or no token of this model can go on")

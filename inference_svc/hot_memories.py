@@ -1,9 +1,12 @@
 """The memories that the engine keeps between turns, and the budget that they and the running turns share. Pure.
 
-What is dropped for room: background agents' memories first, then by `expected_use`; never one that a running turn
-extends, and nothing if it would not make enough room.
+What is dropped for room: first memories of namespaces that hold more than their share of the budget, and only as many
+as are above it, so that one namespace's crowd does not drop another's few; of these, and then of all, memories of
+background agents first, then by `expected_use`. Never one that a running turn extends, and nothing if it would not make
+enough room. Idle memories keep no turn waiting: when nobody with more than its share has any, the others' go.
 """
 
+from collections import Counter
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -50,6 +53,7 @@ class HotMemories(Generic[KvT]):
         self.ledger: MemoryLedger[Hashable, SequenceKey] = MemoryLedger(budget_bytes)
         self._memories: dict[SequenceKey, Memory[KvT]] = {}
         self._lent: dict[Hashable, SequenceKey] = {}
+        self._namespaces: dict[Hashable, str | None] = {}  # of those that hold reservations
         self._expected: ExpectedUse[SequenceKey] = ExpectedUse()
 
     @property
@@ -76,7 +80,7 @@ class HotMemories(Generic[KvT]):
         there is none.
         """
         before = self.ledger.residents.get(key, 0)
-        if self.ledger.is_lent(key) or not self._make_room(memory.kv.allocated_bytes - before, {key}):
+        if self.ledger.is_lent(key) or not self._make_room(memory.kv.allocated_bytes - before, {key}, key.namespace):
             return False
         self._expected.spoke(key)
         self._memories[key] = memory
@@ -92,6 +96,10 @@ class HotMemories(Generic[KvT]):
         """Forget it; True if there was one. The bytes of one that a running turn extends stay with the turn."""
         self.ledger.drop(key)
         return self._memories.pop(key, None) is not None
+
+    def keys(self) -> set[SequenceKey]:
+        """Whose memories there are. From any thread; not counted as a use."""
+        return set(self._memories)
 
     def sizes(self) -> dict[SequenceKey, int]:
         """Allocated bytes of each memory. From any thread; not counted as a use."""
@@ -115,6 +123,7 @@ class HotMemories(Generic[KvT]):
         *,
         extends: bool = False,
         spare: Collection[Hashable] = (),
+        namespace: str | None = None,
     ) -> bool:
         """Hold `needed_bytes` for a turn of `key`, which `extends` the key's hot memory or begins without it. Drops
         idle memories, except those of `spare`, if that makes enough room. False, and nothing changed, if it does not.
@@ -125,9 +134,10 @@ class HotMemories(Generic[KvT]):
         needed_bytes = min(needed_bytes, self.budget_bytes)
         lent = key if extends else None
         kept = {*spare, *([lent] if lent is not None else [])}
-        if not self._make_room(self.ledger.charge(needed_bytes, lent)[1], kept):
+        if not self._make_room(self.ledger.charge(needed_bytes, lent)[1], kept, namespace):
             return False
         self.ledger.reserve(owner, needed_bytes, lent)
+        self._namespaces[owner] = namespace
         if lent is not None and lent in self._memories:
             self._lent[owner] = lent
         return True
@@ -153,13 +163,13 @@ class HotMemories(Generic[KvT]):
         dropping idle memories makes it. False, and nothing changed, if there is none.
         """
         more = needed_bytes - self.ledger.reserved_by(owner)
-        return self._make_room(more, ()) and self.ledger.resize(owner, needed_bytes)
+        return self._make_room(more, (), self._namespaces.get(owner)) and self.ledger.resize(owner, needed_bytes)
 
     def release(self, owner: Hashable) -> None:
         """The turn ended without a memory, was undone, or gave up its rows. What it extended is resident again, unless
         it was dropped or its buffers grew so far that it does not fit any more: then it is gone.
         """
-        self.ledger.release(owner)
+        self._forget(owner)
         key = self._lent.pop(owner, None)
         if key is not None and (memory := self._memories.get(key)):
             self._keep(key, memory)
@@ -168,31 +178,58 @@ class HotMemories(Generic[KvT]):
         """The turn ended, and `memory` is the key's now. False if it does not fit (the turn used more than it had
         reserved, and nothing else can go): then the key has none.
         """
-        self.ledger.release(owner)
+        self._forget(owner)
         self._lent.pop(owner, None)
         self._expected.spoke(key)
         return self._keep(key, memory)
 
+    def _forget(self, owner: Hashable) -> None:
+        self.ledger.release(owner)
+        self._namespaces.pop(owner, None)
+
     def _keep(self, key: SequenceKey, memory: Memory[KvT]) -> bool:
         self.ledger.drop(key)
         size = memory.kv.allocated_bytes
-        self._make_room(size, {key})
+        self._make_room(size, {key}, key.namespace)
         if self.ledger.keep(key, size):
             self._memories[key] = memory
             return True
         self._memories.pop(key, None)
         return False
 
-    def _make_room(self, missing_bytes: int, kept: Collection[Hashable]) -> bool:
-        """Drop idle memories but those of `kept` until `missing_bytes` are free, if that can be."""
+    def _make_room(self, missing_bytes: int, kept: Collection[Hashable], namespace: str | None) -> bool:
+        """Drop idle memories but those of `kept` until `missing_bytes` are free for a namespace, if that can be."""
         sizes = {key: size for key, size in self.ledger.residents.items() if key not in kept}
         if missing_bytes > self.ledger.free_bytes + sum(sizes.values()):
             return False
+        if missing_bytes <= self.ledger.free_bytes:
+            return True
+        held = self._held()
+        held[namespace] += missing_bytes
+        share_bytes = self.budget_bytes // len(held)
+        others = []
         for key in sorted(sizes, key=self._keeping_order):
+            if missing_bytes <= self.ledger.free_bytes:
+                break
+            if held[key.namespace] > share_bytes:
+                held[key.namespace] -= sizes[key]
+                self.drop(key)
+            else:
+                others.append(key)
+        for key in others:
             if missing_bytes <= self.ledger.free_bytes:
                 break
             self.drop(key)
         return True
+
+    def _held(self) -> Counter[str | None]:
+        """Bytes by namespace, of running turns and idle memories."""
+        held: Counter[str | None] = Counter()
+        for key, size in self.ledger.residents.items():
+            held[key.namespace] += size
+        for owner, namespace in self._namespaces.items():
+            held[namespace] += self.ledger.reserved_by(owner)
+        return held
 
     def _keeping_order(self, key: SequenceKey) -> tuple[bool, int]:
         return self._memories[key].priority is Priority.INTERACTIVE, -self._expected.turns_until(key)

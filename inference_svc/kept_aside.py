@@ -12,14 +12,15 @@ from dataclasses import dataclass
 import structlog
 from kvasir.digest import Digest
 from kvasir.errors import KvasirError
+from kvasir.shared_room import SharedRoom
 
 from inference_svc.engine import TurnHandle
-from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory
 from inference_svc.plan import Event, Hot, PutAside, Resumed, Reuse, Wanted
-from inference_svc.remote_cache import Budget, RemoteCache
+from inference_svc.remote_cache import RemoteCache
 from inference_svc.service_data import Miss, MissReason
 from inference_svc.service_stats import NamespaceCounters
+from inference_svc.store_patience import Budget
 
 _LOG = structlog.get_logger(__name__)
 
@@ -54,8 +55,9 @@ class KeptAside:
         self,
         handle: TurnHandle,
         store: RemoteCache,
-        publishing: HeldBytes,
-        restoring: HeldBytes,
+        namespace: str,
+        publishing: SharedRoom,
+        restoring: SharedRoom,
         counters: NamespaceCounters,
         limits: AsideLimits,
         clock: Callable[[], float],
@@ -65,6 +67,7 @@ class KeptAside:
         """
         self._handle = handle
         self._store = store
+        self._namespace = namespace
         self._publishing = publishing
         self._restoring = restoring
         self._counters = counters
@@ -72,7 +75,7 @@ class KeptAside:
         self._clock = clock
         self._files: tuple[bytes, ...] | None = None  # in memory: not stored yet, or never
         self._digests: list[Digest] = []
-        self._held: tuple[HeldBytes, int] | None = None
+        self._held: tuple[SharedRoom, int] | None = None
         self._miss: Miss | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -142,13 +145,13 @@ class KeptAside:
             self._task.cancel()
         self._task = asyncio.create_task(work)
 
-    def _hold(self, held: HeldBytes, size_bytes: int) -> None:
+    def _hold(self, held: SharedRoom, size_bytes: int) -> None:
         self._let_go()
-        held.take(size_bytes)
+        held.take(self._namespace, size_bytes)
         self._held = (held, size_bytes)
 
     def _let_go(self) -> None:
         if self._held is not None:
             held, size_bytes = self._held
-            held.give_back(size_bytes)
+            held.give_back(self._namespace, size_bytes)
             self._held = None

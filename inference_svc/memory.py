@@ -12,10 +12,12 @@ from kvasir import manifest as manifests
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
+from inference_svc.conversation import of_caller
 from inference_svc.plan import ModelInfo
 from inference_svc.prefix_matching import Memory
-from inference_svc.remote_cache import Head
+from inference_svc.remote_cache import Head, Heard
 from inference_svc.service_data import SnapshotOutcome
+from inference_svc.trust import Claim, Version
 
 
 @dataclass(slots=True)
@@ -35,10 +37,16 @@ class Kept:
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
     states: dict[int, Digest] = field(default_factory=dict)  # of its points, those that are in the store
-    # Set when a commit was sent and its answer was lost: a head with this manifest is then ours after all.
-    attempted: Digest | None = None
-    # The same of the memories that this one extends: a head with such a manifest is this one's parent.
-    attempted_before: frozenset[Digest] = frozenset()
+    # Set when a commit was sent and its answer was lost: if this version is the newest, it is ours after all.
+    attempted: Version | None = None
+    # The same of the memories that this one extends: if one of them is the newest, it is this one's parent.
+    attempted_before: frozenset[Version] = frozenset()
+    # Of the lease under which it was made: its commit is refused once the line was somebody else's, or was taken back.
+    generation: int = 0
+    # Until where it was known what happened in the store when the turn began.
+    heard: Heard | None = None
+    # Manifests that this engine stored of the agent lately, for a turn that could not ask what is newest.
+    stored_before: frozenset[Digest] = frozenset()
     # Another writer's version that came first: neither this memory nor one that extends it may follow it.
     lost_to: str = ""
     # Of the first publication. One that is tried again names the same manifest, so that the store knows it again.
@@ -54,6 +62,29 @@ class Kept:
     def is_being_published(self) -> bool:
         return self.publication is not None and not self.publication.done()
 
+    @property
+    def attempts(self) -> frozenset[Version]:
+        """Versions that a commit was sent for and whose answer was not heard: its own, and those before it."""
+        return self.attempted_before | ({self.attempted} if self.attempted is not None else frozenset())
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether the agent's first commit was sent, and nobody knows yet whether it took effect."""
+        return self.head is not None and not self.head.version and bool(self.attempts)
+
+    @property
+    def claim(self) -> Claim:
+        follows = self.head.identity if self.head is not None else None
+        itself = follows if self.is_head else self.attempted
+        return Claim(follows, self.attempts, bool(self.lost_to), itself, self.generation)
+
+    def learn(self, newest: Head) -> None:
+        """Take what the store calls newest for the answer that a commit never had, if it is that."""
+        if self.attempted == newest.identity:
+            self.head, self.is_head, self.attempted = newest, True, None
+        elif not self.is_head and newest.identity in self.attempted_before:
+            self.head = newest
+
 
 @dataclass(frozen=True, slots=True)
 class AgentMemory:
@@ -66,6 +97,7 @@ class AgentMemory:
     tokenizer_digest: str
     kept: Kept
     points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
+    is_brought: bool = False  # its KV, or what it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # what the hot KV is of, if not of this
 
 
@@ -100,13 +132,14 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
     return AgentMemory(
         words=Memory(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
-        messages=tuple(manifest.messages),
+        messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
         turn=manifest.turn,
         # What was brought here may say of itself what it likes: it serves its own agent and nobody else.
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
         kept=Kept(head, is_head=True, blocks=blocks, tail=tail, states=states),
         points=tuple(states),
+        is_brought=head.is_brought,
     )
 
 

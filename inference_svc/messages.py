@@ -6,7 +6,19 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
-from inference_svc.conversation import Tool, check_messages, check_tools, input_digest, tool_bytes
+from inference_svc.conversation import (
+    Tool,
+    check_counts,
+    check_messages,
+    check_tool_count,
+    check_tools,
+    input_digest,
+    json_of_messages,
+    json_of_tools,
+    of_caller,
+    tool_bytes,
+)
+from inference_svc.given_json import GivenJson
 from inference_svc.plan import ModelInfo, Priority, SamplingParams, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 from inference_svc.sampling_messages import choice_count, sampling_params, settings
@@ -51,7 +63,7 @@ def turn_request(
     _check_agent_fields(request)
     tools = _tools(request.tools)
     given = _input(request, max_prompt_bytes)
-    _check_tools(given, tools)
+    objects = _objects(given, tools)
     return TurnRequest(
         request_id=request_id,
         namespace=namespace,
@@ -63,6 +75,7 @@ def turn_request(
         choices=choice_count(request),
         max_tokens_is_default=not request.sampling.HasField("max_tokens"),
         tools=tools,
+        objects=objects,
         keep_partial=request.keep_partial,
         priority=_priority(request),
         caller=caller,
@@ -83,7 +96,7 @@ def warm_request(
     tools = _tools(request.tools)
     # An empty prompt stands for what the agent remembers.
     given = PromptInput("") if request.WhichOneof("input") is None else _input(request, max_prompt_bytes)
-    _check_tools(given, tools)
+    objects = _objects(given, tools)
     return TurnRequest(
         request_id=new_request_id(),
         namespace=namespace,
@@ -94,6 +107,7 @@ def warm_request(
         sampling=SamplingParams(max_tokens=0),
         max_tokens_is_default=False,
         tools=tools,
+        objects=objects,
         # Whoever waits for a reply comes first.
         priority=Priority.BACKGROUND,
         caller=caller,
@@ -121,7 +135,7 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
     """A turn that is not to be done, only its prompt counted. Raises InvalidArgument that names the field."""
     given, tools = _input(request, max_prompt_bytes), _tools(request.tools)
-    _check_tools(given, tools)
+    objects = _objects(given, tools)
     return TurnRequest(
         request_id="",
         namespace=namespace,
@@ -132,6 +146,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         sampling=SamplingParams(max_tokens=0),
         max_tokens_is_default=False,
         tools=tools,
+        objects=objects,
         caller=caller,
         input_bytes=_input_bytes(given, tools),
     )
@@ -198,13 +213,20 @@ def _priority(request: pb.GenerateRequest) -> Priority:
 
 
 def _tools(given: Sequence[pb.Tool]) -> list[Tool]:
+    check_tool_count(len(given))
     return [Tool(tool.name, tool.description, tool.parameters_json) for tool in given]
 
 
-def _check_tools(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> None:
-    if tools and isinstance(given, PromptInput):
-        raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
+def _objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> GivenJson:
+    """The JSON of an input, short enough to be parsed."""
+    if isinstance(given, PromptInput):
+        if tools:
+            raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
+        return GivenJson()
     check_tools(tools)
+    objects = GivenJson([*json_of_messages(given.messages, given.field), *json_of_tools(tools)])
+    objects.check_size()
+    return objects
 
 
 def _input_bytes(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> int:
@@ -220,14 +242,16 @@ def _input(
     if kind is None:
         raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")
     if kind == "prompt":
-        if not request.prompt:
+        prompt = request.prompt  # once: each time it is decoded anew
+        if not prompt:
             raise InvalidArgument("prompt: expected text, got none", field="prompt")
-        _check_size("prompt", len(request.prompt.encode()), max_prompt_bytes)
-        return PromptInput(request.prompt)
-    messages = tuple(getattr(request, kind).messages)
-    check_messages(messages, f"{kind}.messages")
-    _check_size(kind, sum(message.ByteSize() for message in messages), max_prompt_bytes)
-    return MessagesInput(messages, is_append=kind == "append_messages")
+        _check_size("prompt", len(prompt.encode()), max_prompt_bytes)
+        return PromptInput(prompt)
+    check_counts(getattr(request, kind).messages, f"{kind}.messages")
+    given = MessagesInput(of_caller(getattr(request, kind).messages), is_append=kind == "append_messages")
+    check_messages(given.messages, given.field)
+    _check_size(kind, sum(message.ByteSize() for message in given.messages), max_prompt_bytes)
+    return given
 
 
 def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:

@@ -32,9 +32,9 @@ class Observer:
             namespaces=self._stats.namespaces(),
             engine=self._engine(),
             kv_memory_bytes=self._kv_memory_bytes,
-            prompt_bytes=self._stats.prompt_bytes,
-            restoring_bytes=self._admission.restoring.held_bytes,
-            publishing_bytes=self._admission.publishing.held_bytes,
+            prompt_bytes=self._admission.open_prompt_bytes,
+            restoring_bytes=self._admission.restoring.held_units,
+            publishing_bytes=self._admission.publishing.held_units,
             model_loads=self._host.loads,
         )
 

@@ -14,6 +14,8 @@ from inference_svc.service_data import TurnDelta, TurnEvent, TurnProgress
 
 # What a token costs besides its text: its id, and its place in a message.
 _TOKEN_BYTES = 8
+# A log probability: a pair of a number and a float, and its place. Twenty of them for each token are most of a reply.
+_LOGPROB_BYTES = 116
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +108,4 @@ def _size(event: TurnEvent) -> int:
         return 0
     told = len((event.text + event.reasoning).encode("utf-8", "surrogatepass"))
     logprobs = sum(1 + len(each.top) for each in event.logprobs)
-    return told + _TOKEN_BYTES * (len(event.token_ids) + logprobs)
+    return told + _TOKEN_BYTES * len(event.token_ids) + _LOGPROB_BYTES * logprobs

@@ -1,10 +1,15 @@
 """How much a step may prefill: whole cells, within a time while others speak, and no more tokens than the table says.
 
 The grid says where a cell ends; this says only how many cells a step takes.
+
+Between namespaces time is shared: a namespace's prompts may take from others, who speak, as much time as each of those
+has of the decoding. Otherwise a crowd's prompts would take the budget and a cell more out of every step of theirs.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
+
+from inference_svc.company import Place
 
 # (prompt positions below this, the most tokens that a step prefills there). Deep positions attend to more, so each of
 # their tokens costs more; the last entry has no end.
@@ -45,3 +50,33 @@ class StepPace:
     def take(self, turn: Hashable, position: int, cell_tokens: int) -> None:
         self.tokens += cell_tokens
         self._starts.setdefault(turn, position)
+
+
+class SharedTime:
+    """What namespaces owe for prefill beside others' speech (`Place.owed_s`). What is not used is not saved."""
+
+    def __init__(self) -> None:
+        self._step_s = self._cells_s = 0.0
+        self._speaking = 0
+        self._spent_s: float | None = None
+        self._last: Place | None = None
+
+    def begin_step(self, now: float, speaking: int, places: Iterable[Place]) -> None:
+        """`speaking`: namespaces that speak in this step. The time of the last one makes up for what is owed."""
+        decode_s = max(0.0, now - self._step_s - self._cells_s)
+        for place in places:
+            place.owed_s = max(0.0, place.owed_s - decode_s / self._speaking) if self._speaking else 0.0
+        self._step_s, self._cells_s, self._speaking = now, 0.0, speaking
+        self._spent_s = self._last = None
+
+    def spent(self, spent_s: float) -> None:
+        """The step's prefill has taken so long: whoever owes the last cell owes what came since it was given."""
+        cell_s = 0.0 if self._spent_s is None else spent_s - self._spent_s
+        if self._last is not None:
+            self._last.owed_s += cell_s
+        self._cells_s += cell_s
+        self._spent_s, self._last = spent_s, None
+
+    def owes_next(self, place: Place) -> None:
+        """The next cell is its own, and others speak."""
+        self._last = place

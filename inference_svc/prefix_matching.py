@@ -1,7 +1,8 @@
 """Character-level prefix matching: how much of an agent's memory a new prompt may reuse.
 
 Tokenizing a conversation in pieces differs from tokenizing it whole, so token lists are never compared: texts are.
-The tokens that spell the common text keep their KV, whatever a fresh tokenization would have made of it.
+The tokens that spell the common text keep their KV, whatever a fresh tokenization would have made of it. Letters that
+spell a special token differ from the token itself by a guard (literal_text).
 Pure: no tokenizer, no MLX; what spells a whole character is asked of the caller.
 """
 
@@ -10,6 +11,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+
+from inference_svc.literal_text import GUARD
 
 # A character is at most four bytes, so at most four tokens: eight are enough to see how the last one ends.
 _CHARACTER_WINDOW = 8
@@ -63,6 +66,9 @@ def match_prefix(
     of a few consecutive tokens ends at a character's border.
     """
     matched = common_prefix_length(memory.text, prompt)
+    # A guard counts to the character before it, with which the texts part then.
+    while matched and GUARD in (memory.text[matched : matched + 1], prompt[matched : matched + 1]):
+        matched -= 1
     if matched == 0 or matched < worthwhile_fraction * len(memory.text):
         return PrefixMatch(Outcome.NONE, 0, 0, matched)
     kept, kept_chars = _tokens_inside(memory, matched, ends_whole)

@@ -5,7 +5,9 @@ it. One agent's publications follow each other, and the store's compare-and-swap
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -14,13 +16,17 @@ from kvasir.digest import Digest
 
 from inference_svc.copies import Copies, copied, files_of
 from inference_svc.engine import Engine
+from inference_svc.line_leases import LineLeases
 from inference_svc.memory import AgentMemory, Kept, to_manifest
 from inference_svc.plan import SequenceKey, Snapshot
-from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
+from inference_svc.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import SnapshotOutcome, SnapshotState
 from inference_svc.service_stats import ServiceStats
+from inference_svc.store_patience import Budget
+from inference_svc.trust import Version, is_current
 
 _LOG = structlog.get_logger(__name__)
+_MOST_STORED, _MOST_OF_AN_AGENT = 10_000, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +92,13 @@ class BlockStream:
             while len(self.stored) < self._full:
                 piece_bytes = self._copies.piece_bytes
                 self._waits_for_room = True
-                await self._copies.held.wait_for(piece_bytes)
+                await self._copies.held.wait_for(self.key.namespace, piece_bytes)
                 self._waits_for_room = False
                 try:
                     if not await self._send_piece():
                         return
                 finally:
-                    self._copies.held.give_back(piece_bytes)
+                    self._copies.held.give_back(self.key.namespace, piece_bytes)
         except Exception as error:  # noqa: BLE001 - it has no reader but the log
             # The end of the turn sends what is missing, and says so if it cannot.
             _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=getattr(error, "reason", ""))
@@ -122,8 +128,13 @@ class Publisher:
         stats: ServiceStats,
         clock: Callable[[], float],
         now_ms: Callable[[], int],
+        leases: Mapping[str, LineLeases] | None = None,
     ) -> None:
+        """`leases`: by namespace; what is committed without them is protected by compare-and-swap alone."""
         self.copies = copies
+        self._leases = leases or {}
+        self._latest: dict[SequenceKey, asyncio.Task[SnapshotOutcome]] = {}
+        self._stored: dict[SequenceKey, deque[Digest]] = {}  # manifests that were stored last, of so many agents
         self._engine = engine
         self._limits = limits
         self._stats = stats
@@ -146,11 +157,22 @@ class Publisher:
         still run. `stream`: what was sent while the turn ran. `sent_bytes`: what was sent since.
         """
         memory.kept.created_unix_ms = memory.kept.created_unix_ms or self._now_ms()
-        task = asyncio.create_task(self._publish(key, memory, taken, store, previous, stream, sent_bytes))
-        memory.kept.publication = task
+        before = self._latest.get(key)
+        task = asyncio.create_task(self._publish(key, memory, taken, store, previous, stream, sent_bytes, before))
+        memory.kept.publication = self._latest[key] = task
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(lambda _: self._ended(key, task))
         return task
+
+    def _ended(self, key: SequenceKey, task: "asyncio.Task[SnapshotOutcome]") -> None:
+        self._running.discard(task)
+        if self._latest.get(key) is task:
+            del self._latest[key]
+        if not task.cancelled() and (manifest := task.result().manifest) is not None:
+            stored = self._stored[key] = self._stored.pop(key, deque(maxlen=_MOST_OF_AN_AGENT))
+            stored.append(manifest)
+            if len(self._stored) > _MOST_STORED:
+                del self._stored[next(iter(self._stored))]
 
     @property
     def commit_wait_s(self) -> float:
@@ -194,12 +216,17 @@ class Publisher:
         previous: Kept | None,
         stream: BlockStream | None,
         sent_bytes: int,
+        before: "asyncio.Task[SnapshotOutcome] | None" = None,
     ) -> SnapshotOutcome:
         kept = memory.kept
         held_bytes = sum(map(len, files_of(taken))) if isinstance(taken, Snapshot) else 0
-        self.copies.held.take(held_bytes)
+        self.copies.held.take(key.namespace, held_bytes)
         try:
-            async with asyncio.timeout(self._limits.timeout_s):
+            async with self._using(key), asyncio.timeout(self._limits.timeout_s):
+                if before is not None:
+                    # Also when this turn could not extend it: the agent's turns are stored in their order.
+                    await asyncio.wait({before})
+                kept.stored_before = frozenset(self._stored.get(key, ()))
                 # Also of what cannot be stored: the memory that extends it must know what it follows.
                 await self._follow(previous, kept)
                 if isinstance(taken, errors.KvasirError):
@@ -223,7 +250,14 @@ class Publisher:
             _LOG.exception("publish.failed", namespace=key.namespace)
             return self.failed(key, kept, f"an answer was not understood ({type(error).__name__})")
         finally:
-            self.copies.held.give_back(held_bytes)
+            self.copies.held.give_back(key.namespace, held_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _using(self, key: SequenceKey) -> AsyncIterator[None]:
+        """The line stays this engine's while a publication of it runs."""
+        leases = self._leases.get(key.namespace)
+        with leases.using(key.agent_id) if leases is not None else contextlib.nullcontext():
+            yield
 
     async def _until_committed(
         self, key: SequenceKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
@@ -232,6 +266,7 @@ class Publisher:
         while True:
             await store.until_reachable()
             try:
+                await self._know_lease(key, memory.kept, store)
                 await self._know_head(key, memory.kept, store)
                 return await self._commit(key, memory, snapshot, store, sent_bytes)
             except (errors.Unavailable, errors.DeadlineExceeded):
@@ -250,17 +285,48 @@ class Publisher:
             raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
         # Also if it ended before this one began: between the end of a turn and its publication others go on.
         kept.head = previous.head
-        attempted = {previous.attempted} if previous.attempted is not None else set()
-        kept.attempted_before = previous.attempted_before | attempted
+        kept.attempted_before = previous.attempts
         if previous.head is None and previous.expected_version is not None:
             kept.expected_version = previous.expected_version
+
+    async def _know_lease(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
+        """The generation that the commit brings: the turn's own, or, where the store could not be asked or the line was
+        given back meanwhile, today's. That is no proof that what the memory follows was there all the while.
+        """
+        leases = self._leases.get(key.namespace)
+        if leases is None or kept.generation:
+            return
+        try:
+            lease = await leases.obtain(key.agent_id, self._limits.commit_wait_s)
+            if kept.head is not None and kept.head.version and await store.was_taken_back(key.agent_id, kept.heard):
+                raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
+            kept.generation = lease.generation
+        except errors.Unavailable as error:
+            if error.reason != "AGENT_HELD_ELSEWHERE":
+                raise
+            raise errors.Conflict("another inference service has the agent now") from error
 
     async def _know_head(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
         if kept.head is None:
             head = await self._newest(key, store)
+            if await self._may_be_changed(key, kept, head, store):
+                raise errors.Conflict("the agent was changed", metadata={"head_version": str(head.version)})
             if kept.expected_version not in (None, head.version):
                 raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
             kept.head = head
+
+    async def _may_be_changed(self, key: SequenceKey, kept: Kept, head: Head, store: RemoteCache) -> bool:
+        """Whether an agent may have been deleted or rolled back, or have taken a turn elsewhere, since a turn began
+        that could not ask for its memory: to store it now would be to undo that, unless its caller named the version it
+        follows. From here on the lease keeps others from it.
+        """
+        is_untouched = head == NO_HEAD and kept.generation == 1
+        if key.namespace not in self._leases or is_untouched:
+            return False
+        if kept.expected_version is not None:
+            return await store.was_taken_back(key.agent_id, kept.heard)
+        line = self._engine.model.kv_identity_hash
+        return await store.was_changed(key.agent_id, line, kept.heard, kept.stored_before)
 
     async def _newest(self, key: SequenceKey, store: RemoteCache) -> Head:
         budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
@@ -289,14 +355,21 @@ class Publisher:
         states = dict(zip(points, digests[len(digests) - len(points) :], strict=True))
         manifest = to_manifest(memory, self._engine.model, blocks, tail, states)
         digest = Digest.of(manifest)
-        kept.attempted = digest
-        parent_version = kept.head.version if kept.head is not None else 0
+        parent = kept.head.identity if kept.head is not None else NO_HEAD.identity
+        kept.attempted = Version(parent.number + 1, digest)
         try:
-            head = await store.commit(key.agent_id, manifest, parent_version, timeout_s)
+            head = await store.commit(
+                key.agent_id,
+                manifest,
+                parent,
+                timeout_s,
+                is_brought=memory.is_brought,
+                lease=await self._token(key, kept, store),
+            )
         except errors.Conflict:
             head = await self._newest(key, store)
-            if head.manifest != digest:
-                if is_second_try or head.manifest not in kept.attempted_before:
+            if head.identity != kept.attempted:
+                if is_second_try or head.identity not in kept.attempted_before:
                     raise
                 # The version before this one is there after all; its answer was lost.
                 kept.head = head
@@ -308,6 +381,8 @@ class Publisher:
             whole = await self._whole_snapshot(key, memory, store)
             return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
         kept.head, kept.is_head, kept.attempted = head, True, None
+        if (leases := self._leases.get(key.namespace)) is not None:
+            leases.committed(key.agent_id, head, kept.generation)
         kept.blocks[:], kept.tail, kept.states = blocks, tail, states
         written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
         counters = self._stats.of(key.namespace)
@@ -327,6 +402,26 @@ class Publisher:
         memory.kept.blocks.clear()
         whole, _ = await self.copies.rest(key, memory, first, store, self._limits.timeout_s)
         return whole
+
+    async def _token(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> tuple[str, int] | None:
+        """What the commit brings. The line may have been given back and taken again by this engine: if what the memory
+        follows is still the newest then, and nothing was taken back in between, it is not fenced by that. Of a first
+        version that cannot be known.
+        """
+        leases = self._leases.get(key.namespace)
+        if leases is None:
+            return None
+        lease, follows = leases.lease(key.agent_id), kept.claim.follows
+        if (
+            lease is not None
+            and lease.generation != kept.generation
+            and follows is not None
+            and follows.number
+            and is_current(kept.claim, lease.newest)
+            and not await store.was_taken_back(key.agent_id, kept.heard)
+        ):
+            kept.generation = lease.generation
+        return (leases.owner, kept.generation) if kept.generation else None
 
     def _drop(self, key: SequenceKey, memory: AgentMemory) -> None:
         """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""

@@ -18,12 +18,15 @@ from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
 
 from inference_svc.engine import Engine
+from inference_svc.line_leases import LineLeases
 from inference_svc.memory import AgentMemory, Kept, as_hot, from_manifest
 from inference_svc.plan import Cold, Hot, Restored, Reuse, SequenceKey
 from inference_svc.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch, match_prefix
 from inference_svc.prompting import Prompting, Tokenized
-from inference_svc.remote_cache import NO_HEAD, Budget, Head, RemoteCache, StoreMiss
+from inference_svc.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import Miss, MissReason, Source
+from inference_svc.store_patience import Budget
+from inference_svc.trust import is_unbroken, may_use_hot
 
 T = TypeVar("T")
 # Beyond these a memory takes the event loop more than a millisecond or two.
@@ -41,6 +44,11 @@ class Recollection:
     kv_from: Source
     head: Head | None
     miss: Miss | None = None
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether the agent's newest version came from outside."""
+        return self.head is not None and self.head.is_brought
 
 
 NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)
@@ -84,28 +92,44 @@ class Recall:
         stores: Mapping[str, RemoteCache],
         *,
         worthwhile_fraction: float,
+        leases: Mapping[str, LineLeases] | None = None,
     ) -> None:
-        """`stores`: the cache store by namespace; a namespace without one has hot memory alone."""
+        """`stores`: the cache store by namespace; a namespace without one has hot memory alone. `leases`: by namespace;
+        without them hot memory is used only beside the store's answer.
+        """
         self._engine = engine
         self._prompting = prompting
         self._stores = stores
+        self._leases = leases or {}
         self._worthwhile_fraction = worthwhile_fraction
 
     # --- the newest memory ---
 
     async def newest(self, key: SequenceKey, budget: Budget) -> Recollection:
-        """The agent's memory: hot if it is what the store calls newest, or if the store cannot be asked."""
+        """The agent's memory: hot if it is what the store calls newest, or, when the store cannot be asked, if this
+        engine holds a lease that says so. Never hot otherwise: a rollback may have been acknowledged.
+        """
         hot = self._hot(key)
         store = self._stores.get(key.namespace)
         if store is None:
-            return _hot_or_nothing(hot, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+            miss = Miss(MissReason.NEW_AGENT, "nothing is remembered")
+            return (
+                Recollection(hot, Source.HOT, hot.kept.head) if hot else Recollection(None, Source.COLD, NO_HEAD, miss)
+            )
         if hot is not None and hot.kept.is_being_published and store.is_reachable:
             await _wait(hot.kept, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             ours = heads.ours if heads is not None else NO_HEAD
-            if hot is not None and is_current(hot.kept, ours):
+            if hot is not None and await self._is_current(key, hot.kept, ours, store, budget):
+                if not hot.kept.is_being_published:
+                    hot.kept.learn(ours)
                 return Recollection(hot, Source.HOT, ours)
+            is_undecided = hot is not None and (hot.kept.head is None or (hot.kept.is_begun and ours == NO_HEAD))
+            if hot is not None and hot.kept.is_being_published and is_undecided:
+                # It may be about to become the newest: to go on without it now would be to lose it.
+                detail = "the agent's turn before this one is being stored"
+                return Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, detail))
             if hot is not None:
                 self._engine.drop_hot(key)
             if ours.manifest is not None:
@@ -113,8 +137,28 @@ class Recall:
             if heads is not None and heads.foreign is not None:
                 return await self._foreign(store, key, heads.foreign, budget)
         except StoreMiss as error:
-            return _hot_or_nothing(self._hot(key), None, error.miss)
+            hot = self._hot(key)
+            if hot is not None and self._is_leased(key, hot):
+                return Recollection(hot, Source.HOT, hot.kept.head)
+            return Recollection(None, Source.COLD, None, error.miss)
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+
+    async def _is_current(self, key: SequenceKey, kept: Kept, ours: Head, store: RemoteCache, budget: Budget) -> bool:
+        """Whether a hot memory may be used beside the store's answer. Raises StoreMiss when that cannot be told."""
+        leases = self._leases.get(key.namespace)
+        if not may_use_hot(kept.claim, ours.identity, None, 0):
+            return False
+        if leases is not None and kept.claim.itself != ours.identity:
+            with budget.spending():
+                await leases.answered(key.agent_id, budget.remaining_s)
+        if leases is None or is_unbroken(kept.claim, ours.identity, leases.lease(key.agent_id), leases.clock()):
+            return True
+        return not await store.was_taken_back_within(budget, key.agent_id, kept.heard)
+
+    def _is_leased(self, key: SequenceKey, hot: AgentMemory) -> bool:
+        """Whether a lease says that the memory is current."""
+        leases = self._leases.get(key.namespace)
+        return leases is not None and may_use_hot(hot.kept.claim, None, leases.lease(key.agent_id), leases.clock())
 
     def _hot(self, key: SequenceKey) -> AgentMemory | None:
         hot = self._engine.hot_memory(key)
@@ -132,8 +176,8 @@ class Recall:
             miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
             return Recollection(from_manifest(manifest, head), Source.COLD, head, miss)
         memory = from_manifest(manifest, head)
-        if too_large := self._too_large(memory.kept):
-            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, too_large))
+        if unfit := self._no_token(memory) or self._too_large(memory.kept):
+            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
 
     async def _foreign(self, store: RemoteCache, key: SequenceKey, foreign: Head, budget: Budget) -> Recollection:
@@ -144,8 +188,14 @@ class Recall:
             difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
             return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
         difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
-        memory = replace(from_manifest(manifest, NO_HEAD), kept=Kept(NO_HEAD, is_head=False, is_elsewhere=True))
+        memory = replace(from_manifest(manifest, foreign), kept=Kept(NO_HEAD, is_head=False, is_elsewhere=True))
         return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+
+    def _no_token(self, memory: AgentMemory) -> str:
+        """What was brought here may name any number as a token."""
+        most = self._engine.vocabulary_size
+        largest = max(memory.words.token_ids, default=0)
+        return f"token_ids: expected ids below {most}, found {largest}" if largest >= most else ""
 
     def _too_large(self, kept: Kept) -> str | None:
         """A manifest may name any size; what could not be a block of this layout is not asked for."""
@@ -179,7 +229,7 @@ class Recall:
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        choice = await self._by_text(recollection, text, speaks)
+        choice = await self._by_text(namespace, recollection, text, speaks)
         miss = recollection.miss or _text_miss(recollection, choice.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
@@ -200,11 +250,12 @@ class Recall:
             stored_blocks=tuple(choice.blocks[: kept // BLOCK_TOKENS]),
         )
 
-    async def _by_text(self, recollection: Recollection, text: str, speaks: bool) -> _Choice:
+    async def _by_text(self, namespace: str, recollection: Recollection, text: str, speaks: bool) -> _Choice:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
-            recollection.kv_from is not Source.COLD or memory.tokenizer_digest == self._engine.model.tokenizer_digest
+            recollection.kv_from is not Source.COLD
+            or (memory.tokenizer_digest == self._engine.model.tokenizer_digest and not self._no_token(memory))
         )
         words = memory.words if memory is not None and is_ours else Memory("", (), ())
         if not speaks and words.token_ids and words.text == text:
@@ -212,7 +263,7 @@ class Recall:
             match = PrefixMatch(Outcome.EXACT, len(words.token_ids), len(text), len(text))
             tokens = Tokenized(tuple(words.token_ids), tuple(words.token_chars))
         else:
-            match, tokens = await self._prompting.run(lambda: self._match(words, text))
+            match, tokens = await self._prompting.run(namespace, lambda: self._match(words, text))
         # Of a turn that speaks, at least one token is computed: its logits are the next token's.
         most = len(tokens.ids) - (1 if speaks else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
@@ -255,7 +306,7 @@ class Recall:
             return choice, None
         tokens = choice.tokens
         if choice.match.kept_tokens:
-            tokens = await self._prompting.run(lambda: self._prompting.tokenize(text))
+            tokens = await self._prompting.run(namespace, lambda: self._prompting.tokenize(text))
         kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
         try:
             hashes = await _off_loop(
@@ -363,31 +414,6 @@ async def _wait(kept: Kept, budget: Budget) -> None:
     if kept.publication is not None:
         with budget.spending():
             await asyncio.wait({kept.publication}, timeout=budget.remaining_s)
-
-
-def is_current(kept: Kept, ours: Head) -> bool:
-    """Whether a hot memory is, or extends, what the store calls newest. Learns what a lost answer had hidden."""
-    if kept.lost_to:
-        return False
-    if kept.attempted is not None and kept.attempted == ours.manifest:
-        kept.head, kept.is_head, kept.attempted = ours, True, None
-    if kept.is_being_published:
-        return True
-    if kept.head is None:
-        if kept.expected_version not in (None, ours.version):
-            return False
-        # Made while the store was away, from what the caller sent whole: it follows what the caller named as its
-        # parent, or whatever is there.
-        kept.head = ours
-    if not kept.is_head and ours.manifest in kept.attempted_before:
-        kept.head = ours
-    return kept.head is not None and (kept.head.version, kept.head.manifest) == (ours.version, ours.manifest)
-
-
-def _hot_or_nothing(hot: AgentMemory | None, head: Head | None, miss: Miss) -> Recollection:
-    if hot is not None:
-        return Recollection(hot, Source.HOT, hot.kept.head)
-    return Recollection(None, Source.COLD, head, miss)
 
 
 def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:

@@ -7,9 +7,9 @@ for the store to answer again. What is read is held against its digest before an
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 from kvasir import errors
@@ -18,13 +18,11 @@ from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.digest import Digest
 
 from inference_svc.service_data import Miss, MissReason
+from inference_svc.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
+from inference_svc.trust import LEASE_TTL_S, Version
 
 _LOG = structlog.get_logger(__name__)
 _MAX_BLOCK_HASHES = 10_000
-_BROUGHT = (cachestore_pb2.ORIGIN_IMPORT, cachestore_pb2.ORIGIN_PULL)
-_PROBE_TIMEOUT_S = 1.0
-_FIRST_PROBE_DELAY_S = 0.1
-_MAX_PROBE_DELAY_S = 1.0
 
 T = TypeVar("T")
 
@@ -45,7 +43,11 @@ class Head:
     manifest: Digest | None
     parent_version: int
     kv_identity_hash: str = ""
-    is_brought: bool = False  # by an archive or from another store: no engine of this one computed it
+    is_brought: bool = False  # rows of it came by an archive or from another store: no engine of this one computed them
+
+    @property
+    def identity(self) -> Version:
+        return Version(self.version, self.manifest)
 
 
 NO_HEAD = Head(0, None, 0)
@@ -59,84 +61,53 @@ class AgentHeads:
     foreign: Head | None
 
 
-class Budget:
-    """The time that one turn may lose to the store without progress; received bytes earn more of it."""
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A lease, and the line's newest version when it was granted."""
 
-    def __init__(self, seconds: float, min_bytes_per_s: float, clock: Callable[[], float]) -> None:
-        self.seconds = seconds
-        self._allowed_s = seconds
-        self._min_bytes_per_s = min_bytes_per_s
-        self._clock = clock
-        self.spent_s = 0.0
-
-    @property
-    def remaining_s(self) -> float:
-        return max(self._allowed_s - self.spent_s, 0.0)
-
-    def earn(self, received_bytes: int) -> None:
-        """A store that sends faster than `min_bytes_per_s` is not slow, however much there is to send."""
-        self._allowed_s += received_bytes / self._min_bytes_per_s
-
-    @contextlib.contextmanager
-    def spending(self) -> Iterator[None]:
-        """Count the time of the block, even if it fails."""
-        began = self._clock()
-        try:
-            yield
-        finally:
-            self.spent_s += self._clock() - began
+    generation: int
+    head: Head
 
 
-class Breaker:
-    """Keeps calls away from a store that failed, until a probe in the background finds it answering."""
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Agents whose leases were not prolonged, and those whose leases were and others wait for."""
 
-    def __init__(self, probe: Callable[[], Awaitable[None]]) -> None:
-        self._probe = probe
-        self._prober: asyncio.Task[None] | None = None
-        self.opened = asyncio.Event()
-        self.closed = asyncio.Event()
-        self.closed.set()
+    lost: frozenset[str]
+    wanted: frozenset[str]
 
-    @property
-    def is_open(self) -> bool:
-        return self.opened.is_set()
 
-    def trip(self) -> None:
-        if not self.is_open:
-            self.closed.clear()
-            self.opened.set()
-            self._prober = asyncio.create_task(self._until_it_answers())
-            _LOG.warning("store.unreachable")
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    agent_id: str
+    kv_identity_hash: str
+    takes_back: bool
 
-    async def close(self) -> None:
-        if self._prober is not None:
-            self._prober.cancel()
-            await asyncio.gather(self._prober, return_exceptions=True)
 
-    def reset(self) -> None:
-        """The store was found answering."""
-        if self.is_open:
-            self.opened.clear()
-            self.closed.set()
-            _LOG.info("store.reachable")
+@dataclass(frozen=True, slots=True)
+class HeadMoved:
+    agent_id: str
+    head: Head
 
-    async def _until_it_answers(self) -> None:
-        delay_s = _FIRST_PROBE_DELAY_S
-        while self.is_open:
-            await asyncio.sleep(delay_s)
-            try:
-                await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
-            except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
-                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
-            except errors.KvasirError:
-                break  # it refuses, so it answers
-            except Exception:  # noqa: BLE001 - it has no reader but the log
-                # A prober that ends would leave the breaker open for good.
-                _LOG.exception("store.probe_failed")
-                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
-            else:
-                break
-        self.reset()
+
+@dataclass(frozen=True, slots=True)
+class AgentGone:
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """Something happened that nobody can tell any more."""
+
+
+class Heard(NamedTuple):
+    """A place in the store's history."""
+
+    incarnation: str
+    sequence: int
+
+
+StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
 
 
 class RemoteCache:
@@ -148,6 +119,7 @@ class RemoteCache:
         """
         self._client = client
         self._namespace = namespace
+        self._cursor: cachestore_pb2.EventCursor | None = None
         self.problem = ""  # why this store must not be used, once it has been asked
         self._breaker = Breaker(self._probe)
 
@@ -159,7 +131,7 @@ class RemoteCache:
     async def answers(self) -> bool:
         """Ask now, briefly. Finds a store that is back before the breaker's own probe does."""
         try:
-            await asyncio.wait_for(self._probe(), _PROBE_TIMEOUT_S)
+            await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
         except (errors.KvasirError, TimeoutError):
             return False
         except Exception:  # noqa: BLE001 - whatever it answered, it is no store that can be used
@@ -252,12 +224,118 @@ class RemoteCache:
         """Keep blobs that no manifest names for another grace period. Those that are gone stay so."""
         await self._noting(self._client.find_missing(digests, timeout_s=timeout_s))
 
-    async def commit(self, agent_id: str, manifest: bytes, parent_version: int, timeout_s: float) -> Head:
-        """Make a manifest the next version of the agent's line. Raises Conflict when the head is not its parent."""
+    async def commit(
+        self,
+        agent_id: str,
+        manifest: bytes,
+        parent: Version,
+        timeout_s: float,
+        *,
+        is_brought: bool = False,
+        lease: tuple[str, int] | None = None,
+    ) -> Head:
+        """Make a manifest the next version of the agent's line. `lease`: owner and generation. Raises Conflict when the
+        head is not its parent, or when the lease is fenced.
+        """
         self._check_usable()
         digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
-        version = await self._noting(self._client.commit(agent_id, digest, parent_version, timeout_s=timeout_s))
+        version = await self._noting(
+            self._client.commit(
+                agent_id,
+                digest,
+                parent.number,
+                parent_manifest=parent.manifest,
+                lease=_token(*lease) if lease is not None else None,
+                is_brought=is_brought,
+                timeout_s=timeout_s,
+            )
+        )
         return head_of(version)
+
+    # --- leases, and what happens in the store: beside turns; a failure is a KvasirError ---
+
+    async def acquire_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
+    ) -> Granted:
+        """Raises FailedPrecondition (LEASE_HELD)."""
+        self._check_usable()
+        got = await self._client.acquire_lease(
+            agent_id,
+            kv_identity_hash,
+            owner,
+            ttl_s=LEASE_TTL_S,
+            begins_anew=begins_anew,
+            asks=asks,
+            timeout_s=timeout_s,
+        )
+        return Granted(got.lease.generation, head_of(got.head) if got.HasField("head") else NO_HEAD)
+
+    async def renew_leases(
+        self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
+    ) -> Renewed:
+        got = await self._client.renew_leases(
+            owner, kv_identity_hash, generations, ttl_s=LEASE_TTL_S, timeout_s=timeout_s
+        )
+        return Renewed(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
+
+    async def release_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
+    ) -> None:
+        await self._client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
+
+    @property
+    def heard(self) -> Heard | None:
+        """Until where it is known what happened; None before the store was ever watched."""
+        return None if self._cursor is None else Heard(self._cursor.incarnation, self._cursor.sequence)
+
+    async def was_taken_back(self, agent_id: str, since: Heard | None) -> bool:
+        """Whether anything but a turn has changed the agent since; also True if nobody can tell. Raises what a call of
+        the store raises.
+        """
+        return await self._has_happened(lambda told: _takes_back(told, agent_id), since)
+
+    async def was_changed(
+        self, agent_id: str, kv_identity_hash: str, since: Heard | None, own: Collection[Digest]
+    ) -> bool:
+        """The same, and whether a turn has moved the line, but for those that made the manifests `own`."""
+
+        def is_change(told: cachestore_pb2.WatchEventsResponse) -> bool:
+            return _takes_back(told, agent_id) or _moves(told, agent_id, kv_identity_hash, own)
+
+        return await self._has_happened(is_change, since)
+
+    async def _has_happened(
+        self, what: Callable[[cachestore_pb2.WatchEventsResponse], bool], since: Heard | None
+    ) -> bool:
+        if since is None:
+            return True
+        async with contextlib.aclosing(self._client.watch(None)) as told:
+            latest = await anext(told, None)
+        if latest is None:
+            raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
+        now = latest.cursor
+        if (now.incarnation, now.sequence) == since:
+            return False
+        cursor = cachestore_pb2.EventCursor(incarnation=since.incarnation, sequence=since.sequence)
+        async with contextlib.aclosing(self._client.watch(cursor)) as told:
+            async for each in told:
+                if what(each):
+                    return True
+                if each.cursor.sequence >= now.sequence:
+                    return False
+        raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
+
+    async def was_taken_back_within(self, budget: Budget, agent_id: str, since: Heard | None) -> bool:
+        """The same as a part of a turn. Raises StoreMiss when the store does not say so within the budget."""
+        return await self._read(lambda: self.was_taken_back(agent_id, since), budget)
+
+    async def watch(self) -> AsyncGenerator[StoreEvent, None]:
+        """What happens in the namespace, from where the last watch was cut."""
+        async with contextlib.aclosing(self._client.watch(self._cursor)) as told:
+            async for each in told:
+                self._cursor = each.cursor
+                if (event := _event_of(each)) is not None:
+                    yield event
 
     # --- how a call is made ---
 
@@ -317,8 +395,53 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
         Digest.from_proto(snapshot.manifest),
         snapshot.parent_version,
         snapshot.kv_identity_hash,
-        is_brought=snapshot.origin in _BROUGHT,
+        is_brought=snapshot.is_brought,
     )
+
+
+def _event_of(told: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
+    """What concerns memories of it."""
+    match told.WhichOneof("event"):
+        case "lease_wanted":
+            wanted = told.lease_wanted
+            return LeaseWanted(wanted.agent_id, wanted.kv_identity_hash, wanted.takes_back)
+        case "committed":
+            return HeadMoved(told.committed.agent_id, head_of(told.committed))
+        case "agent_deleted":
+            return AgentGone(told.agent_deleted.agent_id)
+        case "lost":
+            return EventsLost()
+        case _:
+            return None
+
+
+def _takes_back(told: cachestore_pb2.WatchEventsResponse, agent_id: str) -> bool:
+    match told.WhichOneof("event"):
+        case "lost":
+            return True
+        case "agent_deleted":
+            return told.agent_deleted.agent_id == agent_id
+        case "committed":
+            made = told.committed
+            return made.agent_id == agent_id and made.origin != cachestore_pb2.ORIGIN_TURN
+        case _:
+            return False
+
+
+def _moves(
+    told: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
+) -> bool:
+    made = told.committed
+    if told.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
+        agent_id,
+        kv_identity_hash,
+    ):
+        return False
+    return made.manifest.hash not in {each.hash for each in own}
+
+
+def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
+    return cachestore_pb2.LeaseToken(owner=owner, generation=generation)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 from kvasir.cachestore.v1 import manifest_pb2
 
+from inference_svc.given_json import is_bounded
+
 # States of mlx-lm's machine; what it calls otherwise stands before a part and says only which one comes.
 _ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
 
@@ -124,6 +126,8 @@ class ReplyReader:
 
 def tool_calls(text: str, parse: ToolParser, id_prefix: str, first: int) -> list[manifest_pb2.ToolCall]:
     """What a model wrote between the markers of a call, or of several; empty unless all of it is calls."""
+    if not is_bounded(text):
+        return []
     try:
         parsed = parse(text)
         every = parsed if isinstance(parsed, list) else [parsed]

@@ -8,6 +8,7 @@ from inference_svc.admission import Admission
 from inference_svc.config import EngineSettings
 from inference_svc.copies import Copies
 from inference_svc.engine import Engine
+from inference_svc.line_leases import LineLeases
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Patience
 from inference_svc.prompting import Prompting
@@ -27,6 +28,7 @@ class ServedModel:
     engine: Engine
     prompting: Prompting
     turns: TurnService
+    leases: Mapping[str, LineLeases]
     grace_s: float
 
     async def retire(self) -> MemoriesLeft:
@@ -37,6 +39,7 @@ class ServedModel:
     async def close(self) -> None:
         """End the MLX thread, which frees weights and KV."""
         self.prompting.close()
+        await asyncio.gather(*(leases.close() for leases in self.leases.values()))
         await asyncio.to_thread(self.engine.close)
 
 
@@ -45,6 +48,7 @@ async def open_served(
     path: str,
     settings: EngineSettings,
     stores: Mapping[str, RemoteCache],
+    lease_owner: str,
     admission: Admission,
     stats: ServiceStats,
     clock: Callable[[], float],
@@ -66,15 +70,19 @@ async def open_served(
         max_open_turns=settings.max_turns,
     )
     prompting = Prompting(engine.tokenizer, engine.token_text)
+    leases = {
+        namespace: LineLeases(namespace, store, engine, lease_owner, clock) for namespace, store in stores.items()
+    }
     publishing = PublishingLimits(commit_wait_s=settings.commit_wait_s, timeout_s=settings.publish_timeout_s)
     copies = Copies(engine, admission.publishing, clock)
-    publisher = Publisher(engine, copies, publishing, stats, clock, now_ms)
+    publisher = Publisher(engine, copies, publishing, stats, clock, now_ms, leases)
     turns = TurnService(
         engine,
         prompting,
-        Recall(engine, prompting, stores, worthwhile_fraction=settings.worthwhile_fraction),
-        TurnEnding(engine, prompting, publisher, stores, clock),
+        Recall(engine, prompting, stores, worthwhile_fraction=settings.worthwhile_fraction, leases=leases),
+        TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,
+        leases,
         TurnLimits(
             store_budget_s=settings.store_budget_ms / 1000,
             publish_timeout_s=settings.publish_timeout_s,
@@ -84,4 +92,6 @@ async def open_served(
         stats,
         clock,
     )
-    return ServedModel(name, engine, prompting, turns, settings.stop_grace_s)
+    for each in leases.values():
+        each.start()
+    return ServedModel(name, engine, prompting, turns, leases, settings.stop_grace_s)

@@ -1,13 +1,14 @@
 """The inference service on the wire: checks requests, streams turns, ends them when their reader goes away."""
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from kvasir.credentials import ADMIN
-from kvasir.errors import Unavailable
+from kvasir.credentials import ADMIN, OWNER
+from kvasir.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.interceptors import current_principal
@@ -46,7 +47,7 @@ class ServiceLimits:
     max_prompt_bytes: int
     max_request_bytes: int
     max_unread_bytes: int
-    kv_memory_bytes: int
+    reader_stall_s: float
     admission: AdmissionLimits
 
 
@@ -70,19 +71,24 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         *,
         limits: ServiceLimits,
         is_stopping: Callable[[], bool],
+        service_admins: Collection[str] = (),
     ) -> None:
+        """`service_admins`: names of credentials with role admin that act for all namespaces; else only the owner of
+        the Unix socket does.
+        """
         self._host = host
         self._stores = stores
         self._formats = formats
         self._standing = standing
         self._limits = limits
         self._is_stopping = is_stopping
+        self._service_admins = frozenset(service_admins)
 
     async def Generate(
         self,
         request: pb.GenerateRequest,
         context: Any,
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> None:
         self._check_serves()
         caller = current_principal()
         checked = messages.turn_request(
@@ -94,11 +100,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_seed=new_seed,
         )
         served = self._host.serving(request.model)
-        await self._formats.check(checked.sampling.constraint, served.engine.grammars)
+        await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
         running = choices.begin(self._host.serving(request.model).turns, checked)
         try:
             async for choice, event in running.events():
-                yield messages.response(event, checked.request_id, served.name, choice)
+                await self._send(context, messages.response(event, checked.request_id, served.name, choice))
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             running.cancel()
@@ -147,11 +153,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return pb.GetModelResponse(model=self._model(self._host.check_known(name)))
 
     async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> pb.LoadModelResponse:
+        self._check_acts_for_all("LoadModel")
         self._check_serves()
         left = await self._host.load(request.model, drop_unstored=request.drop_unstored)
         return pb.LoadModelResponse(model=self._model(request.model), left=stats_messages.memories_left(left))
 
     async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.UnloadModelResponse:
+        self._check_acts_for_all("UnloadModel")
         self._check_serves()
         left = await self._host.unload(request.model, drop_unstored=request.drop_unstored)
         return pb.UnloadModelResponse(left=stats_messages.memories_left(left))
@@ -174,13 +182,23 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             max_turns=limits.admission.max_turns,
             max_turns_per_namespace=limits.admission.max_turns_per_namespace,
             max_turns_per_caller=limits.admission.max_turns_per_caller,
-            kv_memory_bytes=limits.kv_memory_bytes,
+            kv_memory_bytes=limits.admission.kv_memory_bytes,
             kv_memory_used_bytes=seen.kv_memory_used_bytes,
             misses=seen.misses,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         return stats_messages.stats(self._standing(), self._namespaces())
+
+    async def _send(self, context: Any, response: pb.GenerateResponse) -> None:
+        """Write a response. While its turn runs, a reader that stops is noticed by the turn; after that, here."""
+        try:
+            async with asyncio.timeout(self._limits.reader_stall_s):
+                await context.write(response)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"nothing was taken for {self._limits.reader_stall_s:g} s", reason="READER_STALLED"
+            ) from None
 
     def _check_serves(self) -> None:
         if self._is_stopping():
@@ -194,8 +212,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
 
     def _namespaces(self) -> str | None:
         """The one namespace that the caller may know of; None for all."""
+        return None if self._acts_for_all() else current_principal().namespace
+
+    def _acts_for_all(self) -> bool:
+        """An admin is bound to a namespace, as every credential is; the model, and others' names, are all of theirs."""
         caller = current_principal()
-        return None if ADMIN in caller.roles else caller.namespace
+        return caller is OWNER or (ADMIN in caller.roles and caller.name in self._service_admins)
+
+    def _check_acts_for_all(self, rpc: str) -> None:
+        if not self._acts_for_all():
+            raise PermissionDenied(
+                f"{rpc} changes the model of all namespaces: it needs the owner of its Unix socket, or an admin "
+                "that --service-admin names",
+                metadata={"rpc": rpc},
+            )
 
     def _seen(self) -> stats_messages.Seen:
         return stats_messages.seen(self._standing(), self._namespaces())

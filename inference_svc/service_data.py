@@ -1,7 +1,7 @@
 """What a caller asks of a turn and what it is told: plain data between the service's edge and turn preparation."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
@@ -9,6 +9,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
 from inference_svc.conversation import Tool
+from inference_svc.given_json import GivenJson
 from inference_svc.plan import Priority, SamplingParams, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 
@@ -61,6 +62,11 @@ class MessagesInput:
     messages: tuple[manifest_pb2.Message, ...]
     is_append: bool = False
 
+    @property
+    def field(self) -> str:
+        """The request's field that they came in."""
+        return "append_messages.messages" if self.is_append else "messages.messages"
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
@@ -75,6 +81,7 @@ class TurnRequest:
     sampling: SamplingParams
     max_tokens_is_default: bool  # then what is left of the context bounds it, instead of refusing
     tools: Sequence[Tool] = ()
+    objects: GivenJson = field(default_factory=GivenJson)  # the JSON of its messages and tools
     keep_partial: bool = False
     choices: int = 1  # replies that are asked for; several only without an agent
     choice: int = 0  # which of them this is

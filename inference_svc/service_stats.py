@@ -31,10 +31,9 @@ class NamespaceCounters:
 
 @dataclass(slots=True)
 class ServiceStats:
-    """Counters of all namespaces, and what the service holds for all of them together."""
+    """Counters of all namespaces."""
 
     started_s: float  # on the clock that is read with it
-    prompt_bytes: int = 0  # of turns that wait or run
     _namespaces: dict[str, NamespaceCounters] = field(default_factory=dict)
 
     def of(self, namespace: str) -> NamespaceCounters:

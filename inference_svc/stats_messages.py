@@ -1,4 +1,5 @@
-"""What is told of a service's standing: to a client of its own namespace, to an admin of all."""
+"""What is told of a service's standing: to a caller of its own namespace, to an admin of the whole service
+of all."""
 
 from collections import Counter
 from collections.abc import Mapping

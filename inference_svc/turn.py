@@ -100,6 +100,16 @@ class Turn:
         return self.plan.namespace
 
     @property
+    def is_masked(self) -> bool:
+        """Its next token is drawn within a reply format."""
+        return self.matcher is not None and self.finish_reason is None and self.next_token_draws
+
+    @property
+    def masks_s(self) -> float:
+        """What following the reply's format took so far."""
+        return self.matcher.worked_s if self.matcher is not None else 0.0
+
+    @property
     def memory_key(self) -> Hashable | None:
         """The hot memory that the plan extends; none once the turn was put aside, with that memory's rows."""
         return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_put_aside else None
@@ -109,6 +119,11 @@ class Turn:
         """Not if a cancel must leave what was said so far."""
         is_allowed = self.plan.can_be_put_aside and not self.plan.keep_partial
         return is_allowed and self.finish_reason is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Its last token is drawn; only the KV of it is to be computed yet."""
+        return self.finish_reason is not None
 
     @property
     def reusable_tokens(self) -> int:

@@ -15,16 +15,17 @@ from kvasir.errors import KvasirError
 from inference_svc import conversation
 from inference_svc.copies import Copies, copied
 from inference_svc.engine import Engine
+from inference_svc.line_leases import LineLeases
+from inference_svc.literal_text import without_guards
 from inference_svc.memory import AgentMemory, Ahead, Kept, nothing_yet
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.plan import Ended, FinishReason, SequenceKey, Snapshot
 from inference_svc.prefix_matching import Memory, Outcome
-from inference_svc.prompting import Prompting
+from inference_svc.prompting import Prompting, Said
 from inference_svc.publishing import BlockStream, Publisher
 from inference_svc.recall import Prepared, Recollection
 from inference_svc.remote_cache import RemoteCache
 from inference_svc.service_data import (
-    PromptInput,
     SnapshotOutcome,
     SnapshotState,
     Source,
@@ -49,11 +50,13 @@ class TurnEnding:
         publisher: Publisher,
         stores: Mapping[str, RemoteCache],
         clock: Callable[[], float],
+        leases: Mapping[str, LineLeases] | None = None,
     ) -> None:
         self._engine = engine
         self._prompting = prompting
         self._publisher = publisher
         self._stores = stores
+        self._leases = leases or {}
         self._clock = clock
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
@@ -133,6 +136,10 @@ class TurnEnding:
             # The KV is the memory's own again, and no longer of what was computed ahead.
             memory = replace(memory, ahead=None, shareable_tokens=state.shareable_tokens, points=state.points)
         if turn.key is not None:
+            if memory.kept.is_elsewhere:
+                # It follows no version of its own line: what proves it current is what was known when it was made.
+                kept = replace(memory.kept, heard=turn.heard, generation=self._generation(turn.key))
+                memory = replace(memory, kept=kept)
             self._engine.tag_hot(turn.key, memory)
         restore_s = turn.restore_s + ended.timings.restore_s
         tokens, version = len(state.token_ids), turn.parent_version
@@ -149,26 +156,15 @@ class TurnEnding:
     ) -> AgentMemory:
         """What the agent remembers from now on, attached to its hot memory."""
         request, state = turn.request, ended.state
-        text = prepared.text + ended.generated_text
-        messages: tuple[manifest_pb2.Message, ...] = ()
-        if not isinstance(request.input, PromptInput):
-            reply = await self._prompting.run(
-                lambda: conversation.reply_message(
-                    self._prompting.template,
-                    turn.messages,
-                    request.tools,
-                    reply=ended.text,
-                    told_text=text,
-                    tool_calls=calls,
-                    tool_start=self._prompting.tool_start,
-                )
-            )
-            messages = (*turn.messages, reply)
+        said, messages = await self._prompting.run(
+            key.namespace,
+            lambda: self._said(turn, prepared.text, ended, calls, is_trusted=not recollection.is_brought),
+        )
         reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
         stored = turn.stream.stored if turn.stream is not None else list(prepared.stored_blocks)
         previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
         memory = AgentMemory(
-            words=Memory(text, state.token_ids, state.token_chars),
+            words=said.words,
             messages=messages,
             turn=manifest_pb2.Turn(
                 request_id=request.request_id,
@@ -185,13 +181,40 @@ class TurnEnding:
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
                 expected_version=request.parent_version,
+                # What was not stored yet counts under the lease under which it was made, and what extends it too.
+                generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
+                heard=turn.heard,
                 # A stop string may have taken back tokens of a block that was already sent.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
             ),
             points=state.points,
+            is_brought=_is_brought(recollection, prepared),
         )
         self._engine.tag_hot(key, memory)
         return memory
+
+    def _said(
+        self, turn: TurnState, prompt: str, ended: Ended, calls: Sequence[manifest_pb2.ToolCall], *, is_trusted: bool
+    ) -> tuple[Said, tuple[manifest_pb2.Message, ...]]:
+        """Text and messages that are remembered. On the tokenizer's thread."""
+        prompting = self._prompting
+        said = prompting.said(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
+        if turn.dialogue is None:
+            return said, ()
+        reply = conversation.reply_message(
+            prompting.template,
+            turn.dialogue,
+            reply=said.reply,
+            told_text=said.words.text,
+            tool_calls=calls,
+            tool_start=prompting.tool_start,
+            is_trusted=is_trusted,
+        )
+        return said, (*turn.messages, reply)
+
+    def _generation(self, key: SequenceKey) -> int:
+        leases = self._leases.get(key.namespace)
+        return leases.generation(key.agent_id) if leases is not None else 0
 
     async def _keep(
         self, turn: TurnState, key: SequenceKey, recollection: Recollection, memory: AgentMemory
@@ -239,7 +262,7 @@ class TurnEnding:
         words = memory.words.text
         reader = reply_reader(request, self._prompting, words[: remembered.prompt_chars])
         part = reader.push(remembered.reply)
-        rest = reader.end(words[remembered.prompt_chars :].removeprefix(remembered.reply))
+        rest = reader.end(without_guards(words[remembered.prompt_chars :]).removeprefix(remembered.reply))
         outbox.put(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
         snapshot = await self._outcome_again(turn, recollection, memory)
         elapsed_s = self._clock() - turn.arrived
@@ -268,3 +291,9 @@ class TurnEnding:
         if kept.is_being_published:
             return await self._publisher.outcome(key.namespace, memory, store)
         return await self._keep(turn, key, replace(recollection, memory=None), memory)
+
+
+def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:
+    """Whether a turn's KV is, or was computed on, what was brought. The store marks bytes; this outlives its copies."""
+    memory = recollection.memory
+    return prepared.source in (Source.HOT, Source.WARM) and memory is not None and memory.is_brought

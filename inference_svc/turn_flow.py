@@ -10,26 +10,28 @@ Each turn is a task of its own, not its RPC's: a reader that goes away cancels g
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import structlog
 from kvasir import errors
-from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.shared_room import SharedRoom
 
 from inference_svc import conversation, replay
 from inference_svc.admission import Admission
 from inference_svc.engine import Engine, TurnHandle
 from inference_svc.handoff import HandOff
 from inference_svc.kept_aside import AsideLimits, KeptAside, may_be_put_aside
+from inference_svc.line_leases import LineLeases
 from inference_svc.model_host import MemoriesLeft
 from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
 from inference_svc.prefix_matching import Outcome
+from inference_svc.prompt_text import prompt_text
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
-from inference_svc.remote_cache import Budget, RemoteCache
+from inference_svc.remote_cache import RemoteCache
 from inference_svc.service_data import (
     MessagesInput,
     Miss,
@@ -41,6 +43,7 @@ from inference_svc.service_data import (
     Warmed,
 )
 from inference_svc.service_stats import ServiceStats
+from inference_svc.store_patience import Budget
 from inference_svc.telling import Telling
 from inference_svc.turn_ending import TurnEnding
 from inference_svc.turn_state import RunningTurn, TurnState, check_parent, reply_reader, too_long, whole_conversation
@@ -51,6 +54,8 @@ _DEFAULT_MAX_TOKENS = 512
 _PLANS = 4
 # The agent may get another newest version meanwhile: serve a turn from its beginning this often.
 _SERVINGS = 4
+# Another engine that is asked lets go within milliseconds, unless its turn still runs.
+_HELD_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,7 @@ class TurnService:
         recall: Recall,
         ending: TurnEnding,
         stores: Mapping[str, RemoteCache],
+        leases: Mapping[str, LineLeases],
         limits: TurnLimits,
         admission: Admission,
         stats: ServiceStats,
@@ -93,6 +99,7 @@ class TurnService:
         self._recall = recall
         self._ending = ending
         self._stores = stores
+        self._leases = leases
         self._limits = limits
         self._admission = admission
         self.stats = stats
@@ -101,7 +108,8 @@ class TurnService:
         self._running: dict[asyncio.Task[None], RunningTurn] = {}
         self._order: dict[SequenceKey, asyncio.Lock] = {}
         self._waiting: Counter[SequenceKey] = Counter()
-        self._counting = asyncio.Lock()
+        self._counting = SharedRoom(1)
+        self._compiling = SharedRoom(1)
 
     def begin(self, request: TurnRequest) -> RunningTurn:
         """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
@@ -130,14 +138,15 @@ class TurnService:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """Tokens of a turn's prompt that finds no memory. Takes a turn's place: raises ResourceExhausted. One count
-        after the other, so that a turn's own text waits for one at most.
+        after the other, namespaces in turn; no turn's own text waits for one, but for the copy that the first makes.
         """
         given = request.input
         messages = given.messages if isinstance(given, MessagesInput) else ()
         with self._admission.turn(request.namespace, request.caller, request.input_bytes):
-            async with self._counting:
-                text = await self._text(given, request.tools, messages)
-                return len((await self._prompting.run(lambda: self._prompting.tokenize(text))).ids)
+            async with self._counting.held_for(request.namespace, 1):
+                counter = await self._prompting.twin(request.namespace)
+                text, _ = await prompt_text(counter, request, messages)
+                return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)
 
     async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
         turn = TurnState(request, running, arrived=self._clock())
@@ -147,8 +156,10 @@ class TurnService:
         end = "failed"
         try:
             async with self._in_order(request):
+                await self._prompting.read(request.namespace, request.objects)
                 turn.queue_s = self._clock() - turn.arrived
-                await self._serve(turn)
+                with self._using_lease(turn):
+                    await self._serve(turn)
         except asyncio.CancelledError:
             end = "cancelled"
             running.outbox.close(running.ended_by or errors.Cancelled("the turn was cancelled"))
@@ -197,7 +208,7 @@ class TurnService:
     async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
         """Raises _MemoryMovedError when nothing has happened yet and all must be looked at again."""
         request = turn.request
-        recollection = await self._recall.newest(turn.key, budget) if turn.key else NOTHING_REMEMBERED
+        recollection = await self._newest(turn, budget) if turn.key else NOTHING_REMEMBERED
         if request.is_warming:
             return await self._warm(turn, recollection, budget)
         memory = recollection.memory
@@ -209,10 +220,42 @@ class TurnService:
             check_parent(request, recollection)
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
-        text = await self._text(request.input, request.tools, turn.messages)
+        text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
         self._check_length(text)
         recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
         return await self._ending.finish(turn, recollection, prepared, ended)
+
+    def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
+        leases = self._leases.get(turn.request.namespace) if turn.key is not None else None
+        return leases.using(turn.request.agent_id) if leases is not None else contextlib.nullcontext()
+
+    async def _newest(self, turn: TurnState, budget: Budget) -> Recollection:
+        """The agent's memory, and beside it the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE): computed
+        all the same, the turn would lose against whoever has it.
+        """
+        assert turn.key is not None
+        leases, agent_id = self._leases.get(turn.request.namespace), turn.request.agent_id
+        if leases is not None:
+            turn.heard = turn.heard or self._stores[turn.request.namespace].heard
+            leases.begin(agent_id)
+        recollection = await self._recall.newest(turn.key, budget)
+        if leases is not None and leases.is_elsewhere(agent_id) and recollection.head is not None:
+            try:
+                await leases.obtain(agent_id, _HELD_PATIENCE_S)
+            except errors.KvasirError as error:
+                if error.reason == "AGENT_HELD_ELSEWHERE":
+                    raise
+            recollection = await self._recall.newest(turn.key, budget)
+        return recollection
+
+    def _check_line(self, turn: TurnState) -> None:
+        """Raises _MemoryMovedError when another engine was heard to have the line since the memory was looked at: the
+        store may tell of a lease later than of a memory. Looked at again, the turn waits for the line, or is refused.
+        """
+        namespace, agent_id = turn.request.namespace, turn.request.agent_id
+        leases = self._leases.get(namespace) if turn.key is not None else None
+        if leases is not None and leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
+            raise _MemoryMovedError
 
     async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:
         """Make the agent's memory hot, or the prompt that is given, and say nothing."""
@@ -233,7 +276,7 @@ class TurnService:
                     retry_after_s=1.0,
                 )
             turn.messages = whole_conversation(request, recollection, is_retry=False)
-            text = await self._text(request.input, request.tools, turn.messages)
+            text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
         elif memory is None or not memory.words.token_ids:
             turn.running.warmed = Warmed(0, 0, turn.parent_version)
             miss = recollection.miss
@@ -245,24 +288,10 @@ class TurnService:
         recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
-    async def _text(
-        self,
-        given: PromptInput | MessagesInput,
-        tools: Sequence[conversation.Tool],
-        messages: Sequence[manifest_pb2.Message],
-    ) -> str:
-        """The prompt's text; `messages` are all of them, those that are remembered too."""
-        if isinstance(given, PromptInput):
-            return given.prompt
-        specials = self._prompting.special_texts
-        field = "append_messages.messages" if given.is_append else "messages.messages"
-        await self._prompting.run(lambda: conversation.check_no_control_tokens(given.messages, field, specials))
-        return await self._prompting.run(lambda: conversation.render(self._prompting.template, messages, tools))
-
     def _check_length(self, text: str) -> None:
         """An absurd prompt is refused without tokenizing it."""
         context = self._engine.model.context_tokens
-        if (fewest := self._prompting.fewest_tokens(len(text.encode()))) > context:
+        if (fewest := self._prompting.fewest_tokens(text)) > context:
             raise too_long(f"at least {fewest}", context)
 
     async def _generate(
@@ -271,14 +300,14 @@ class TurnService:
         """Plan and run, planning again when what the plan stood on went away in between."""
         usable_files: int | None = None
         usable_point: int | None = None
-        if turn.messages and self._engine.model.has_states:
-            template, tools = self._prompting.template, turn.request.tools
+        if (told := turn.dialogue) is not None and self._engine.model.has_states:
+            template = self._prompting.template
             turn.point_chars = await self._prompting.run(
-                lambda: conversation.lasting_chars(template, turn.messages, tools, text)
+                turn.request.namespace, lambda: conversation.lasting_chars(template, told, text)
             )
 
         async def hold(size_bytes: int) -> None:
-            await self._admission.restoring.wait_for(size_bytes)
+            await self._admission.restoring.wait_for(turn.request.namespace, size_bytes)
             turn.restoring_bytes += size_bytes
 
         for _ in range(_PLANS):
@@ -293,6 +322,7 @@ class TurnService:
                     usable_point=usable_point,
                     speaks=not turn.request.is_warming,
                 )
+                self._check_line(turn)
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
                 turn.restore_s = budget.spent_s
@@ -323,10 +353,11 @@ class TurnService:
         raise _moved_away()
 
     async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
-        constraint = turn.request.sampling.constraint
-        if constraint is not None and not self._engine.grammars.knows(constraint):
+        namespace, constraint = turn.request.namespace, turn.request.sampling.constraint
+        if constraint is not None and not self._engine.grammars.knows(namespace, constraint):
             # Others' formats took its place while the turn waited. To compile one may take a second.
-            await asyncio.to_thread(self._engine.grammars.compile, constraint)
+            async with self._compiling.held_for(namespace, 1):
+                await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
         inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
         store = self._stores.get(turn.request.namespace)
         is_kept = turn.key is not None and not turn.request.is_warming
@@ -341,12 +372,12 @@ class TurnService:
                 turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored), max_blocks=most)
             self._handoff.send(inbox.put_nowait, events)
 
-        needed_bytes, budget_bytes = self._engine.needed_bytes(plan), self._engine.memory_budget_bytes
+        needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
         telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
         aside: KeptAside | None = None
         try:
-            with self._admission.kv(turn.request.namespace, needed_bytes, budget_bytes):
+            with self._admission.kv(turn.request.namespace, needed_bytes):
                 turn.running.handle = self._engine.submit(plan, on_events)
                 del plan
                 aside = self._kept_aside(turn, turn.running.handle, store) if store is not None else None
@@ -392,14 +423,13 @@ class TurnService:
             min_bytes_per_s=self._limits.store_min_bytes_per_s,
             piece_files=self._ending.copies.piece_blocks,
         )
-        counters = self.stats.of(turn.request.namespace)
-        copies, restoring = self._ending.copies.held, self._admission.restoring
-        return KeptAside(handle, store, copies, restoring, counters, limits, self._clock)
+        namespace, copies, restoring = turn.request.namespace, self._ending.copies.held, self._admission.restoring
+        return KeptAside(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
 
     def _let_go(self, turn: TurnState) -> None:
         """What was read from the store is KV now, or is not needed."""
         held_bytes, turn.restoring_bytes = turn.restoring_bytes, 0
-        self._admission.restoring.give_back(held_bytes)
+        self._admission.restoring.give_back(turn.request.namespace, held_bytes)
 
     def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)

@@ -9,12 +9,14 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.manifest import tokens_within_chars
 
+from inference_svc.conversation import Dialogue, tool_fields
 from inference_svc.engine import TurnHandle
 from inference_svc.outbox import Outbox
 from inference_svc.plan import SequenceKey, Snapshot
 from inference_svc.prompting import Prompting
 from inference_svc.publishing import BlockStream
 from inference_svc.recall import Recollection
+from inference_svc.remote_cache import Heard
 from inference_svc.reply_parts import ReplyReader
 from inference_svc.service_data import Miss, MissReason, PromptInput, TurnEvent, TurnRequest, Warmed
 
@@ -64,7 +66,9 @@ class TurnState:
     has_begun: bool = False  # the engine has its memory and computes
     computed: int = 0  # tokens of the prompt whose KV is there
     parent_version: int = 0
+    heard: Heard | None = None  # when it began
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
+    dialogue: Dialogue | None = None  # the same, as templates know them
     damage: Miss | None = None
     point_chars: int | None = None  # of the prompt, after which a model with states makes a point
     first_token_at: float | None = None
@@ -157,4 +161,5 @@ def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> Rep
     if isinstance(request.input, PromptInput) or request.sampling.constraint is not None:
         return ReplyReader()
     choice = f"{request.choice}-" if request.choice else ""
-    return prompting.reader(prompt, request.tools, f"{request.request_id}-{choice}")
+    tools = tool_fields(request.tools, request.objects)
+    return prompting.reader(prompt, tools, f"{request.request_id}-{choice}")

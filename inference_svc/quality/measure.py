@@ -120,8 +120,9 @@ def peer_ways(runner: ModelRunner) -> list[Way]:
 
         try:
             ways.append(_peer(runner, f"mlx-lm q{bits}", new_caches))
+        # Not for this model: another attention, or a head that the groups do not divide.
         except (ValueError, TypeError, AttributeError, NotImplementedError):
-            continue  # not for this model: another attention, or a head that the groups do not divide
+            continue
     return ways
 
 

@@ -1,0 +1,65 @@
+"""Which namespaces have turns, or had some lately, and whose turn it is among them. Pure: seconds are told.
+
+Namespaces are served in turn: the one first that was served longest ago, and before all one that is new. A namespace
+is remembered for a while after its last turn, so that whoever comes once a second neither counts as new each time nor
+leaves the others alone in between.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+Namespace = str | None
+
+
+@dataclass
+class Place:
+    """What is remembered of a namespace."""
+
+    turns: int = 0  # that wait or run
+    left_s: float = 0.0  # when it last had one
+    began: int = 0  # number of its last beginning, of all
+    served: int = 0  # number of its last cell, of all
+    was_warm: bool = False  # its last cell went to a warm turn out of order
+    owed_s: float = 0.0  # prefill beside others' speech that is not made up for yet
+
+
+class Company:
+    """The namespaces that count as present."""
+
+    def __init__(self, lasts_s: float) -> None:
+        self._lasts_s = lasts_s
+        self._places: dict[Namespace, Place] = {}
+        self._begun = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """More than one namespace is here, or was a moment ago."""
+        return len(self._places) > 1
+
+    def of(self, namespace: Namespace) -> Place:
+        """The place of a namespace that has a turn."""
+        return self._places[namespace]
+
+    @property
+    def places(self) -> Collection[Place]:
+        return self._places.values()
+
+    def came(self, namespace: Namespace) -> None:
+        self._places.setdefault(namespace, Place()).turns += 1
+
+    def went(self, namespace: Namespace, now: float) -> None:
+        place = self._places[namespace]
+        place.turns -= 1
+        place.left_s = now
+
+    def began(self, namespace: Namespace) -> None:
+        self._begun += 1
+        self._places[namespace].began = self._begun
+
+    def forget_absent(self, now: float) -> None:
+        """Those that have had no turn for long."""
+        self._places = {
+            namespace: place
+            for namespace, place in self._places.items()
+            if place.turns or now - place.left_s < self._lasts_s
+        }

@@ -1,0 +1,43 @@
+"""Under which name this engine holds leases: the same after a restart, so that it need not wait for what it held."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from kvasir.errors import InvalidArgument
+from kvasir.names import check_owner
+
+_FILE = "lease-owner"
+_MAX_BYTES = 200
+
+
+class LeaseOwner:
+    """A name that no other living process has. Held until the process ends."""
+
+    def __init__(self, state_dir: Path, new_name: Callable[[], str]) -> None:
+        """The name that is kept in `state_dir`, made now if there is none; another if a living process has that one."""
+        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = os.open(state_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            # The lock ends with the process, however it ends.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.name = new_name()
+        else:
+            self.name = self._kept() or self._keep(new_name())
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def _kept(self) -> str:
+        try:
+            return check_owner(os.pread(self._lock, _MAX_BYTES, 0).decode("ascii").strip())
+        except (UnicodeDecodeError, InvalidArgument):
+            return ""
+
+    def _keep(self, name: str) -> str:
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"{name}\n".encode(), 0)
+        os.fsync(self._lock)
+        return name

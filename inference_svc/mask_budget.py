@@ -1,0 +1,104 @@
+"""Who of the turns with a reply format may speak in a step, so that one namespace's masks do not hold up others. Pure.
+
+A mask says which tokens a format allows next. Some take microseconds, some milliseconds, and the whole batch waits for
+all of them. So while others speak or wait, the masks of all namespaces may take a part of each step. Each namespace
+that wants masks has a purse: every step puts an equal share in, every mask takes its seconds out. What a mask costs is
+known after it was made, so a purse may be overdrawn; its namespace then sits out steps until they have paid for it.
+
+The worker asks and tells, once a step:
+
+    may_speak = masks.begin_step(speaking, present)
+    decode one token of each turn in `may_speak`
+    masks.end_step(seconds that the step took, masks and all)
+"""
+
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+
+class Masked(Hashable, Protocol):
+    """What the budget must know of a turn."""
+
+    @property
+    def namespace(self) -> str | None: ...
+
+    @property
+    def is_masked(self) -> bool:
+        """Its next token is drawn within a reply format."""
+        ...
+
+    @property
+    def masks_s(self) -> float:
+        """What its masks took so far."""
+        ...
+
+
+# Of a step's other time, for the masks of all namespaces together.
+PART = 0.25
+
+TurnT = TypeVar("TurnT", bound=Masked)
+
+
+@dataclass
+class _Row:
+    """What the budget remembers of a turn with a format."""
+
+    billed_s: float = 0.0
+    last_s: float | None = None  # of its last mask
+    spoke_in: int = 0  # the step
+
+
+class MaskBudget(Generic[TurnT]):
+    """The purses of the namespaces whose turns have formats."""
+
+    def __init__(self, part: float = PART, least_s: float = 0.001) -> None:
+        """Masks may take this `part` of a step's other time, or `least_s` where that is more."""
+        self._part = part
+        self._least_s = least_s
+        self._steps = 0
+        self._rows: dict[TurnT, _Row] = {}
+        self._purses: dict[str | None, float] = {}
+
+    def begin_step(self, speaking: Sequence[TurnT], present: Collection[TurnT]) -> tuple[TurnT, ...]:
+        """Those of `speaking` that may speak now, in their order: everybody without a format, and of each namespace
+        with some those who waited longest, as many as its purse pays for. `present`: all turns that speak, prefill or
+        wait; masks of a namespace that is alone among them hold up nobody else, and are not bounded.
+        """
+        self._steps += 1
+        masked = [turn for turn in speaking if turn.is_masked]
+        known = {turn: row for turn, row in self._rows.items() if turn in present}
+        self._rows = {**known, **{turn: _Row() for turn in masked if turn not in known}}
+        wanting = {turn.namespace for turn in masked}
+        self._purses = {namespace: self._purses.get(namespace, self._least_s) for namespace in wanting}
+        if len({turn.namespace for turn in present} | wanting) <= 1:
+            self._purses = dict.fromkeys(wanting, self._least_s)
+            may_speak = set(masked)
+        else:
+            may_speak = self._paid_for(masked)
+        for turn in may_speak:
+            self._rows[turn].spoke_in = self._steps
+        return tuple(turn for turn in speaking if turn in may_speak or not turn.is_masked)
+
+    def end_step(self, step_s: float) -> None:
+        """Bill what the masks took, and give each namespace its share of the step."""
+        taken = dict.fromkeys(self._purses, 0.0)
+        for turn, row in self._rows.items():
+            mask_s, row.billed_s = turn.masks_s - row.billed_s, turn.masks_s
+            if row.spoke_in == self._steps:
+                row.last_s = mask_s
+            if turn.namespace in taken:
+                taken[turn.namespace] += mask_s
+        for namespace, taken_s in taken.items():
+            share_s = max(self._part * (step_s - sum(taken.values())), self._least_s) / len(taken)
+            # What is not spent is not saved: it was others' time already.
+            self._purses[namespace] = min(self._purses[namespace] - taken_s + share_s, share_s)
+
+    def _paid_for(self, masked: Sequence[TurnT]) -> set[TurnT]:
+        left, chosen = dict(self._purses), set[TurnT]()
+        for turn in sorted(masked, key=lambda turn: self._rows[turn].spoke_in):
+            if left[turn.namespace] > 0:
+                # Of a new one only the first mask is known, and that may be dearer than those that follow.
+                left[turn.namespace] -= self._rows[turn].last_s or turn.masks_s or self._least_s
+                chosen.add(turn)
+        return chosen

@@ -1,0 +1,93 @@
+"""How long the engine waits for its store: a budget of time without progress, and the breaker after a failure."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
+
+import structlog
+from kvasir import errors
+
+_LOG = structlog.get_logger(__name__)
+PROBE_TIMEOUT_S = 1.0
+_FIRST_PROBE_DELAY_S = 0.1
+_MAX_PROBE_DELAY_S = 1.0
+
+
+class Budget:
+    """The time that one turn may lose to the store without progress; received bytes earn more of it."""
+
+    def __init__(self, seconds: float, min_bytes_per_s: float, clock: Callable[[], float]) -> None:
+        self.seconds = seconds
+        self._allowed_s = seconds
+        self._min_bytes_per_s = min_bytes_per_s
+        self._clock = clock
+        self.spent_s = 0.0
+
+    @property
+    def remaining_s(self) -> float:
+        return max(self._allowed_s - self.spent_s, 0.0)
+
+    def earn(self, received_bytes: int) -> None:
+        """A store that sends faster than `min_bytes_per_s` is not slow, however much there is to send."""
+        self._allowed_s += received_bytes / self._min_bytes_per_s
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Count the time of the block, even if it fails."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self.spent_s += self._clock() - began
+
+
+class Breaker:
+    """Keeps calls away from a store that failed, until a probe in the background finds it answering."""
+
+    def __init__(self, probe: Callable[[], Awaitable[None]]) -> None:
+        self._probe = probe
+        self._prober: asyncio.Task[None] | None = None
+        self.opened = asyncio.Event()
+        self.closed = asyncio.Event()
+        self.closed.set()
+
+    @property
+    def is_open(self) -> bool:
+        return self.opened.is_set()
+
+    def trip(self) -> None:
+        if not self.is_open:
+            self.closed.clear()
+            self.opened.set()
+            self._prober = asyncio.create_task(self._until_it_answers())
+            _LOG.warning("store.unreachable")
+
+    async def close(self) -> None:
+        if self._prober is not None:
+            self._prober.cancel()
+            await asyncio.gather(self._prober, return_exceptions=True)
+
+    def reset(self) -> None:
+        """The store was found answering."""
+        if self.is_open:
+            self.opened.clear()
+            self.closed.set()
+            _LOG.info("store.reachable")
+
+    async def _until_it_answers(self) -> None:
+        delay_s = _FIRST_PROBE_DELAY_S
+        while self.is_open:
+            await asyncio.sleep(delay_s)
+            try:
+                await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
+            except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
+                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
+            except errors.KvasirError:
+                break  # it refuses, so it answers
+            except Exception:  # noqa: BLE001 - it has no reader but the log
+                # A prober that ends would leave the breaker open for good.
+                _LOG.exception("store.probe_failed")
+                delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
+            else:
+                break
+        self.reset()
