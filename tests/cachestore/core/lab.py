@@ -22,11 +22,15 @@ MIB = 1 << 20
 
 @dataclass
 class Clock:
-    """Unix seconds that pass only when told."""
+    """Unix seconds that pass only when told, and that somebody may set; and seconds that nobody sets."""
 
     now_s: float = 1_800_000_000.0
+    set_by_s: float = 0.0
 
     def __call__(self) -> float:
+        return self.now_s + self.set_by_s
+
+    def steady(self) -> float:
         return self.now_s
 
     def pass_s(self, seconds: float) -> None:
@@ -56,7 +60,7 @@ class Lab:
         config = StoreConfig(
             **{"data_dir": self.root, "free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings}  # type: ignore[arg-type]
         )
-        return Store.open(config, self.clock, self.chance, disk)
+        return Store.open(config, self.clock, self.chance, disk, steady=self.clock.steady)
 
     def directory_of(self, namespace: str) -> Path:
         return self.root / "namespaces" / blake3(namespace.encode()).hexdigest()[:32]
@@ -104,7 +108,7 @@ def publish(
 
 def damaged(store: Store, namespace: str = NS) -> list[Digest]:
     """Blobs in quarantine."""
-    return store._core.index.read(lambda rows: damaged_blobs(rows, find_namespace(rows, namespace)))
+    return store._core.index.read(namespace, lambda rows: damaged_blobs(rows, find_namespace(rows, namespace)))
 
 
 def snapshot_digests(
@@ -117,7 +121,7 @@ def snapshot_digests(
         snapshot = versions.get_version(rows, line, version)
         return versions.named_digests(rows, versions.manifest_id_of(rows, line.id, snapshot.version))
 
-    return store._core.index.read(work)
+    return store._core.index.read(namespace, work)
 
 
 def assert_restores(store: Store, snapshot: SnapshotVersion, expected: SyntheticSnapshot, namespace: str = NS) -> None:

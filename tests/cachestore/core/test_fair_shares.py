@@ -1,12 +1,15 @@
 """What one namespace may ask for: reservations, labels and pages are bounded, whatever is stored."""
 
 import errno
+import threading
 from pathlib import Path
 
 import pytest
 from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument, ResourceExhausted
 
+from cachestore_svc import listing
+from cachestore_svc.blobs import BlobFiles
 from cachestore_svc.disk import Disk
 from cachestore_svc.messages import write_agent
 from cachestore_svc.records import BlobKind
@@ -32,6 +35,32 @@ def test_promises_without_bytes_leave_room_for_other_namespaces(lab: Lab) -> Non
         write_all(store, SyntheticAgent(SMALL, 1).turn(256).new_blobs, "other")
 
 
+def test_one_namespace_leaves_room_on_the_disk_whether_there_are_others_or_not(lab: Lab) -> None:
+    """Without quotas one namespace could fill the disk down to the reserve, and the others wrote nothing any more."""
+    settings: dict[str, object] = {"max_blob_bytes": 8 << 30, "free_disk_reserve_bytes": 512 * MIB}
+    with lab.open(SmallDisk(), **settings) as store:
+        store.open_writer("greedy", Digest("ab" * 32, 900 * MIB), BlobKind.TENSORS)
+        with pytest.raises(ResourceExhausted) as refused:
+            store.open_writer("greedy", Digest("cd" * 32, 2300 * MIB), BlobKind.TENSORS)
+        assert refused.value.reason == "DISK_SHARE_FULL"
+        assert set(refused.value.metadata) == {"held_bytes", "asked_bytes"}
+        store.open_writer("greedy", Digest("cd" * 32, 2 << 30), BlobKind.TENSORS)
+        store.open_writer("newcomer", Digest("ef" * 32, 512 * MIB), BlobKind.TENSORS)
+    with lab.open(SmallDisk(), namespace_quota_bytes={"greedy": 4 << 30}, **settings) as store:
+        store.open_writer("greedy", Digest("ab" * 32, 900 * MIB), BlobKind.TENSORS)
+        store.open_writer("greedy", Digest("cd" * 32, 2300 * MIB), BlobKind.TENSORS)
+
+
+def test_a_refused_reservation_tells_only_ones_own_numbers(lab: Lab) -> None:
+    with lab.open(SmallDisk(), max_blob_bytes=256 * MIB) as store:
+        for number in range(4):
+            store.open_writer(NS, Digest(f"{number:064x}", 256 * MIB), BlobKind.TENSORS)
+        with pytest.raises(ResourceExhausted) as refused:
+            store.open_writer(NS, Digest("ab" * 32, 77), BlobKind.TENSORS)
+        assert refused.value.reason == "RESERVATIONS_FULL"
+        assert [word for word in refused.value.message.split() if word.isdigit()] == [str(1 << 30), "77"]
+
+
 def test_a_full_disk_tells_neither_paths_nor_what_others_have(lab: Lab) -> None:
     with lab.open(SmallDisk(), free_disk_reserve_bytes=4 << 30) as store:
         with pytest.raises(ResourceExhausted) as refused:
@@ -41,10 +70,13 @@ def test_a_full_disk_tells_neither_paths_nor_what_others_have(lab: Lab) -> None:
         assert refused.value.metadata == {"asked_bytes": str(MIB)}
 
 
-def test_a_page_of_agents_ends_before_it_is_too_long_for_a_message(store: Store) -> None:
+def test_a_page_of_agents_ends_before_it_is_too_long_for_a_message(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_PAGE_BYTES", 32 << 10)  # a thirtieth of the agents that it would take
     publish(store, "a00", SyntheticAgent(SMALL, 2).turn(3), 0)
     names = [f"a{number:02}" for number in range(40)]
-    labels = {f"{number:02}" + "漢" * 254: "漢" * 256 for number in range(64)}
+    labels = {f"{number:02}" + "漢" * 254: "漢" * 256 for number in range(2)}
     for name in names[1:]:
         store.fork_agent(NS, "a00", name)
     for name in names:
@@ -53,12 +85,22 @@ def test_a_page_of_agents_ends_before_it_is_too_long_for_a_message(store: Store)
     token = ""
     while True:
         page = store.list_agents(NS, page_token=token)
-        assert sum(write_agent(agent).ByteSize() for agent in page.agents) <= 2 * MIB
+        assert sum(write_agent(agent).ByteSize() for agent in page.agents) <= 32 << 10
         listed += [agent.agent_id for agent in page.agents]
         token = page.next_page_token
         if not token:
             break
     assert listed == names
+
+
+def test_an_agents_labels_take_little_however_they_are_set(store: Store) -> None:
+    """Rows are in no quota, forks are free, and a listing reads them on the one thread of the index."""
+    publish(store, "a", SyntheticAgent(SMALL, 2).turn(3), 0)
+    store.update_agent(NS, "a", labels={"first": "漢" * 256, "second": "漢" * 256, "third": "漢" * 256})
+    with pytest.raises(InvalidArgument, match="at most 4096 bytes in all, got") as refused:
+        store.update_agent(NS, "a", labels={f"{number}": "漢" * 256 for number in range(3)})
+    assert refused.value.field == "labels"
+    assert set(store.get_agent(NS, "a").labels) == {"first", "second", "third"}
 
 
 def test_agents_are_asked_for_by_a_few_labels_only(store: Store) -> None:
@@ -69,15 +111,37 @@ def test_agents_are_asked_for_by_a_few_labels_only(store: Store) -> None:
 
 
 class FullDisk(Disk):
-    """A disk that takes no byte more."""
+    """A disk that once takes no byte more."""
+
+    is_full = False
 
     def write(self, descriptor: int, data: bytes | memoryview) -> None:
-        raise OSError(errno.ENOSPC, "no space")
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "no space")
+        super().write(descriptor, data)
 
 
 def test_a_write_that_found_no_room_names_no_directory(lab: Lab) -> None:
-    with lab.open(FullDisk(), ballast_bytes=0) as store:
+    disk = FullDisk()
+    with lab.open(disk, ballast_bytes=0) as store:
+        disk.is_full = True
         with pytest.raises(ResourceExhausted) as refused:
             write_all(store, SyntheticAgent(SMALL, 3).turn(256).new_blobs)
         assert refused.value.reason == "DISK_FULL"
         assert str(lab.root) not in refused.value.message
+
+
+def test_a_namespace_waits_for_no_other_to_name_a_blob(tmp_path: Path) -> None:
+    files, hash_, entered = BlobFiles(tmp_path, Disk()), "ab" * 32, threading.Event()
+
+    def name(namespace: str) -> None:
+        with files.naming(namespace, hash_):
+            entered.set()
+
+    with files.naming("a", hash_):
+        threading.Thread(target=name, args=("b",), daemon=True).start()
+        assert entered.wait(5)
+        entered.clear()
+        threading.Thread(target=name, args=("a",), daemon=True).start()
+        assert not entered.wait(0.1)
+    assert entered.wait(5)

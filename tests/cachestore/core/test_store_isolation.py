@@ -7,7 +7,7 @@ import pytest
 from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
 
-from cachestore_svc.records import BlobKind, Origin
+from cachestore_svc.records import BlobKind, HeldLease, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
@@ -42,6 +42,8 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "open_writer": lambda s, c: s.open_writer(NS, c.digests[0], BlobKind.TENSORS).is_stored and pytest.fail("seen"),
     "write_status": lambda s, c: s.write_status(NS, c.digests[0]).received_bytes == 0 or pytest.fail("seen"),
     "read_blob": lambda s, c: not_found(lambda: s.read_blob(NS, c.digests[0])),
+    "leading_stored": lambda s, c: not_found(lambda: s.leading_stored(NS, c.digests)),
+    "named_blobs": lambda s, c: not_found(lambda: s.named_blobs(NS, c.manifest_digest, 1)),
     "commit": lambda s, c: refused(lambda: s.commit(NS, "mine", c.manifest_digest, 0)),
     "get_snapshot": lambda s, c: not_found(lambda: s.get_snapshot(NS, "secret")),
     "list_snapshots": lambda s, c: not_found(lambda: s.list_snapshots(NS, "secret")),
@@ -54,6 +56,9 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "delete_agent": lambda s, c: not_found(lambda: s.delete_agent(NS, "secret", force=True)),
     "acquire_lease": lambda s, c: (
         s.acquire_lease(NS, "secret", KV, "mine", 10).token.generation == 1 or pytest.fail("x")
+    ),
+    "renew_leases": lambda s, c: (
+        s.renew_leases(NS, "engine", KV, [HeldLease("secret", their_token(s).generation)], 10).lost or pytest.fail("x")
     ),
     "renew_lease": lambda s, c: not_found(lambda: s.renew_lease(NS, "secret", KV, their_token(s), 10)),
     "release_lease": lambda s, c: not_found(lambda: s.release_lease(NS, "secret", KV, their_token(s))),

@@ -34,6 +34,7 @@ def test_blobs_without_their_database_are_left_alone_until_a_person_decides(lab:
         publish(store, "a", content, 0)
     before = set(lab.blob_files)
     kept = {path.name: path.read_bytes() for path in lab.root.glob(f"{DATABASE}*")}
+    log = (lab.root / "journal").read_bytes()
     for name in kept:
         (lab.root / name).unlink()
     for _ in range(2):
@@ -47,7 +48,12 @@ def test_blobs_without_their_database_are_left_alone_until_a_person_decides(lab:
         assert_restores(store, store.get_snapshot(NS, "a"), content)
     for name in kept:
         (lab.root / name).unlink()
+    # The journal is proof that there was more.
     (lab.root / "namespaces").rename(lab.root / "away")
+    with pytest.raises(FailedPrecondition, match="kvasir store recover"):
+        lab.open()
+    assert (lab.root / "journal").read_bytes() == log
+    (lab.root / "journal").unlink()
     with lab.open() as store:
         assert store.check().is_clean
 

@@ -1,12 +1,15 @@
 """An acknowledged snapshot survives kill -9 anywhere."""
 
+import os
 from pathlib import Path
 
 from tests.cachestore.core.kill_campaign import campaign
 
+KILLS = int(os.environ.get("KVASIR_KILLS", "50"))
 
-def test_200_kills_lose_no_acknowledged_snapshot_and_mix_none(memory_directory: Path) -> None:
+
+def test_kills_lose_no_acknowledged_snapshot_and_mix_none(memory_directory: Path) -> None:
     """A kill leaves the page cache as it is, so a directory in memory shows the same."""
-    report = campaign(memory_directory / "data", kills=200, seed=7)
+    report = campaign(memory_directory / "data", kills=KILLS, seed=7)
     assert report.problems == []
-    assert report.acknowledged >= 200
+    assert report.acknowledged >= KILLS

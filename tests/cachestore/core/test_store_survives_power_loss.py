@@ -13,7 +13,7 @@ from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish
 from tests.cachestore.core.power_loss import RecordingDisk, losses
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
-MOMENTS = 150
+MOMENTS = 200
 
 
 @dataclass

@@ -3,6 +3,9 @@
 import json
 import tarfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from io import BytesIO
 from pathlib import Path
 
@@ -11,7 +14,7 @@ from kvasir import manifest as manifests
 from kvasir.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.digest import Digest
-from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
+from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.store_client import StoreClient
 
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish
@@ -216,6 +219,54 @@ def test_a_lease_refuses_others_and_its_generation_fences(client: StoreClient) -
     client.release_lease("leased", KV, taken.lease)
     with pytest.raises(InvalidArgument):
         client.acquire_lease("leased", KV, "engine-1", ttl_s=10_000)
+
+
+@pytest.mark.parametrize("how", ["rollback", "delete", "fork over", "import"])
+def test_what_takes_a_memory_back_asks_the_holder_of_the_lease_and_goes_on_when_it_lets_go(
+    how: str, client: StoreClient, tmp_path: Path
+) -> None:
+    name = f"wanted for {how}"
+    ada = agent(38)
+    publish(client, f"source of {name}", ada.turn(300), 0)
+    if how != "fork over":
+        publish(client, name, ada.fork(39).turn(30), 0)
+    client.export_to_file(f"source of {name}", tmp_path / "archive")
+    held = client.acquire_lease(name, KV, "engine-1", ttl_s=20)
+    assert held.head.version == held.head_version == (how != "fork over")
+    with closing(client.watch()) as events, ThreadPoolExecutor() as pool:
+        assert next(events).WhichOneof("event") == "started"
+        call: Callable[[], object] = {
+            "rollback": lambda: client.rollback_agent(name, 1),
+            "delete": lambda: client.delete_agent(name),
+            "fork over": lambda: client.fork_agent(f"source of {name}", name),
+            "import": lambda: client.import_from_file(name, tmp_path / "archive", replace=True),
+        }[how]
+        taking = pool.submit(call)
+        asked = next(events)
+        assert (asked.lease_wanted.agent_id, asked.lease_wanted.kv_identity_hash) == (name, KV)
+        assert asked.lease_wanted.takes_back
+        assert not taking.done()
+        lost = client.renew_leases("engine-1", KV, {name: held.lease.generation}, ttl_s=20).lost
+        assert [each.agent_id for each in lost] == [name]
+        began = time.monotonic()
+        client.release_lease(name, KV, held.lease)
+        taking.result(10)
+        assert time.monotonic() - began < 3
+    with pytest.raises(Conflict):
+        client.renew_lease(name, KV, held.lease)
+
+
+def test_what_takes_a_memory_back_is_told_to_retry_when_a_lease_outlasts_its_time(client: StoreClient) -> None:
+    publish(client, "held for long", agent(40).turn(300), 0)
+    held = client.acquire_lease("held for long", KV, "engine-1", ttl_s=60)
+    impatient = StoreClient(client._channel, timeout_s=0.6)
+    with pytest.raises(Unavailable) as refused:
+        impatient.rollback_agent("held for long", 1)
+    assert refused.value.reason == "LEASE_HELD"
+    assert refused.value.retry_after_s
+    assert client.get_agent("held for long").lines[0].version == 1
+    client.release_lease("held for long", KV, held.lease)
+    assert client.rollback_agent("held for long", 1).version == 2
 
 
 def test_an_exported_agent_is_imported_the_same_and_is_a_plain_tar(client: StoreClient, tmp_path: Path) -> None:

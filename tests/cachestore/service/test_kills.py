@@ -109,8 +109,8 @@ def campaign(home: StoreHome, kills: int, seed: int) -> int:
     return count
 
 
-def test_fifteen_kills_under_load_lose_nothing_acknowledged(home: StoreHome) -> None:
-    assert campaign(home, int(os.environ.get("KVASIR_KILLS", "15")), seed=int(os.environ.get("KVASIR_SEED", "1"))) > 20
+def test_eight_kills_under_load_lose_nothing_acknowledged(home: StoreHome) -> None:
+    assert campaign(home, int(os.environ.get("KVASIR_KILLS", "8")), seed=int(os.environ.get("KVASIR_SEED", "1"))) > 20
 
 
 def test_a_commit_that_lost_a_race_is_a_conflict_also_after_a_kill(home: StoreHome) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from kvasir.archive import pack
 from kvasir.digest import Digest
+from kvasir.shared_room import SharedRoom
 
 from cachestore_svc.config import PeerSettings
-from cachestore_svc.outbound import BlobReader, ByteBudget
+from cachestore_svc.outbound import BlobReader
 from cachestore_svc.peers import Peers
 from cachestore_svc.records import BlobKind, SnapshotVersion
 from cachestore_svc.store import Store
@@ -31,7 +32,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 def transfers(store: Store, address: str = "unix:/nowhere") -> Transfers:
     threads = StoreThreads()
     peers = Peers({"mac": PeerSettings(name="mac", address=address)})
-    return Transfers(store, threads, BlobReader(store, threads, ByteBudget(MIB)), peers, 5.0)
+    return Transfers(store, threads, BlobReader(store, threads, SharedRoom(MIB)), peers, 5.0)
 
 
 async def pulled(moving: Transfers) -> SnapshotVersion:

@@ -18,6 +18,7 @@ from kvasir.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import write_private_text
+from kvasir.digest import Digest
 from kvasir.errors import (
     AlreadyExists,
     DataLoss,
@@ -306,9 +307,16 @@ class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer):
         self._turn = turn
         self._frames = frames
         self.manifest_bytes = turn.manifest_bytes
+        self.manifest_digest: Digest | None = None
+        self.pages = 0
+
+    def ListSnapshots(self, request: Any, context: Any) -> pb.ListSnapshotsResponse:  # noqa: N802
+        self.pages += 1
+        return pb.ListSnapshotsResponse(next_page_token=f"page {self.pages}")
 
     def GetSnapshot(self, request: Any, context: Any) -> pb.GetSnapshotResponse:  # noqa: N802
-        snapshot = pb.SnapshotVersion(agent_id="ada", version=1, manifest=self._turn.manifest_digest.to_proto())
+        digest = self.manifest_digest or self._turn.manifest_digest
+        snapshot = pb.SnapshotVersion(agent_id="ada", version=1, manifest=digest.to_proto())
         return pb.GetSnapshotResponse(snapshot=snapshot, manifest_bytes=self.manifest_bytes)
 
     def ReadBlobs(self, request: pb.ReadBlobsRequest, context: Any) -> Iterator[pb.ReadBlobsResponse]:  # noqa: N802
@@ -390,6 +398,31 @@ def test_a_peers_manifest_must_have_its_own_digest_and_be_one(home: StoreHome, t
                     ours.pull_agent("mac", "ada", timeout_s=20)
                 with pytest.raises(NotFound):
                     ours.get_agent("ada")
+
+
+def test_a_peers_malformed_manifest_is_the_peers_fault(home: StoreHome, tmp_path: Path) -> None:
+    peer = LyingPeer(SyntheticAgent(SMALL, 13).turn(600), lambda frames: frames)
+    peer.manifest_bytes = b"\xff\xff"
+    peer.manifest_digest = Digest.of(peer.manifest_bytes)
+    with lying(peer) as address:
+        here = start_here(home, tmp_path, address)
+        with here.client() as ours:
+            with pytest.raises(DataLoss) as caught:
+                ours.pull_agent("mac", "ada", timeout_s=20)
+            assert caught.value.reason == "MANIFEST_REFUSED"
+            assert caught.value.message.startswith("peer mac: ")
+
+
+def test_a_peer_whose_list_of_versions_does_not_end_is_given_up(home: StoreHome, tmp_path: Path) -> None:
+    peer = LyingPeer(SyntheticAgent(SMALL, 13).turn(600), lambda frames: frames)
+    with lying(peer) as address:
+        here = start_here(home, tmp_path, address)
+        with here.client() as ours:
+            publish(ours, "ada", SyntheticAgent(SMALL, 14).turn(300), 0)
+            with pytest.raises(Unavailable) as caught:
+                ours.pull_agent("mac", "ada", timeout_s=60)
+            assert caught.value.reason == "PEER_FAILED"
+            assert peer.pages == 100
 
 
 # --- archives of strangers ---

@@ -13,18 +13,20 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.digest import Digest
+from kvasir.errors import NotFound
 from kvasir.serving import EdgeServer, Listening
+from kvasir.shared_room import SharedRoom
 from kvasir.status import from_rpc_error
 
 from cachestore_svc.disk import Disk
-from cachestore_svc.outbound import BlobReader, ByteBudget
+from cachestore_svc.outbound import BlobReader
 from cachestore_svc.peers import Peers
 from cachestore_svc.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.service import CacheStoreService
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from cachestore_svc.transfer import Transfers
-from tests.cachestore.core.lab import Lab, write_all
+from tests.cachestore.core.lab import NS, Lab, write_all
 from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 
 MIB = 1 << 20
@@ -52,7 +54,7 @@ async def served(root: Path, store: Store, budget_bytes: int) -> AsyncIterator[A
     """Its stub, over a connection that buffers next to nothing."""
     threads = StoreThreads()
     edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: "r")
-    reader = BlobReader(store, threads, ByteBudget(budget_bytes))
+    reader = BlobReader(store, threads, SharedRoom(budget_bytes))
     service = CacheStoreService(
         store,
         threads,
@@ -159,4 +161,54 @@ def test_a_namespaces_blobs_are_verified_for_one_caller_at_a_time(tmp_path: Path
 
     with Lab(tmp_path / "data").open() as store:
         write_all(store, turn.new_blobs)
+        asyncio.run(asyncio.wait_for(test(store), 40))
+
+
+def test_a_digest_that_claims_bytes_takes_no_room_for_them(tmp_path: Path) -> None:
+    """Two to the 62 bytes filled the budget of everybody until the look-up found that there was no such blob."""
+    bogus = Digest("ab" * 32, 1 << 62)
+    turn = SyntheticAgent(SMALL, 5).turn(256)
+
+    async def test(store: Store) -> None:
+        threads, room = StoreThreads(), SharedRoom(MIB)
+        room.take("another", MIB)
+        async with asyncio.timeout(10), BlobReader(store, threads, room).open(NS, [bogus]) as source:
+            with pytest.raises(NotFound):
+                await source.next_piece()
+        room.give_back("another", MIB)
+        async with asyncio.timeout(10), BlobReader(store, threads, room).open(NS, [*turn.digests, bogus]) as source:
+            assert await source.next_piece()
+            with pytest.raises(NotFound):
+                await source.next_piece()
+        assert room.held_units == 0
+        threads.close()
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
+        asyncio.run(test(store))
+
+
+def test_one_namespaces_readers_leave_room_for_another(tmp_path: Path) -> None:
+    turn = SyntheticAgent(WIDE, 6).turn(8 * 256)
+    small = SyntheticAgent(SMALL, 7).turn(256)
+
+    async def test(store: Store) -> None:
+        threads, room = StoreThreads(), SharedRoom(20 * MIB)
+        sources = [BlobReader(store, threads, room).open(NS, [digest]) for digest in turn.digests]
+        pending = [asyncio.create_task(source.next_piece()) for source in sources]
+        await asyncio.wait(pending, timeout=2)
+        assert 0 < room.held(NS) <= 15 * MIB
+        async with asyncio.timeout(5), BlobReader(store, threads, room).open("other", small.digests) as source:
+            assert await source.next_piece()
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        for source in sources:
+            await source.let_go()
+        assert room.held_units == 0
+        threads.close()
+
+    with Lab(tmp_path / "data").open() as store:
+        write_all(store, turn.new_blobs)
+        write_all(store, small.new_blobs, "other")
         asyncio.run(asyncio.wait_for(test(store), 40))

@@ -1,0 +1,557 @@
+"""An index that may be lost: what a start notices, what it refuses, and what it goes on with."""
+
+import os
+import shutil
+import sqlite3
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kvasir.block_hash import kv_identity_hash
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, KvasirError, NotFound, Unavailable
+
+from cachestore_svc import collecting, garbage
+from cachestore_svc.disk import Disk
+from cachestore_svc.index import _Operation
+from cachestore_svc.journal_lines import Parsed
+from cachestore_svc.recording import Recorder
+from cachestore_svc.records import Origin
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, upload, write_all
+from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+
+DATABASE = "kvasir.sqlite3"
+LOG = "kvasir.sqlite3-wal"
+JOURNAL = "journal"
+OTHER_NS = "other"
+
+
+class Died(Exception):
+    """The process ends here."""
+
+
+def leave(lab: Lab, target: Path, versions: int = 3, namespace: str = NS) -> list[SyntheticSnapshot]:
+    """What kill -9 leaves of a store with one agent: a copy made while it runs."""
+    agent = SyntheticAgent(SMALL, 1)
+    with lab.open() as store:
+        contents = [agent.turn(280) for _ in range(versions)]
+        for parent, content in enumerate(contents):
+            publish(store, "a", content, parent, namespace)
+        publish(store, "b", SyntheticAgent(SMALL, 2).turn(30), 0, OTHER_NS)
+        shutil.copytree(lab.root, target)
+    return contents
+
+
+@pytest.fixture
+def young(lab: Lab, tmp_path: Path) -> tuple[Lab, list[SyntheticSnapshot]]:
+    """A store that was killed with its whole index in the log."""
+    contents = leave(lab, tmp_path / "young")
+    assert (tmp_path / "young" / DATABASE).stat().st_size <= 4096
+    return Lab(tmp_path / "young"), contents
+
+
+def refusal_of(lab: Lab) -> str:
+    before = {path: path.read_bytes() for path in lab.root.rglob("*") if path.is_file() and path.name != "lock"}
+    for _ in range(2):
+        with pytest.raises(KvasirError, match="kvasir store recover") as refused:
+            lab.open()
+    after = {path: path.read_bytes() for path in lab.root.rglob("*") if path.is_file() and path.name != "lock"}
+    assert after == before
+    return refused.value.reason
+
+
+def cut_log(lab: Lab) -> None:
+    path = lab.root / LOG
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def flip_log(lab: Lab) -> None:
+    data = bytearray((lab.root / LOG).read_bytes())
+    data[len(data) // 2] ^= 4
+    (lab.root / LOG).write_bytes(data)
+
+
+def remove_log(lab: Lab) -> None:
+    (lab.root / LOG).unlink()
+
+
+def remove_database(lab: Lab) -> None:
+    (lab.root / DATABASE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (cut_log, "INDEX_BEHIND"),
+        (flip_log, "INDEX_BEHIND"),
+        (remove_log, "INDEX_BEHIND"),
+        (remove_database, "INDEX_MISSING"),
+    ],
+)
+def test_a_young_store_that_lost_commits_refuses_to_start_and_loses_no_file(
+    young: tuple[Lab, list[SyntheticSnapshot]], harm: Callable[[Lab], None], reason: str
+) -> None:
+    lab, _ = young
+    harm(lab)
+    assert refusal_of(lab) == reason
+
+
+def test_a_store_without_a_journal_that_names_much_less_than_lies_there_refuses_to_start(lab: Lab) -> None:
+    with lab.open() as store:
+        for seed in range(3):
+            write_all(store, SyntheticAgent(SMALL, seed).turn(256 * 20).new_blobs)
+    (lab.root / JOURNAL).unlink()
+    with sqlite3.connect(lab.root / DATABASE) as connection:
+        connection.execute("DELETE FROM facts")
+        connection.execute("DELETE FROM blobs WHERE id > 20")
+    connection.close()
+    assert refusal_of(lab) == "INDEX_BEHIND"
+
+
+def test_an_older_copy_of_the_database_is_refused(lab: Lab, tmp_path: Path) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    with lab.open() as store:
+        publish(store, "a", agent.turn(30), 0)
+    old = (lab.root / DATABASE).read_bytes()
+    for parent in (1, 2):
+        with lab.open() as store:
+            publish(store, "a", agent.turn(30), parent)
+    (lab.root / DATABASE).write_bytes(old)
+    assert refusal_of(lab) == "INDEX_BEHIND"
+
+
+def test_another_stores_database_is_refused(lab: Lab, tmp_path: Path) -> None:
+    other = Lab(tmp_path / "theirs", chance=Chance(100))
+    for each, seed in ((lab, 1), (other, 2)):
+        with each.open() as store:
+            publish(store, "a", SyntheticAgent(SMALL, seed).turn(300), 0)
+    shutil.copy(other.root / DATABASE, lab.root / DATABASE)
+    assert refusal_of(lab) == "INDEX_FOREIGN"
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut", "flipped", "foreign", "directory"])
+def test_a_journal_that_is_lost_is_written_anew_from_a_sound_index(lab: Lab, tmp_path: Path, harm: str) -> None:
+    contents = leave(lab, tmp_path / "left")
+    other = Lab(tmp_path / "theirs", chance=Chance(100))
+    with other.open() as store:
+        publish(store, "x", SyntheticAgent(SMALL, 9).turn(30), 0)
+    path = lab.root / JOURNAL
+    data = bytearray(path.read_bytes())
+    path.unlink()
+    if harm == "cut":
+        path.write_bytes(data[: data.rindex(b"\n", 0, len(data) - 1) + 1])
+    elif harm == "flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif harm == "foreign":
+        shutil.copy(other.root / JOURNAL, path)
+    elif harm == "directory":
+        path.mkdir()
+    for _ in range(2):
+        with lab.open() as store:
+            assert_restores(store, store.get_snapshot(NS, "a"), contents[-1])
+            assert store.check().is_clean
+
+
+class DyingDisk(Disk):
+    """Raises in place of a commit."""
+
+    is_dying = False
+
+    def reached(self, point: str) -> None:
+        if self.is_dying and point == "index: before commit":
+            raise Died
+
+
+def test_a_group_that_was_synced_and_not_committed_takes_effect_at_the_next_start(lab: Lab, tmp_path: Path) -> None:
+    agent, disk = SyntheticAgent(SMALL, 1), DyingDisk()
+    first, second = agent.turn(300), agent.turn(300)
+    with lab.open(disk) as store:
+        publish(store, "a", first, 0)
+        cursor = store.events_after(NS, None).cursor
+        upload(store, second)
+        before = (lab.root / JOURNAL).read_bytes()
+        disk.is_dying = True
+        taken = store._core.journal.take_back
+        store._core.journal.take_back = lambda: shutil.copytree(lab.root, tmp_path / "left")  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(Died):
+            store.commit(NS, "a", second.manifest_digest, 1, bind_shared=True)
+        disk.is_dying = False
+        store._core.journal.take_back = taken  # type: ignore[method-assign]
+        taken()
+        assert (lab.root / JOURNAL).read_bytes() == before
+        assert store.get_snapshot(NS, "a").version == 1
+    left = Lab(tmp_path / "left", chance=Chance(50))
+    with left.open() as store:
+        assert_restores(store, store.get_snapshot(NS, "a"), second)
+        assert store.check().is_clean
+        assert store.events_after(NS, cursor).is_lost
+    with left.open() as store:
+        assert store.get_snapshot(NS, "a").version == 2
+
+
+def killed_before_commit(lab: Lab, store: Store, disk: DyingDisk, target: Path, act: Callable[[], object]) -> Lab:
+    """The directory as it is when the process ends after the journal was told of an act, and before its commit."""
+    disk.is_dying = True
+    taken = store._core.journal.take_back
+    store._core.journal.take_back = lambda: shutil.copytree(lab.root, target)  # type: ignore[method-assign,assignment,return-value]
+    with pytest.raises(Died):
+        act()
+    disk.is_dying = False
+    store._core.journal.take_back = taken  # type: ignore[method-assign]
+    taken()
+    return Lab(target, lab.clock, Chance(50))
+
+
+def test_a_sweep_that_takes_effect_at_the_next_start_takes_off_no_mark(lab: Lab, tmp_path: Path) -> None:
+    content, disk = SyntheticAgent(SMALL, 1).turn(300), DyingDisk()
+    with lab.open(disk, grace_period_s=0.0) as store:
+        publish(store, "a", content, 0, origin=Origin.IMPORT)
+        store.delete_agent(NS, "a")
+        store._core.index.write(NS, lambda rows: garbage.mark_unheld(rows, NS, 0))
+        left = killed_before_commit(lab, store, disk, tmp_path / "left", store.collect_garbage)
+    for _ in range(2):
+        with left.open() as store:
+            unmarked = store._core.index.read(NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE NOT is_brought"))
+            assert unmarked == []
+            assert store.check().is_clean
+
+
+@pytest.mark.parametrize("act", ["roll back", "delete"])
+def test_what_takes_back_a_memory_at_the_next_start_shuts_out_its_late_writer(
+    lab: Lab, tmp_path: Path, act: str
+) -> None:
+    agent, disk, kv_hash = SyntheticAgent(SMALL, 1), DyingDisk(), kv_identity_hash(SMALL)
+    acts: dict[str, Callable[[Store], object]] = {
+        "roll back": lambda store: store.rollback_agent(NS, "a", 1),
+        "delete": lambda store: store.delete_agent(NS, "a"),
+    }
+    with lab.open(disk) as store:
+        for parent in range(2):
+            publish(store, "a", agent.turn(30), parent)
+        late = store.acquire_lease(NS, "a", kv_hash, "engine").token
+        other = store.acquire_lease(NS, "b", kv_hash, "engine").token
+        lab.clock.pass_s(3600)
+        left = killed_before_commit(lab, store, disk, tmp_path / "left", lambda: acts[act](store))
+    with left.open() as store:
+        with pytest.raises(Conflict) as fenced:
+            store.renew_lease(NS, "a", kv_hash, late)
+        assert fenced.value.reason == "LEASE_FENCED"
+        store.renew_lease(NS, "b", kv_hash, other)
+        assert store.acquire_lease(NS, "a", kv_hash, "another").token.generation > late.generation + 1
+
+
+class OrderedDisk(Disk):
+    """Notes what happens to the journal, and when a commit begins."""
+
+    def __init__(self, log: Path) -> None:
+        self.effects: list[str] = []
+        self._log = log
+
+    def write(self, descriptor: int, data: bytes | memoryview) -> None:
+        super().write(descriptor, data)
+        self._note("write", descriptor)
+
+    def fsync(self, descriptor: int) -> None:
+        super().fsync(descriptor)
+        self._note("fsync", descriptor)
+
+    def reached(self, point: str) -> None:
+        self.effects.append(point)
+
+    def _note(self, what: str, descriptor: int) -> None:
+        if self._log.exists() and os.fstat(descriptor).st_ino == self._log.stat().st_ino:
+            self.effects.append(what)
+
+
+def test_a_group_is_synced_before_it_is_committed_and_only_one_that_changes_agents_is_told(lab: Lab) -> None:
+    disk = OrderedDisk(lab.root / JOURNAL)
+    content = SyntheticAgent(SMALL, 1).turn(30)
+    with lab.open(disk) as store:
+        disk.effects.clear()
+        upload(store, content)
+        store.acquire_lease(NS, "a", "ab" * 32, "engine")
+        assert set(disk.effects) == {"index: before commit", "index: after commit"}
+        disk.effects.clear()
+        store.commit(NS, "a", content.manifest_digest, 0)
+        assert disk.effects == ["write", "fsync", "index: before commit", "index: after commit"]
+
+
+def run_sql(lab: Lab, *statements: str) -> None:
+    connection = sqlite3.connect(lab.root / DATABASE)
+    for statement in statements:
+        connection.execute(statement)
+    connection.commit()
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("UPDATE agents SET name = 'c' WHERE name = 'a'", "'a' is missing, with versions 1, 2, 3"),
+        ("UPDATE versions SET version = 9 WHERE version = 3", "versions 3 are missing"),
+        ("DELETE FROM versions WHERE version = 2", "versions 2 are missing"),
+        ("DELETE FROM agents WHERE name = 'a'", "'a' is missing"),
+        (
+            "UPDATE versions SET manifest_id = (SELECT manifest_id FROM versions WHERE version = 1) WHERE version = 3",
+            "versions 3 are not those that were committed",
+        ),
+        ("UPDATE labels SET value = 'z'", "its labels are others"),
+        ("UPDATE agents SET is_pinned = 1 WHERE name = 'a'", "its pin"),
+        ("UPDATE blobs SET hash = substr(hash, 2) || '0' WHERE kind = 'block'", "not those that were committed"),
+        ("UPDATE blobs SET size_bytes = 'many' WHERE kind = 'manifest'", "not those that were committed"),
+        ("UPDATE manifests SET token_count = 7", "not those that were committed"),
+        ("UPDATE blobs SET namespace_id = 77 WHERE kind = 'block'", "not those that were committed"),
+        ("UPDATE blobs SET kind = 'tail' WHERE kind = 'block'", "not those that were committed"),
+        ("UPDATE blobs SET kind = 'tail' WHERE kind = 'manifest'", "not those that were committed"),
+        ("UPDATE agents SET name = CAST(x'ff41' AS TEXT) WHERE name = 'a'", "'a' is missing"),
+        ("UPDATE versions SET origin = 77", "not those that were committed"),
+    ],
+)
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_changed_rows_of_one_namespace_keep_only_that_one_out(
+    lab: Lab, tmp_path: Path, statement: str, words: str, is_killed: bool
+) -> None:
+    leave(lab, tmp_path / "left")
+    with lab.open() as store:
+        store.update_agent(NS, "a", labels={"x": "y"})
+        if is_killed:
+            shutil.copytree(lab.root, tmp_path / "killed")
+    if is_killed:
+        lab = Lab(tmp_path / "killed")
+    condition = " AND " if "WHERE" in statement else " WHERE "
+    if "UPDATE blobs" in statement or "UPDATE versions SET origin" in statement or "manifests" in statement:
+        run_sql(lab, f"{statement}{condition}rowid <= 3" if "blobs" in statement else statement)
+    else:
+        run_sql(lab, statement)
+    files = set(lab.blob_files)
+    lab.open().close()
+    # A clean end makes nothing whole.
+    with lab.open(grace_period_s=0.0) as store:
+        for ask in (lambda: store.get_snapshot(NS, "a"), lambda: store.list_agents(NS), lambda: store.stats(NS)):
+            with pytest.raises(DataLoss, match="kvasir store recover") as lost:
+                ask()
+            assert lost.value.reason == "INDEX_DAMAGED"
+            assert words in lost.value.message
+        with pytest.raises(DataLoss):
+            publish(store, "new", SyntheticAgent(SMALL, 5).turn(30), 0)
+        for _ in range(2):
+            store.collect_garbage()
+        assert set(lab.blob_files) == files
+        assert "INDEX_DAMAGED" in {finding.problem for finding in store.check(repair=True).findings}
+        if "origin" not in statement and "token_count" not in statement:
+            assert store.get_snapshot(OTHER_NS, "b").version == 1
+            publish(store, "c", SyntheticAgent(SMALL, 6).turn(30), 0, OTHER_NS)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_flipped_name_of_one_agent_keeps_at_most_its_namespace_out(lab: Lab, place: int) -> None:
+    """The name lies in the table and in SQLite's index of it: where they differ, the journal knows who is right."""
+    name = "an-agent-with-a-rare-name"
+    with lab.open() as store:
+        publish(store, name, SyntheticAgent(SMALL, 1).turn(30), 0)
+        publish(store, "b", SyntheticAgent(SMALL, 2).turn(30), 0, OTHER_NS)
+        store._core.index.write(NS, lambda rows: rows.run("DELETE FROM events"))
+    # Without pages that hold what is deleted, which no one reads.
+    run_sql(lab, "VACUUM")
+    data = bytearray((lab.root / DATABASE).read_bytes())
+    places = [at for at in range(len(data)) if data.startswith(name.encode(), at)]
+    assert len(places) == 2
+    data[places[place]] ^= 2
+    (lab.root / DATABASE).write_bytes(data)
+    kept_out = []
+    for _ in range(2):
+        with lab.open() as store:
+            assert store.get_snapshot(OTHER_NS, "b").version == 1
+            try:
+                assert store.get_snapshot(NS, name).version == 1
+                assert store.check().is_clean
+            except DataLoss as lost:
+                assert name in lost.message  # noqa: PT017
+                kept_out.append(lost)
+    assert len(kept_out) in (0, 2)
+
+
+def test_what_is_set_aside_rests_and_then_goes(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+        path = lab.blob_files[content.digests[0].hash]
+    orphan = path.with_name(path.name[:2] + "0" * 62)
+    shutil.copy(path, orphan)
+    with lab.open(grace_period_s=60.0) as store:
+        [aside] = orphan.parent.glob(f"{orphan.name}.aside-*")
+        assert store.check().set_aside == 1
+        store.collect_garbage()
+        assert aside.read_bytes() == path.read_bytes()
+    lab.clock.pass_s(30)
+    with lab.open(grace_period_s=60.0) as store:
+        store.collect_garbage()
+        assert aside.exists()
+        lab.clock.pass_s(31)
+        assert store.collect_garbage().bytes_freed == path.stat().st_size
+        assert not aside.exists()
+        assert store.check().set_aside == 0
+
+
+def test_what_is_set_aside_and_cannot_be_removed_ends_no_collection(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        publish(store, "a", content, 0)
+        path = lab.blob_files[content.digests[0].hash]
+    strange = path.with_name(path.name[:2] + "0" * 62)
+    strange.mkdir()
+    with lab.open(grace_period_s=0.0) as store:
+        assert store.collect_garbage().bytes_freed == 0
+        assert store.check().set_aside == 1
+
+
+def test_a_journal_stays_short_however_many_commits_there_were(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cachestore_svc.journal._LEAST_BYTES", 2000)
+    agent = SyntheticAgent(SMALL, 1)
+    with lab.open(retained_versions=2, grace_period_s=0.0) as store:
+        longest = 0
+        for turn in range(60):
+            publish(store, "a", agent.turn(3), turn)
+            longest = max(longest, (lab.root / JOURNAL).stat().st_size)
+            store.collect_garbage()
+        head = store.get_snapshot(NS, "a")
+        assert longest < 8000
+        assert store.check().is_clean
+    with lab.open() as store:
+        assert store.get_snapshot(NS, "a") == head
+    # And every row is still held to it.
+    run_sql(lab, "UPDATE versions SET parent_version = 1")
+    with lab.open() as store, pytest.raises(DataLoss):
+        store.get_snapshot(NS, "a")
+
+
+class WaitingDisk(Disk):
+    """Stands still before a commit, which then fails."""
+
+    def __init__(self) -> None:
+        self.is_failing = False
+        self.stands, self.goes_on = threading.Event(), threading.Event()
+
+    def reached(self, point: str) -> None:
+        if self.is_failing and point == "index: before commit":
+            self.stands.set()
+            self.goes_on.wait(10)
+            raise Died
+
+
+def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
+    lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cachestore_svc.journal._LEAST_BYTES", 100)
+    agent, disk = SyntheticAgent(SMALL, 1), WaitingDisk()
+    with lab.open(disk, retained_versions=1) as store:
+        for turn in range(9):
+            publish(store, "a", agent.turn(3), turn)
+        core, is_read, shorter = store._core, threading.Event(), store._core.journal.shorter
+        assert core.journal.is_long
+
+        def read(size_bytes: int) -> Parsed:
+            told = shorter(size_bytes)
+            is_read.set()
+            return told
+
+        monkeypatch.setattr(core.journal, "shorter", read)
+
+        def fail() -> None:
+            with pytest.raises(Died):
+                store.update_agent(NS, "a", labels={"x": "y"})
+
+        disk.is_failing = True
+        failing = threading.Thread(target=fail)
+        failing.start()
+        assert disk.stands.wait(10)
+        shortening = threading.Thread(target=collecting.shorten, args=(core,))
+        shortening.start()
+        is_read.wait(0.5)
+        disk.goes_on.set()
+        for thread in (failing, shortening):
+            thread.join()
+        disk.is_failing = False
+        assert not core.journal.is_long
+        shutil.copytree(lab.root, tmp_path / "left")
+    with Lab(tmp_path / "left", chance=Chance(50)).open() as store:
+        assert store.check().is_clean
+        assert store.get_snapshot(NS, "a").version == 9
+
+
+def test_labels_pins_forks_rollbacks_and_deletions_are_told_to_the_journal(lab: Lab) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+
+    def work(store: Store) -> None:
+        for turn in range(4):
+            publish(store, "a", agent.turn(30), turn)
+        store.update_agent(NS, "a", labels={"x": "y", "z": "w"}, is_pinned=True, retained_versions=3)
+        store.update_agent(NS, "a", labels={"x": "", "z": "v"}, is_pinned=False)
+        store.fork_agent(NS, "a", "f")
+        store.rollback_agent(NS, "a", 3)
+        store.fork_agent(NS, "a", "g")
+        store.delete_agent(NS, "g")
+        with pytest.raises(NotFound):
+            store.update_agent(NS, "nobody", labels={"x": "y"})
+
+    with lab.open(retained_versions=2) as store:
+        work(store)
+        assert store.check().is_clean
+        told = store._core.journal.shorter(store._core.journal.size_bytes).state[NS].agents
+    assert set(told) == {"a", "f"}
+    assert told["a"].labels == {"z": "v"}
+    assert told["a"].facts[:2] == (0, 3)
+    assert sorted(version for _, version in told["a"].versions) == [3, 4, 5]
+
+
+def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+    (lab.root / JOURNAL).unlink()
+    run_sql(lab, "DELETE FROM facts WHERE name = 'journal'")
+    with lab.open() as store:
+        assert store.check().is_clean
+        publish(store, "b", SyntheticAgent(SMALL, 2).turn(30), 0)
+    (lab.root / DATABASE).unlink()
+    with pytest.raises(FailedPrecondition):
+        lab.open()
+
+
+def test_a_journal_that_takes_nothing_more_fails_only_what_it_must_be_told(lab: Lab) -> None:
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+        index, goes_on = store._core.index, threading.Event()
+        store._core.journal._is_broken = True
+        index._submit(NS, _Operation(lambda _: goes_on.wait(10), is_write=False))
+        told = index._submit(NS, _Operation(lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
+        untold = index._submit(
+            NS, _Operation(lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True)
+        )
+        goes_on.set()
+        assert untold.result(10) == 1
+        with pytest.raises(Unavailable):
+            told.result(10)
+
+
+class _Stuck:
+    """A connection that cannot be rolled back."""
+
+    in_transaction = True
+
+    def execute(self, sql: str) -> None:
+        if sql in ("COMMIT", "ROLLBACK"):
+            raise sqlite3.OperationalError(sql)
+
+
+def test_a_group_is_taken_back_also_where_its_transaction_cannot_be(lab: Lab) -> None:
+    with lab.open() as store:
+        taken: list[bool] = []
+        journal = store._core.journal
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(journal, "take_back", lambda: taken.append(True))
+            patch.setattr(Recorder, "record", lambda self, rows: None)
+            with pytest.raises(sqlite3.OperationalError):
+                store._core.index._commit(_Stuck(), [])  # type: ignore[arg-type]
+        assert taken == [True]

@@ -1,0 +1,107 @@
+"""The threads of the store: one namespace never has all, and who waits is served in turn."""
+
+import asyncio
+import threading
+from collections import Counter
+
+import pytest
+
+from cachestore_svc.threads import StoreThreads
+
+
+def test_a_namespace_whose_calls_hang_leaves_threads_for_others() -> None:
+    go_on = threading.Event()
+
+    async def test() -> None:
+        threads = StoreThreads(8)
+        hanging = [threads.start("a", go_on.wait, 20) for _ in range(100)]
+        await asyncio.sleep(0.05)
+        async with asyncio.timeout(5):
+            assert await threads.run("b", lambda: "served") == "served"
+            also = threads.start("c", go_on.wait, 20)
+            assert await threads.run("d", lambda: "served") == "served"
+        go_on.set()
+        assert await asyncio.gather(*hanging, also) == [True] * 101
+        threads.close()
+
+    asyncio.run(test())
+
+
+def test_waiting_calls_are_served_in_turn_by_namespace() -> None:
+    served: list[str] = []
+    go_on = threading.Event()
+
+    async def test() -> None:
+        threads = StoreThreads(1)
+        first = threads.start("z", go_on.wait, 20)
+        await asyncio.sleep(0)
+        calls = [threads.start(name, served.append, name) for name in [*"a" * 10, *"b" * 2]]
+        await asyncio.sleep(0.05)
+        go_on.set()
+        await asyncio.gather(first, *calls)
+        threads.close()
+
+    asyncio.run(test())
+    assert served[:4] == ["a", "b", "a", "b"]
+    assert Counter(served) == {"a": 10, "b": 2}
+
+
+def test_a_cancelled_call_runs_to_its_end_and_gives_its_thread_back() -> None:
+    ended = threading.Event()
+    go_on = threading.Event()
+
+    def work() -> None:
+        assert go_on.wait(20)
+        ended.set()
+
+    async def test() -> None:
+        threads = StoreThreads(1)
+        calling = asyncio.create_task(threads.run("a", work))
+        await asyncio.sleep(0.05)
+        calling.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await calling
+        assert ended.is_set()
+        assert threads.room.held_units == 0
+        threads.close()
+
+    asyncio.run(test())
+
+
+def test_long_calls_of_one_namespace_leave_the_interpreter_to_others() -> None:
+    async def scene() -> None:
+        threads, running, most = StoreThreads(), 0, 0
+        done = threading.Event()
+
+        def look_up() -> None:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            done.wait(5)
+            running -= 1
+
+        greedy = [asyncio.create_task(threads.run_long("greedy", look_up)) for _ in range(8)]
+        await asyncio.sleep(0.05)
+        assert (running, most) == (1, 1)
+        await asyncio.wait_for(threads.run_long("other", lambda: None), 2)
+        await asyncio.wait_for(threads.run("other", lambda: None), 2)
+        done.set()
+        await asyncio.gather(*greedy)
+        assert most == 1
+        threads.close()
+
+    asyncio.run(scene())
+
+
+def test_a_thread_is_given_back_whatever_its_call_comes_to() -> None:
+    async def test() -> None:
+        threads = StoreThreads(4)
+        for _ in range(20):
+            (failed,) = await asyncio.gather(threads.run("a", int, "one"), return_exceptions=True)
+            assert isinstance(failed, ValueError)
+        await asyncio.sleep(0)
+        assert threads.room.held_units == 0
+        threads.close()
+
+    asyncio.run(test())
