@@ -15,14 +15,6 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaigns run when they are asked for: `pytest -m campaign`."""
-    if not config.getoption("-m"):
-        campaigns = [item for item in items if item.get_closest_marker("campaign")]
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if item not in campaigns]
-
-
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("llama"), {**LLAMA, "eos_token_id": 0})

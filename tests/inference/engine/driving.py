@@ -1,10 +1,12 @@
 """Words to drive an engine with: whole turns, memories, tensor files."""
 
+import contextlib
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from inference_svc.engine import Engine, TurnHandle
@@ -156,3 +158,14 @@ def tokens_of(count: int, seed: int = 0) -> tuple[int, ...]:
     """Random tokens, none of them special."""
     rng = random.Random(seed)
     return tuple(rng.randrange(3, VOCABULARY - 2) for _ in range(count))
+
+
+@contextlib.contextmanager
+def driver_with_room_for(tokens: int, model_dir: Path, state_dir: Path) -> Iterator[Driver]:
+    """An engine of its own that has KV for so many tokens."""
+    unit = Engine.open(model_dir, cache_dir=state_dir, memory_budget_bytes=1 << 20)
+    budget_bytes = tokens * unit.model.kv_bytes_per_token
+    unit.close()
+    engine = Engine.open(model_dir, cache_dir=state_dir, memory_budget_bytes=budget_bytes)
+    yield Driver(engine)
+    engine.close()

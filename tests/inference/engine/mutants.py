@@ -338,14 +338,14 @@ MUTANTS = (
     Mutant(
         "nobody is put aside",
         "engine_worker.py",
-        "        if blocked is not None and self._make_room(blocked):",
+        "        if any(self._make_room(turn) for turn in blocked):",
         "        if False:",
         "putting_aside",
     ),
     Mutant(
         "who is put aside may be so again and again",
         "scheduler.py",
-        "            and entry.preemptions < self.rules.max_preemptions\n",
+        "            and self._entries[turn].preemptions < self.rules.max_preemptions\n",
         "",
         "putting_aside",
     ),

@@ -264,8 +264,7 @@ def test_files_in_memory_are_bounded_until_they_are_stored(small: Driver) -> Non
 
 
 def test_many_people_and_many_background_turns_all_come_to_their_end(small: Driver) -> None:
-    keepers = [background(small, Keeper(), tokens=tokens_of(400, seed), max_tokens=30) for seed in range(3)]
-    people: list[Listener] = []
+    keepers, people = [Keeper() for _ in range(3)], list[Listener]()
 
     def another() -> None:
         people.append(Listener())
@@ -273,7 +272,9 @@ def test_many_people_and_many_background_turns_all_come_to_their_end(small: Driv
             people[-1].at(Started, 1, another)
         small.submit(PERSON, listener=people[-1], max_tokens=8)
 
-    another()
+    keepers[0].at(Tokens, 1, another)
+    for seed, keeper in enumerate(keepers):
+        background(small, keeper, tokens=tokens_of(400, seed), max_tokens=30)
     replies = [keeper.end() for keeper in keepers]
     for number in range(6):
         people[number].end()

@@ -7,21 +7,16 @@ from pathlib import Path
 import pytest
 
 from inference_svc import mlx_thread
-from inference_svc.engine import Engine
 from inference_svc.plan import Ended, Hot, Started, Tokens
-from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 
 BUDGET_TOKENS = 1_536
 
 
 @pytest.fixture
 def small(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
-    unit = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=1 << 20)
-    budget_bytes = BUDGET_TOKENS * unit.model.kv_bytes_per_token
-    unit.close()
-    engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=budget_bytes)
-    yield Driver(engine)
-    engine.close()
+    with driver_with_room_for(BUDGET_TOKENS, model_dir, tmp_path) as driver:
+        yield driver
 
 
 def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(

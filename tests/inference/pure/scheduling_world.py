@@ -3,13 +3,15 @@
 A token's KV is one byte, so that bytes can be counted by hand. What it checks itself, it checks at every step.
 """
 
-from collections.abc import Collection, Hashable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
 from inference_svc.hot_memories import HotMemories, Memory
 from inference_svc.pacing import most_tokens
 from inference_svc.plan import Priority, SequenceKey, SequenceState
-from inference_svc.scheduler import Rules, Scheduler
+from inference_svc.room_shares import Room
+from inference_svc.schedulable import Rules
+from inference_svc.scheduler import Scheduler
 
 CELL = 256
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
@@ -70,6 +72,10 @@ class Job:
         return self.computed < self.prompt_tokens
 
     @property
+    def is_ending(self) -> bool:
+        return False
+
+    @property
     def is_warm(self) -> bool:
         return self.cached > 0
 
@@ -111,16 +117,22 @@ class World:
     ended: list[Job] = field(default_factory=list)
     prefilled: list[Job] = field(default_factory=list)  # who got a cell, in order
     chunks: list[int] = field(default_factory=list)  # tokens prefilled by each step
+    spoke: list[tuple[Job, ...]] = field(default_factory=list)  # by step
+    begun: list[Job] = field(default_factory=list)  # in order, again after each preemption
+    namespaces: set[str | None] = field(default_factory=set)  # that ever had a turn
+    when_begun: Callable[[], object] = lambda: None  # in every step, once all have begun that could
     arrivals: dict[int, list[Job]] = field(default_factory=dict)  # submitted after so many cells of all
 
     def __post_init__(self) -> None:
-        self.scheduler: Scheduler[Job] = Scheduler(self.rules)
         self.memories: HotMemories[Kv] = HotMemories(self.budget_bytes)
+        room: Room[Job] = Room(self.budget_bytes, self.memories.ledger.reserved_by, lambda job: job.needed_bytes)
+        self.scheduler: Scheduler[Job] = Scheduler(room, self.rules)
         self._last_token_s: dict[Job, float] = {}
 
     def submit(self, *jobs: Job) -> None:
         for job in jobs:
             job.submitted_s = self.now
+            self.namespaces.add(job.namespace)
             self.scheduler.submit(job, self.now)
 
     def turn(self, name: object, tokens: int, reply: int = 1, **fields: object) -> Job:
@@ -144,9 +156,11 @@ class World:
             return not speaks or self.now - before_s < self.rules.budget_s
 
         blocked = self.scheduler.begin_waiting(self.now, self._try_begin, has_time)
+        self.when_begun()
         begun_s = self.now - before_s
-        if blocked is not None:
-            self._preempt_for(blocked)
+        for job in blocked:
+            if self._preempt_for(job):
+                break
         self._restore()
         self._decode()
         self._prefill(begun_s)
@@ -169,15 +183,28 @@ class World:
         lines = [job.line for job in self.scheduler.running if job.line is not None]
         assert len(lines) == len(set(lines)), "two turns of one line run"
 
+    @property
+    def share_bytes(self) -> int:
+        """Of each namespace that has turns, while there are several."""
+        kept = self.budget_bytes // self.rules.kept_part
+        present = {job.namespace for job in (*self.scheduler.running, *self.scheduler.waiting)}
+        return (self.budget_bytes - kept) // max(1, len(present))
+
+    def held_by(self, namespace: str | None) -> int:
+        mine = [job for job in self.scheduler.running if job.namespace == namespace]
+        return sum(map(self.memories.ledger.reserved_by, mine))
+
     def _try_begin(self, job: Job, spare: Collection[Hashable]) -> bool:
         extends = job.memory_key is not None
-        if not self.memories.reserve(job, job.needed_bytes, job.key, extends=extends, spare=spare):
+        needed, namespace = job.needed_bytes, job.namespace
+        if not self.memories.reserve(job, needed, job.key, extends=extends, spare=spare, namespace=namespace):
             return False
         if extends and job.key not in self.memories.sizes():
             job.lost_memory = True
             self._end(job, leaves=False)
             return True
         job.begun_s = self.now if job.begun_s is None else job.begun_s
+        self.begun.append(job)
         self.now += self.begin_s
         if job.preemptions and job.restore_s:
             job.is_restoring, job.restored_s = True, self.now + job.restore_s
@@ -190,13 +217,17 @@ class World:
             job.shareable = job.computed = donor.shared_tokens
         return True
 
-    def _preempt_for(self, blocked: Job) -> None:
+    def _preempt_for(self, blocked: Job) -> bool:
         extends = blocked.memory_key is not None
         missing = self.memories.missing_bytes(blocked.needed_bytes, blocked.key, extends=extends)
-        for preempt in self.scheduler.preemptions(blocked, missing, self.memories.ledger.reserved_by):
+        preempted = self.scheduler.preemptions(blocked, missing)
+        for preempt in preempted:
             assert preempt.for_turn is blocked
             job = preempt.turn
-            assert job.priority is BACKGROUND
+            if job.namespace == blocked.namespace:
+                assert job.priority is BACKGROUND
+            else:
+                assert self.held_by(blocked.namespace) < self.share_bytes < self.held_by(job.namespace)
             assert blocked.priority is INTERACTIVE
             assert job.can_be_put_aside
             assert not job.is_restoring
@@ -205,6 +236,7 @@ class World:
             job.computed = job.computed if job.restore_s else 0
             self.memories.release(job)
             self.scheduler.preempted(job, self.now)
+        return bool(preempted)
 
     def _restore(self) -> None:
         """KV that was on its way is there. While nobody computes, time passes until the first of it is."""
@@ -216,11 +248,12 @@ class World:
 
     def _decode(self) -> None:
         speaking = self.scheduler.begin_step(self.now)
-        assert set(speaking) == {
-            job
-            for job in self.scheduler.running
-            if not job.is_prefilling and not job.is_cancelled and not job.is_restoring
-        }
+        able = [job for job in self.scheduler.running if not (job.is_cancelled or job.is_restoring)]
+        could = [job for job in able if not job.is_prefilling]
+        assert set(speaking) <= set(could)
+        if len(self.namespaces) == 1:
+            assert set(speaking) == set(could), "somebody of a namespace alone sits out"
+        self.spoke.append(speaking)
         self.now += self.token_s if speaking else 0.0
         for job in speaking:
             self._speak(job)
@@ -254,7 +287,7 @@ class World:
             if not job.is_prefilling and not job.generated:
                 self._speak(job)
             self.submit(*self.arrivals.pop(len(self.prefilled), ()))
-        assert tokens or not waits, "nobody prefilled"
+        assert tokens or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)
 
     def _end(self, job: Job, *, leaves: bool) -> None:

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
+from kvasir.shared_room import SharedRoom
 
-from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import Cold, Hot, Restored
 from inference_svc.prefix_matching import Memory
 from inference_svc.prompting import Tokenized
 from inference_svc.recall import Prepared, Recall, Recollection
-from inference_svc.remote_cache import NO_HEAD, Budget
+from inference_svc.remote_cache import NO_HEAD
 from inference_svc.service_data import Miss, MissReason, Source
+from inference_svc.store_patience import Budget
 from tests.synthetic import MIXED
 
 TEXT = "x" * 700
@@ -46,7 +47,7 @@ class Surroundings:
     async def find_prefix(self, *_: object) -> list[Digest]:
         raise AssertionError("blocks of others have no states")
 
-    async def run(self, work: Any) -> Any:
+    async def run(self, namespace: str, work: Any) -> Any:
         return work()
 
     def ends_whole(self, ids: Sequence[int]) -> bool:
@@ -159,25 +160,25 @@ def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
     recall = Recall(around, around, {"ns": around}, worthwhile_fraction=0.3)
-    room = HeldBytes(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
+    room = SharedRoom(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
 
     async def turn() -> None:
         taken = 0
 
         async def hold(size_bytes: int) -> None:
             nonlocal taken
-            await room.wait_for(size_bytes)
+            await room.wait_for("ns", size_bytes)
             taken += size_bytes
 
         recollection, budget = Recollection(memory(), Source.WARM, NO_HEAD), Budget(1.0, 1.0, lambda: 0.0)
         found = await recall.plan(recollection, TEXT + "y", namespace="ns", budget=budget, hold=hold)
         assert isinstance(found.reuse, Restored)
         assert taken == sum(digest.size_bytes for digest in (*BLOCKS, TAIL, STATES[700]))
-        room.give_back(taken)
+        room.give_back("ns", taken)
 
     async def both() -> None:
         async with asyncio.timeout(5):
             await asyncio.gather(turn(), turn())
 
     asyncio.run(both())
-    assert room.held_bytes == 0
+    assert room.held_units == 0

@@ -13,6 +13,8 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
 from inference_svc.admission import Admission, AdmissionLimits
+from inference_svc.given_json import GivenJson
+from inference_svc.literal_text import Specials
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import (
     Cold,
@@ -49,7 +51,7 @@ class Surroundings:
     """What a turn meets: the recollections in turn, an engine whose hot memory goes away so often, and its end."""
 
     model = SimpleNamespace(context_tokens=100, kv_identity_hash="x", stop_token_ids=(), has_states=False)
-    special_texts: tuple[str, ...] = ()
+    specials = Specials()
     memory_budget_bytes = 100
 
     def __init__(self, found: list[Recollection], losses: int) -> None:
@@ -83,11 +85,14 @@ class Surroundings:
     def template(self, messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
         return " ".join(message["content"] for message in messages)
 
-    async def run(self, work: Callable[[], Any]) -> Any:
+    async def run(self, namespace: str, work: Callable[[], Any]) -> Any:
         return work()
 
-    def fewest_tokens(self, text_bytes: int) -> int:
+    def fewest_tokens(self, text: str) -> int:
         return 1
+
+    async def read(self, namespace: str, objects: GivenJson) -> None:
+        objects.read()
 
 
 PLAIN = SamplingParams(4)
@@ -98,7 +103,7 @@ def serve(around: Surroundings, parent_version: int | None, sampling: SamplingPa
         parts: Any = around
         stats = ServiceStats(0.0)
         admission = Admission(AdmissionLimits(), stats, time.monotonic)
-        service = TurnService(parts, parts, parts, parts, {}, TurnLimits(), admission, stats, time.monotonic)
+        service = TurnService(parts, parts, parts, parts, {}, {}, TurnLimits(), admission, stats, time.monotonic)
         given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
         request = TurnRequest("r", "default", "a", parent_version, given, "", sampling, False)
         events: AsyncIterator[object] = service.begin(request).events()
@@ -116,10 +121,10 @@ class ForgetfulGrammars(Surroundings):
         self.grammars = self
         self.compiled_by: list[threading.Thread] = []
 
-    def knows(self, constraint: Constraint) -> bool:
+    def knows(self, namespace: str, constraint: Constraint) -> bool:
         return bool(self.compiled_by)
 
-    def compile(self, constraint: Constraint) -> None:
+    def compile(self, namespace: str, constraint: Constraint) -> None:
         self.compiled_by.append(threading.current_thread())
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:

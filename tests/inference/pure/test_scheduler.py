@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.pacing import most_tokens
-from inference_svc.scheduler import Rules
+from inference_svc.schedulable import Rules
 from tests.inference.pure.scheduling_world import BACKGROUND, CELL, Job, World, key_of
 
 seconds = st.floats(0.001, 0.5)
@@ -294,7 +294,7 @@ def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
     world = World()
     world.submit(Job(), Job(), Job())
     blocked = world.scheduler.begin_waiting(0.0, lambda _job, _spare: True, has_time=lambda: False)
-    assert (blocked, len(world.scheduler.running)) == (None, 1)
+    assert (blocked, len(world.scheduler.running)) == ((), 1)
 
 
 # --- cancel ---

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.prefix_gate import PrefixGate, common_blocks
-from inference_svc.scheduler import Rules
+from inference_svc.schedulable import Rules
 from tests.inference.pure.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of, memory
 
 blocks = st.lists(st.integers(0, 1), max_size=6)
@@ -123,7 +123,7 @@ def test_only_rows_on_the_grid_are_given_away() -> None:
 
 def test_a_sibling_waits_no_longer_than_the_gate_allows() -> None:
     world = World(rules=Rules(gate_s=1.0, budget_s=0.0), cell_s=0.4)
-    world.submit(Job(1, 1000), sibling(*range(20)), sibling(*range(20)))
+    world.submit(Job(1, 1000, namespace="home"), sibling(*range(20)), sibling(*range(20)))
     second = world.scheduler.waiting[-1]
     while second.begun_s is None:
         world.step()
@@ -141,9 +141,9 @@ def test_the_gate_can_be_off() -> None:
 def test_background_work_that_an_interactive_sibling_waits_for_is_not_put_off() -> None:
     world = World(rules=Rules(budget_s=0.0, ageing_s=1e9))
     background = sibling(*range(4), priority=BACKGROUND)
-    world.submit(Job(1, 1000), background)
+    world.submit(Job(1, 1000, namespace="home"), background)
     world.step()
-    other, person = Job(8 * CELL), sibling(*range(4), "mine")
+    other, person = Job(8 * CELL, namespace="home"), sibling(*range(4), "mine")
     world.submit(other, person)
     world.run()
     assert (person.began_from, person.cached) == (background, 4 * CELL)

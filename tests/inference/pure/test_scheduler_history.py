@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from inference_svc.plan import Priority
-from inference_svc.scheduler import Rules
+from inference_svc.schedulable import Rules
 from tests.inference.pure.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Job, World, chain_of, key_of, memory
 
 BUDGET = 12 * CELL
@@ -50,9 +50,9 @@ class History(RuleBasedStateMachine):
         self.world.submit(job)
         self.submitted.append(job)
 
-    @rule(cells=st.integers(1, 8), reply=st.integers(1, 60))
-    def works_in_the_background(self, cells: int, reply: int) -> None:
-        job = Job(cells * CELL, reply, priority=BACKGROUND)
+    @rule(cells=st.integers(1, 8), reply=st.integers(1, 60), namespace=st.sampled_from(["home", "away", None]))
+    def works_in_the_background(self, cells: int, reply: int, namespace: str | None) -> None:
+        job = Job(cells * CELL, reply, priority=BACKGROUND, namespace=namespace)
         self.world.submit(job)
         self.submitted.append(job)
 

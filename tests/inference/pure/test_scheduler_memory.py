@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from inference_svc.hot_memories import HotMemories
 from inference_svc.memory_ledger import MemoryLedger
-from inference_svc.scheduler import Rules
+from inference_svc.schedulable import Rules
 from tests.inference.pure.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Job, Kv, World, key_of, memory
 
 

@@ -15,8 +15,8 @@ from inference_svc.memory import AgentMemory, Kept, from_manifest
 from inference_svc.outbox import Outbox, Patience
 from inference_svc.plan import Event, Prefilled, SamplingParams
 from inference_svc.prefix_matching import Memory
-from inference_svc.recall import Recollection, is_current
-from inference_svc.remote_cache import NO_HEAD, Breaker, Budget, Head, head_of
+from inference_svc.recall import Recollection
+from inference_svc.remote_cache import NO_HEAD, Head, head_of
 from inference_svc.replay import is_retry, is_whole
 from inference_svc.service_data import (
     MessagesInput,
@@ -29,6 +29,8 @@ from inference_svc.service_data import (
     TurnProgress,
     TurnRequest,
 )
+from inference_svc.store_patience import Breaker, Budget
+from inference_svc.trust import is_current
 from inference_svc.turn_state import check_parent, whole_conversation
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
@@ -115,22 +117,14 @@ def test_appending_to_an_agent_said_to_be_new_begins_it() -> None:
 # --- what a stored memory lets others share ---
 
 
-@pytest.mark.parametrize(
-    ("origin", "expected"),
-    [
-        (cachestore_pb2.ORIGIN_TURN, 512),
-        (cachestore_pb2.ORIGIN_FORK, 512),
-        (cachestore_pb2.ORIGIN_ROLLBACK, 512),
-        (cachestore_pb2.ORIGIN_IMPORT, 0),
-        (cachestore_pb2.ORIGIN_PULL, 0),
-    ],
-)
-def test_what_was_brought_from_elsewhere_is_not_passed_on_to_other_agents(
-    origin: cachestore_pb2.Origin, expected: int
-) -> None:
-    snapshot = cachestore_pb2.SnapshotVersion(version=1, manifest=Digest.of(b"manifest").to_proto(), origin=origin)
+@pytest.mark.parametrize(("is_brought", "expected"), [(False, 512), (True, 0)])
+def test_what_was_brought_from_elsewhere_is_not_passed_on_to_other_agents(is_brought: bool, expected: int) -> None:
+    snapshot = cachestore_pb2.SnapshotVersion(
+        version=1, manifest=Digest.of(b"manifest").to_proto(), origin=cachestore_pb2.ORIGIN_FORK, is_brought=is_brought
+    )
     manifest = manifest_pb2.Manifest(token_ids=range(600), token_chars=[0] * 600, shareable_tokens=512)
-    assert from_manifest(manifest, head_of(snapshot)).shareable_tokens == expected
+    memory = from_manifest(manifest, head_of(snapshot))
+    assert (memory.shareable_tokens, memory.is_brought) == (expected, is_brought)
 
 
 # --- whether a hot memory is the newest ---
@@ -146,15 +140,22 @@ OTHER = Head(6, Digest.of(b"another"), 5, "kv")
         (Kept(HEAD, is_head=True), OTHER, False),
         (Kept(HEAD, is_head=True), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
         (Kept(HEAD, is_head=True), NO_HEAD, False),
-        (Kept(HEAD, is_head=False, attempted=OTHER.manifest), OTHER, True),  # a commit whose answer was lost
-        (Kept(None, is_head=False), OTHER, True),  # made while the store was away
+        (Kept(HEAD, is_head=False, attempted=OTHER.identity), OTHER, True),  # a commit whose answer was lost
+        # Rolled back to it since: the number is another, and so is what the agent remembers.
+        (Kept(HEAD, is_head=False, attempted=OTHER.identity), Head(8, OTHER.manifest, 7, "kv"), False),
+        (Kept(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), OTHER, True),
+        (Kept(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), Head(8, OTHER.manifest, 7), False),
+        (Kept(HEAD, is_head=False, lost_to="6"), HEAD, False),
+        (Kept(None, is_head=False), OTHER, False),  # made while the store was away: what it follows was never told
+        (Kept(None, is_head=False), NO_HEAD, False),
     ],
 )
 def test_a_hot_memory_is_used_only_if_it_is_or_extends_the_newest_version(
     kept: Kept, newest: Head, expected: bool
 ) -> None:
-    assert is_current(kept, newest) is expected
+    assert is_current(kept.claim, newest.identity) is expected
     if expected:
+        kept.learn(newest)
         assert kept.head == newest
 
 

@@ -10,14 +10,6 @@ from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import House, running_house
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaigns run when they are asked for: `pytest -m campaign`."""
-    if not config.getoption("-m"):
-        campaigns = [item for item in items if item.get_closest_marker("campaign")]
-        config.hook.pytest_deselected(items=campaigns)
-        items[:] = [item for item in items if item not in campaigns]
-
-
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model") / "sharpened", LLAMA)

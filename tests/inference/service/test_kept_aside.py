@@ -11,8 +11,8 @@ import pytest
 from kvasir.aio_store_client import AioStoreClient
 from kvasir.block_file import FileIdentity, encode, expected_tensors
 from kvasir.block_hash import chain_hash, kv_identity_hash
+from kvasir.shared_room import SharedRoom
 
-from inference_svc.held_bytes import HeldBytes
 from inference_svc.kept_aside import AsideLimits, KeptAside, may_be_put_aside
 from inference_svc.memory import Kept
 from inference_svc.plan import Cold, Hot, PutAside, Resumed, Wanted
@@ -56,11 +56,11 @@ class Scene:
     def __init__(self, address: str, limits: AsideLimits) -> None:
         self.store = RemoteCache(AioStoreClient.connect(address))
         self.handle = Handle()
-        self.publishing, self.restoring = HeldBytes(1 << 20), HeldBytes(1 << 20)
+        self.publishing, self.restoring = SharedRoom(1 << 20), SharedRoom(1 << 20)
         self.counters = NamespaceCounters()
         handle = cast("Any", self.handle)
         self.aside = KeptAside(
-            handle, self.store, self.publishing, self.restoring, self.counters, limits, time.monotonic
+            handle, self.store, "ns", self.publishing, self.restoring, self.counters, limits, time.monotonic
         )
         self.aside.event(PutAside(FILES, 81))
 
@@ -69,7 +69,7 @@ class Scene:
         return await asyncio.wait_for(self.handle.resumed, 20)
 
     async def close(self) -> None:
-        assert (self.publishing.held_bytes, self.restoring.held_bytes) == (0, 0)
+        assert (self.publishing.held_units, self.restoring.held_units) == (0, 0)
         await self.store.close()
 
 
@@ -98,7 +98,7 @@ def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone
 ) -> None:
     async def work(scene: Scene) -> None:
         await asyncio.wait_for(scene.handle.are_stored.wait(), 20)
-        assert scene.publishing.held_bytes == 0
+        assert scene.publishing.held_units == 0
         await asyncio.sleep(6 * GRACE_S)
         blobs = await scene.wanted()
         assert tuple(blobs) == (FILES if is_renewed else ())
@@ -110,7 +110,7 @@ def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone
 
 def test_a_turn_that_is_wanted_before_its_files_are_stored_gets_them_from_memory(house: House) -> None:
     async def work(scene: Scene) -> None:
-        assert scene.publishing.held_bytes == HELD_BYTES
+        assert scene.publishing.held_units == HELD_BYTES
         assert tuple(await scene.wanted()) == FILES
         assert not scene.handle.are_stored.is_set()
         scene.aside.event(Resumed(81, 0))
@@ -125,7 +125,7 @@ def test_a_store_that_is_away_takes_nothing_and_the_files_stay(house: House) -> 
         async def work(scene: Scene) -> None:
             await asyncio.wait_for(scene.store.until_unreachable(), 20)
             assert not scene.handle.are_stored.is_set()
-            assert scene.publishing.held_bytes == HELD_BYTES
+            assert scene.publishing.held_units == HELD_BYTES
             assert tuple(await scene.wanted()) == FILES
             scene.aside.event(Resumed(81, 0))
             assert not scene.counters.misses
@@ -140,7 +140,7 @@ def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: H
         await asyncio.wait_for(scene.handle.are_stored.wait(), 20)
         scene.aside.event(Wanted())
         await asyncio.sleep(0)
-        assert scene.restoring.held_bytes == HELD_BYTES
+        assert scene.restoring.held_units == HELD_BYTES
         scene.aside.close()
         await asyncio.sleep(0.05)
         assert not scene.handle.resumed.done()

@@ -4,13 +4,17 @@ import threading
 import time
 from pathlib import Path
 
+import grpc
 import pytest
 from kvasir import errors
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.inference_client_turns import Reply
+from kvasir.status import from_rpc_error
 
 from tests.system_fixtures import House, running_house
 
-OPTIONS = ("--memory-gib", "0.0005", "--max-turns", "2", "--context-tokens", "1500")
+OPTIONS = ("--memory-gib", "0.0005", "--max-turns", "3", "--context-tokens", "1500")
 
 
 @pytest.fixture
@@ -43,7 +47,7 @@ def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
             next(events)
         with pytest.raises(errors.ResourceExhausted) as queue:
             client.reply(prompt="c door")
-        assert (queue.value.reason, bool(queue.value.retry_after_s)) == ("QUEUE_FULL", True)
+        assert (queue.value.reason, bool(queue.value.retry_after_s)) == ("NAMESPACE_BUSY", True)
         with pytest.raises(errors.ResourceExhausted, match="2 turns"):
             client.count_tokens(prompt="c door")
         for events in running:
@@ -87,3 +91,29 @@ def test_agents_that_do_not_fit_together_take_turns_in_memory_and_none_forgets(s
         assert not [reply.finished.snapshot.reason for reply in replies[agent] if reply.finished.snapshot.reason]
         assert [reply.finished.snapshot.version for reply in replies[agent]] == [1, 2, 3]
         assert all(reply.started.cached_tokens > 100 for reply in replies[agent][1:])
+
+
+def test_a_reader_that_stops_when_its_turn_is_over_is_given_up(model: Path, tmp_path: Path) -> None:
+    """Its turn notices no more: what is left of the reply would be held for as long as the connection lasts."""
+    options = ("--reader-stall-s", "2", "--max-unread-bytes", str(64 << 20), "--context-tokens", "1500")
+    # A window that does not grow: what is not taken stays at the service.
+    small_window = [("grpc.http2.lookahead_bytes", 16 << 10), ("grpc.http2.bdp_probe", 0)]
+    sampling = pb.Sampling(max_tokens=1000, logprobs=True, top_logprobs=20)
+    with (
+        running_house(tmp_path, model, engine_options=options) as house,
+        grpc.insecure_channel(house.engine.address, small_window) as channel,
+    ):
+        call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(  # type: ignore[no-untyped-call]
+            pb.GenerateRequest(prompt="door", sampling=sampling)
+        )
+        next(call)
+        with house.client() as client:
+            give_up = time.monotonic() + 60
+            while not client.get_stats().namespaces[0].turn_ends:
+                assert time.monotonic() < give_up
+                time.sleep(0.1)
+        time.sleep(4)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(call)
+    error = from_rpc_error(caught.value)
+    assert (type(error), error.reason) == (errors.DeadlineExceeded, "READER_STALLED")

@@ -29,8 +29,10 @@ def models(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture
-def house(models: list[str], model: Path, tmp_path: Path) -> Iterator[House]:
-    house = House(tmp_path, model)
+def house(request: pytest.FixtureRequest, models: list[str], model: Path, tmp_path: Path) -> Iterator[House]:
+    """Its model waits 3 s for what is on its way, or as long as the test says."""
+    grace_s = getattr(request, "param", "3")
+    house = House(tmp_path, model, engine_options=("--commit-wait-s", "2", "--stop-grace-s", grace_s))
     at = house.engine.options.index("--model")
     house.engine.options[at : at + 2] = models
     try:
@@ -104,10 +106,11 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(house: House) -> No
         assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
 
 
+@pytest.mark.parametrize("house", ["60"], indirect=True)
 def test_a_swap_lets_running_turns_end_and_refuses_new_ones_meanwhile(house: House) -> None:
     replies: list[Reply] = []
     with house.client() as client:
-        events = client.generate(agent_id="ada", messages=TOLD, sampling={"max_tokens": 300})
+        events = client.generate(agent_id="ada", messages=TOLD, sampling={"max_tokens": 100})
         next(events)
 
         def listen() -> None:
@@ -142,9 +145,13 @@ def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost
         with pytest.raises(errors.FailedPrecondition) as kept:
             client.unload_model()
         assert (kept.value.reason, kept.value.metadata["unstored"]) == ("MEMORIES_NOT_STORED", "1")
-        # Nothing changed: she goes on, hot.
+        # Nothing changed: once the store answers that nobody took it back, she goes on from what is hot.
+        house.repair()
         following = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
         assert following.started.source == pb.CACHE_SOURCE_HOT
+        house.store.kill()
+        pending = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
+        assert pending.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
         assert client.unload_model(drop_unstored=True).left.dropped == 1
 
 
@@ -160,6 +167,10 @@ def test_words_of_another_models_line_are_warmed_with_what_follows_them_and_make
         assert left.dropped == 0
         with house.store_client() as store:
             assert len(store.get_agent("ada").lines) == 1, "nothing was said under the second model"
+        client.load_model("second")
+        client.warm(agent_id="ada", append_messages=ASKED)
+        warmed = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
+        assert (warmed.started.source, warmed.started.cached_tokens) == (pb.CACHE_SOURCE_HOT, ahead.tokens - 1)
 
 
 def test_a_count_that_its_model_leaves_behind_is_told_to_come_back(house: House) -> None:
@@ -177,22 +188,41 @@ def test_a_count_that_its_model_leaves_behind_is_told_to_come_back(house: House)
         assert {each.result() for each in counting} <= {(1 << 18) + 1, 1 << 18, "MODEL_CHANGING"}
 
 
-def test_only_an_admin_changes_models(models: list[str], model: Path, tmp_path: Path) -> None:
+def test_only_an_admin_of_the_whole_service_changes_models_and_sees_all_namespaces(
+    models: list[str], model: Path, tmp_path: Path
+) -> None:
     house = House(tmp_path, model)
-    people = [Principal("client", "n", frozenset({CLIENT})), Principal("admin", "n", frozenset({ADMIN}))]
+    people = [
+        Principal("client", "n", frozenset({CLIENT})),
+        Principal("their admin", "other", frozenset({ADMIN, CLIENT})),
+        Principal("admin", "n", frozenset({ADMIN})),
+    ]
     tokens = write_credentials(tmp_path / "credentials.toml", people, lambda: secrets.token_urlsafe(32))
     house.engine.options += ["--credentials-file", str(tmp_path / "credentials.toml")]
+    house.engine.options += ["--service-admin", "admin"]
     try:
         house.start()
-        with house.client(tokens["client"]) as client, house.client(tokens["admin"]) as admin:
-            for call in (lambda: client.load_model("sharpened"), client.unload_model):
-                with pytest.raises(errors.PermissionDenied):
-                    call()
+        with (
+            house.client(tokens["client"]) as client,
+            house.client(tokens["their admin"]) as theirs,
+            house.client(tokens["admin"]) as admin,
+            house.client() as owner,
+        ):
+            for who in (client, theirs):
+                for call in (lambda who=who: who.load_model("sharpened"), who.unload_model):
+                    with pytest.raises(errors.PermissionDenied):
+                        call()
             assert client.get_model().name == "sharpened"
+            client.reply(prompt="hello", sampling=GREEDY)
+            theirs.reply(prompt="hello", sampling=GREEDY)
+            assert [each.namespace for each in theirs.get_stats().namespaces] == ["other"]
+            assert not theirs.get_stats().HasField("engine")
+            for everything in (admin, owner):
+                assert [each.namespace for each in everything.get_stats().namespaces] == ["n", "other"]
             admin.unload_model()
             with pytest.raises(errors.FailedPrecondition):
                 client.reply(prompt="hello", sampling=GREEDY)
-            # Each sees its own namespace, and the admin besides it the engine.
+            # Each sees its own namespace, and the admin of all besides them the engine.
             assert [each.namespace for each in client.get_stats().namespaces] == ["n"]
             assert not client.get_stats().HasField("engine")
             assert admin.get_stats().HasField("engine")

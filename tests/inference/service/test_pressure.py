@@ -209,7 +209,7 @@ def test_one_namespace_leaves_places_for_the_next_and_is_told_when_to_come_back(
 
 def test_sigterm_in_the_middle_of_turns_leaves_every_memory_warm(model: Path, tmp_path: Path) -> None:
     """Those that may end do, those that take longer are ended, and what an outage kept from the store is stored."""
-    options = ("--stop-grace-s", "2")
+    options = ("--stop-grace-s", "0.5")  # the long reply takes 1.8 s on an idle machine
     with running_house(tmp_path, model, engine_options=options) as house, house.client() as client:
         told = {f"agent {number}": f"agent {number}: {PASSAGE * 6}" for number in range(3)}
         for agent, text in told.items():

@@ -1,7 +1,8 @@
 """Publications against a store that loses answers, is late, or talks nonsense: no version is lost, none is overrun."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Collection
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,18 +12,19 @@ from kvasir import errors
 from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
+from kvasir.shared_room import SharedRoom
 
-from inference_svc import copies, remote_cache
+from inference_svc import copies, store_patience
 from inference_svc.copies import Copies
-from inference_svc.held_bytes import HeldBytes
 from inference_svc.memory import AgentMemory, Kept
 from inference_svc.plan import SequenceKey, SequenceState, Snapshot
 from inference_svc.prefix_matching import Memory
 from inference_svc.publishing import Publisher, PublishingLimits
-from inference_svc.recall import is_current
-from inference_svc.remote_cache import NO_HEAD, AgentHeads, Breaker, Budget, Head, RemoteCache, StoreMiss
+from inference_svc.remote_cache import NO_HEAD, AgentHeads, Head, RemoteCache, StoreMiss
 from inference_svc.service_data import SnapshotState
 from inference_svc.service_stats import ServiceStats
+from inference_svc.store_patience import Breaker, Budget
+from inference_svc.trust import Lease, Version, is_current
 from inference_svc.turn_ending import TurnEnding
 
 KEY = SequenceKey("default", "a")
@@ -68,6 +70,9 @@ class Store:
         self.lost_answers = 0
         self.goes_away = False  # with the answer
         self.refusals: list[Exception] = []
+        self.taken_back = False
+        self.stored: list[Digest] = []  # by turns, since any turn of a test began
+        self.leases: list[object] = []  # that commits brought
         self.up = asyncio.Event()
         self.up.set()
 
@@ -83,15 +88,23 @@ class Store:
     async def heads(self, *_asked: object) -> AgentHeads:
         return AgentHeads(self.head, None)
 
-    async def commit(self, _agent: str, manifest: bytes, parent: int, _timeout_s: float) -> Head:
+    async def was_taken_back(self, *_asked: object) -> bool:
+        return self.taken_back
+
+    async def was_changed(self, _agent: str, _line: str, _since: object, own: Collection[Digest]) -> bool:
+        return not set(self.stored) <= set(own)
+
+    async def commit(self, _agent: str, manifest: bytes, parent: Version, _timeout_s: float, **how: object) -> Head:
+        self.leases.append(how.get("lease"))
         if self.refusals:
             raise self.refusals.pop()
         digest = Digest.of(manifest)
-        if (self.head.manifest, self.head.parent_version) == (digest, parent):
+        if (self.head.manifest, self.head.parent_version) == (digest, parent.number):
             return self.head
-        if parent != self.head.version:
+        if parent != self.head.identity:
             raise errors.Conflict("moved", metadata={"head_version": str(self.head.version)})
-        self.head = Head(parent + 1, digest, parent)
+        self.head = Head(parent.number + 1, digest, parent.number)
+        self.stored.append(digest)
         if self.lost_answers:
             self.lost_answers -= 1
             if self.goes_away:
@@ -106,7 +119,7 @@ class House:
         self.store: Any = Store(head)
         ticks = iter(range(1, 1000))
         limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s)
-        taken_in = Copies(self.engine, HeldBytes(max_held_bytes), lambda: 0.0)
+        taken_in = Copies(self.engine, SharedRoom(max_held_bytes), lambda: 0.0)
         self.stats = ServiceStats(0.0)
         self.publisher = Publisher(self.engine, taken_in, limits, self.stats, lambda: 0.0, lambda: next(ticks))
 
@@ -151,8 +164,8 @@ def test_a_conflict_with_ones_own_version_is_a_commit() -> None:
         house.store.lost_answers = 1
         real = house.store.commit
 
-        async def forgetful(agent: str, manifest: bytes, parent: int, timeout_s: float) -> Head:
-            if parent != house.store.head.version:
+        async def forgetful(agent: str, manifest: bytes, parent: Version, timeout_s: float, **_how: object) -> Head:
+            if parent != house.store.head.identity:
                 raise errors.Conflict("moved", metadata={"head_version": "1"})
             return cast("Head", await real(agent, manifest, parent, timeout_s))
 
@@ -200,18 +213,122 @@ def test_what_extends_a_memory_that_lost_loses_too() -> None:
         assert [outcome.state for outcome in await asyncio.gather(*both)] == [SnapshotState.FAILED] * 2
         assert house.store.head == OTHERS
         assert first.kept.head is None
-        assert not is_current(second.kept, OTHERS)
+        assert not is_current(second.kept.claim, OTHERS.identity)
 
     run(scenario)
 
 
 @pytest.mark.parametrize(("expected_version", "expected"), [(None, True), (7, True), (5, False), (0, False)])
-def test_a_memory_made_without_the_store_follows_the_version_that_its_caller_named(
+def test_a_memory_made_without_the_store_is_stored_after_the_version_that_its_caller_named(
     expected_version: int | None, expected: bool
 ) -> None:
-    kept = Kept(None, is_head=False, expected_version=expected_version)
-    assert is_current(kept, OTHERS) is expected
-    assert kept.head == (OTHERS if expected else None)
+    async def scenario() -> None:
+        house = House(OTHERS)
+        memory = remembered("one", None, expected_version)
+        # The number alone does not say which memory it follows: as hot memory it is not used until it is stored.
+        assert not is_current(memory.kept.claim, OTHERS.identity)
+        outcome = await house.publish(memory)
+        assert outcome.state is (SnapshotState.COMMITTED if expected else SnapshotState.FAILED)
+        assert is_current(memory.kept.claim, house.store.head.identity) is expected
+
+    run(scenario)
+
+
+def test_a_version_that_was_lost_and_brought_back_is_not_the_one_that_the_next_turn_extends() -> None:
+    """Its number is another: between the two the agent remembered something else, and the next turn's words with it."""
+
+    async def scenario() -> None:
+        house = House(timeout_s=0.05)
+        house.store.lost_answers, house.store.goes_away = 1, True
+        first, second = remembered("one", NO_HEAD), remembered("one two", NO_HEAD)
+        assert (await house.publish(first)).state is SnapshotState.FAILED
+        made = house.store.head
+        house.store.head = Head(3, made.manifest, 2)  # others committed, and rolled back to it
+        house.store.up.set()
+        outcome = await house.publish(second, first)
+        assert outcome.state is SnapshotState.FAILED
+        assert house.store.head == Head(3, made.manifest, 2)
+
+    run(scenario)
+
+
+def leased(house: House, generation: int = 2) -> None:
+    """Give the house a lease of the line as it is."""
+    lease = Lease(generation, house.store.head.identity, counts_until=5.0)
+
+    async def obtain(*_asked: object) -> Lease:
+        return lease
+
+    leases: Any = SimpleNamespace(
+        owner="me",
+        obtain=obtain,
+        lease=lambda _agent: lease,
+        using=lambda _agent: contextlib.nullcontext(),
+        committed=lambda *_: None,
+    )
+    house.publisher._leases = {"default": leases}
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_a_line_that_was_taken_back_is_not_extended_under_the_lease_that_came_after(taken_back: bool) -> None:
+    """What was deleted and forked back has the number and the manifest that the memory follows."""
+
+    async def scenario() -> None:
+        house = House(OTHERS)
+        leased(house)
+        house.store.taken_back = taken_back
+        memory = remembered("one", OTHERS)
+        memory.kept.generation = 1
+        await house.publish(memory)
+        assert house.store.leases == [("me", 1 if taken_back else 2)]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("taken_back", [True, False])
+def test_a_turn_whose_line_was_given_back_is_stored_only_if_nothing_was_taken_back(taken_back: bool) -> None:
+    async def scenario() -> None:
+        house = House(OTHERS)
+        leased(house)
+        house.store.taken_back = taken_back
+        outcome = await house.publish(remembered("one", OTHERS))
+        assert outcome.state is (SnapshotState.FAILED if taken_back else SnapshotState.COMMITTED)
+        assert house.store.leases == ([] if taken_back else [("me", 2)])
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("is_changed", "expected_version", "is_stored"), [(True, None, False), (True, 7, True), (False, None, True)]
+)
+def test_a_turn_that_could_not_ask_does_not_replace_one_that_another_engine_stored_meanwhile(
+    is_changed: bool, expected_version: int | None, is_stored: bool
+) -> None:
+    """Unless its caller named that version: then it is to follow it."""
+
+    async def scenario() -> None:
+        house = House(OTHERS)
+        leased(house)
+        house.store.stored = [Digest.of(b"another engine's")] if is_changed else []
+        outcome = await house.publish(remembered("one", None, expected_version))
+        assert (outcome.state is SnapshotState.COMMITTED) is is_stored
+
+    run(scenario)
+
+
+def test_turns_of_one_outage_are_all_stored_in_their_order() -> None:
+    """None could ask. What this engine stored itself is no reason not to store the next."""
+
+    async def scenario() -> None:
+        house = House(OTHERS)
+        leased(house)
+        house.store.up.clear()
+        turns = [house.publish(remembered("one" + " more" * count, None)) for count in range(4)]
+        house.store.up.set()
+        outcomes = await asyncio.gather(*turns)
+        assert [outcome.version for outcome in outcomes] == [8, 9, 10, 11]
+
+    run(scenario)
 
 
 def test_a_malformed_answer_to_a_commit_is_a_failed_snapshot_with_a_reason() -> None:
@@ -259,7 +376,7 @@ def test_what_a_newer_turn_wrote_is_never_sent_under_an_older_memorys_words(
 
 
 def test_a_probe_that_fails_in_an_unknown_way_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_cache, "_FIRST_PROBE_DELAY_S", 0.001)
+    monkeypatch.setattr(store_patience, "_FIRST_PROBE_DELAY_S", 0.001)
 
     async def scenario() -> None:
         answers = iter((ValueError("nonsense"), None))
@@ -309,11 +426,11 @@ class LongMemory:
         self.model = model
         self.ids = tuple(range(blocks * BLOCK_TOKENS + 1))
         self.most_held = 0
-        self.held: HeldBytes | None = None
+        self.held: SharedRoom | None = None
 
     def snapshot(self, _key: SequenceKey, first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
         assert self.held is not None
-        self.most_held = max(self.most_held, self.held.held_bytes)
+        self.most_held = max(self.most_held, self.held.held_units)
         last = min(first_block + max_blocks, len(self.ids) // BLOCK_TOKENS)
         files: Any = tuple((None, bytes([block]) * 1000) for block in range(first_block, last))
         tail: Any = (None, b"tail") if last == len(self.ids) // BLOCK_TOKENS else None
@@ -351,7 +468,7 @@ def test_a_memory_larger_than_what_may_wait_goes_to_the_store_in_pieces(monkeypa
         rest = [data for _, data in snapshot.blocks]
         assert rest == [bytes([block]) * 1000 for block in range(snapshot.first_block, 40)]
         assert snapshot.tail is not None
-        assert house.publisher.copies.held.held_bytes == 0
+        assert house.publisher.copies.held.held_units == 0
 
     run(scenario)
 
@@ -364,12 +481,12 @@ def test_a_memory_that_must_not_wait_is_refused_with_numbers_and_its_successor_k
         first = remembered("one", NO_HEAD)
         assert (await house.publish(first)).version == 1
         house.store.is_reachable = False
-        with pytest.raises(errors.ResourceExhausted, match="at most 5000 may wait") as refusal:
+        with pytest.raises(errors.ResourceExhausted, match="of the 5000 that may wait") as refusal:
             await copy_all(house, memory)
         outcome = await house.publisher.publish(KEY, memory, refusal.value, house.store, first.kept, None)
         assert outcome.state is SnapshotState.FAILED
         assert "5000" in outcome.reason
-        assert house.publisher.copies.held.held_bytes == 0
+        assert house.publisher.copies.held.held_units == 0
         # The version that is there is the one that it, and whatever extends it, follows.
         assert memory.kept.head == first.kept.head == house.store.head
         following = remembered("two", NO_HEAD)

@@ -1,0 +1,82 @@
+"""JSON in messages that is made to be slow: refused at once with its field, and nobody else's stream stops for it."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.credentials import CLIENT, Principal
+from kvasir.inference_client import InferenceClient
+
+from tests.guarded_house import guarded
+from tests.system_fixtures import House
+
+CALLERS = 6
+TOKENS = 100
+FIELD = "messages.messages[1].tool_calls[0].arguments_json"
+LONG = '{"a":[' + "[]," * ((8 << 20) // 3 - 100) + "[]]}"
+# What is short enough is parsed, if it is flat and has few enough values.
+SHORT = [
+    '{"a":[' + "[]," * ((1 << 20) // 3 - 100) + "[]]}",
+    '{"a":' + "[" * 500_000 + "]" * 500_000 + "}",
+    json.dumps({"a": "x" * ((1 << 20) - 100)})[:-1],
+]
+# No matter what it waits for: the machine may run other tests besides.
+MOST_WAITED_S = 3.0
+
+
+@pytest.fixture(scope="module")
+def callers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[House, str, str]]:
+    house = House(tmp_path_factory.mktemp("two"), model)
+    tokens = guarded(house, [Principal(name, name, frozenset({CLIENT})) for name in ("a", "b")])
+    try:
+        house.start()
+        yield house, tokens["a"], tokens["b"]
+    finally:
+        house.close()
+
+
+def longest_gap_s(client: InferenceClient) -> float:
+    """Between two tokens of a stream."""
+    sampling = {"max_tokens": TOKENS, "temperature": 0.0, "logit_bias": {2: -100.0}}
+    stream = client.generate(prompt="Tell me of the sea.", sampling=sampling)
+    told = [time.monotonic() for event in stream if event.WhichOneof("event") == "delta"]
+    return max(after - before for before, after in pairwise(told))
+
+
+def refused(house: House, token: str, arguments: str) -> str:
+    call = manifest_pb2.ToolCall(name="t", arguments_json=arguments)
+    said = [
+        manifest_pb2.Message(role="user", content="x"),
+        manifest_pb2.Message(role="assistant", tool_calls=[call]),
+    ]
+    with house.client(token) as client, pytest.raises(errors.InvalidArgument) as refusal:
+        client.reply(messages=said, timeout_s=60)
+    return refusal.value.field
+
+
+@pytest.mark.parametrize("arguments", [LONG, *SHORT], ids=["long", "many values", "deep", "cut"])
+def test_hostile_json_stops_nobody_elses_stream(callers: tuple[House, str, str], arguments: str) -> None:
+    house, attacker, other = callers
+    with house.client(other) as client:
+        alone_s = longest_gap_s(client)
+        over = threading.Event()
+
+        def attack() -> set[str]:
+            fields = {refused(house, attacker, arguments)}
+            while not over.is_set():
+                fields.add(refused(house, attacker, arguments))
+            return fields
+
+        with ThreadPoolExecutor(CALLERS) as pool:
+            attacks = [pool.submit(attack) for _ in range(CALLERS)]
+            beside_s = longest_gap_s(client)
+            over.set()
+            assert {field for each in attacks for field in each.result()} == {FIELD}
+    assert beside_s < alone_s + MOST_WAITED_S
