@@ -1,0 +1,384 @@
+"""The table of all that callers share in both services, as data: its test holds it to the code, DESIGN.md shows it.
+
+A row's `site` is where the resource is counted ("file: attribute"), `cap` the name and value of its limit. What each
+namespace gets of it is `share`, who comes next `order`, and what a refused caller is told `told`: a reason, or that it
+waits. `markdown()` writes the table for people.
+"""
+
+from dataclasses import dataclass
+
+# The rule of kvasir.fair_shares.
+THREE_OF_FREE = "at most 3 times what stays free"
+IN_TURN = "namespaces in turn"
+WAITS = "waits"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One resource that callers share."""
+
+    resource: str
+    service: str  # "store", "engine" or "both"
+    site: str
+    cap: tuple[str, object]  # "module:name", or "" for a number written at the site; and what that is
+    share: str
+    order: str
+    told: str  # reasons, as the status carries them; WAITS; or a sentence
+
+
+@dataclass(frozen=True)
+class Own:
+    """A queue or a count of one call, connection or caller: nobody else can fill it."""
+
+    site: str
+    why: str
+
+
+SHARED = (
+    Shared(
+        "calls that run",
+        "both",
+        "clients/python/kvasir/interceptors.py: calls",
+        ("kvasir.interceptors:MAX_CALLS", 1024),
+        THREE_OF_FREE,
+        "none waits",
+        "TOO_MANY_CALLS",
+    ),
+    Shared(
+        "calls of one credential",
+        "both",
+        "clients/python/kvasir/interceptors.py: _running",
+        ("kvasir.interceptors:MAX_RPCS_PER_PRINCIPAL", 256),
+        "each credential has its own",
+        "none waits",
+        "TOO_MANY_CALLS",
+    ),
+    Shared(
+        "health checks whose message has not come",
+        "both",
+        "clients/python/kvasir/arriving.py: _waiting",
+        ("kvasir.arriving:MAX_WAITING_CHECKS", 32),
+        "strangers' alone; a check whose message came is answered",
+        "the oldest makes room for the newest",
+        "FIRST_MESSAGE_LATE",
+    ),
+    Shared(
+        "messages of streams that arrive",
+        "both",
+        "clients/python/kvasir/interceptors.py: arriving",
+        ("kvasir.interceptors:MAX_ARRIVING_BYTES", 256 << 20),
+        THREE_OF_FREE,
+        IN_TURN,
+        "FIRST_MESSAGE_LATE",
+    ),
+    Shared(
+        "messages of streams that arrive, of one credential",
+        "both",
+        "clients/python/kvasir/interceptors.py: arriving_of_caller",
+        ("kvasir.interceptors:MAX_ARRIVING_BYTES", 256 << 20),
+        "a quarter for each credential",
+        IN_TURN,
+        "FIRST_MESSAGE_LATE",
+    ),
+    Shared(
+        "requests of one message that arrive",
+        "both",
+        "clients/python/kvasir/interceptors.py: arriving_alone",
+        ("kvasir.interceptors:MAX_ARRIVING_ALONE", 24),
+        THREE_OF_FREE,
+        IN_TURN,
+        "FIRST_MESSAGE_LATE",
+    ),
+    Shared(
+        "requests of one message that arrive, of one credential",
+        "both",
+        "clients/python/kvasir/interceptors.py: arriving_alone_of_caller",
+        ("kvasir.interceptors:MAX_ARRIVING_ALONE", 24),
+        "a quarter for each credential",
+        IN_TURN,
+        "FIRST_MESSAGE_LATE",
+    ),
+    Shared(
+        "requests that name more than 500 things",
+        "store",
+        "cachestore_svc/threads.py: long_calls",
+        ("cachestore_svc.threads:LONG_CALLS", 2),
+        "one",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "index thread, reads",
+        "store",
+        "cachestore_svc/index.py: _reads",
+        ("cachestore_svc.index:MAX_TURN_MS", 10),
+        "one operation at a time, of at most 500 blobs",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "index thread, writes and their commit",
+        "store",
+        "cachestore_svc/index.py: _writes",
+        ("cachestore_svc.index:MAX_WRITES_PER_COMMIT", 256),
+        "one operation at a time; a commit ends after 10 ms",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "threads of the store",
+        "store",
+        "cachestore_svc/threads.py: room",
+        ("cachestore_svc.threads:THREADS", 32),
+        THREE_OF_FREE,
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "bytes of blobs that wait for readers",
+        "store",
+        "cachestore_svc/__main__.py: reader",
+        ("cachestore_svc.config:StoreSettings.read_buffer_bytes", 128 << 20),
+        THREE_OF_FREE,
+        IN_TURN + "; a slow reader gives its blob up for one who has no more",
+        WAITS,
+    ),
+    Shared(
+        "memory of manifests that are read, answered or listed",
+        "store",
+        "cachestore_svc/manifest_room.py: room",
+        ("cachestore_svc.manifest_room:MANIFEST_ROOM_BYTES", 256 << 20),
+        THREE_OF_FREE,
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "disk, unfinished writes",
+        "store",
+        "cachestore_svc/space.py: _reserved",
+        ("cachestore_svc.space:_SHARE", 4),
+        "a quarter of the free disk, or one blob of the largest",
+        "none waits",
+        "RESERVATIONS_FULL",
+    ),
+    Shared(
+        "disk, what is stored",
+        "store",
+        "cachestore_svc/space.py: _stored",
+        ("cachestore_svc.config:StoreSettings.free_disk_reserve_bytes", 256 << 20),
+        "its quota; without one, all but as much as must stay free: that is for who holds less",
+        "none waits",
+        "QUOTA_FULL, DISK_SHARE_FULL, DISK_FULL",
+    ),
+    Shared(
+        "waiting inside of any room",
+        "both",
+        "clients/python/kvasir/shared_room.py: _waiting",
+        ("kvasir.shared_room:_MAX_OVERTAKEN", 16),
+        "as the room's",
+        IN_TURN + "; who waits for much and holds nothing is overtaken 16 times",
+        WAITS,
+    ),
+    Shared(
+        "places of turns",
+        "engine",
+        "inference_svc/admission.py: _turns",
+        ("inference_svc.admission:AdmissionLimits.max_turns", 256),
+        THREE_OF_FREE + ", and 192; a credential 192",
+        "none waits",
+        "QUEUE_FULL, NAMESPACE_BUSY, CALLER_BUSY",
+    ),
+    Shared(
+        "bytes of prompts",
+        "engine",
+        "inference_svc/admission.py: _prompt_bytes",
+        ("inference_svc.admission:AdmissionLimits.max_open_prompt_bytes", 256 << 20),
+        THREE_OF_FREE,
+        "none waits",
+        "PROMPTS_TOO_LARGE",
+    ),
+    Shared(
+        "KV that open turns may come to need, in KV memories",
+        "engine",
+        "inference_svc/admission.py: _kv_bytes",
+        ("inference_svc.admission:AdmissionLimits.kv_backlog", 4.0),
+        THREE_OF_FREE,
+        "none waits",
+        "MEMORY_BUSY",
+    ),
+    Shared(
+        "bytes read that become KV",
+        "engine",
+        "inference_svc/admission.py: restoring",
+        ("inference_svc.admission:AdmissionLimits.max_restoring_bytes", 1 << 30),
+        THREE_OF_FREE,
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "copies of KV that wait for the store",
+        "engine",
+        "inference_svc/admission.py: publishing",
+        ("inference_svc.admission:AdmissionLimits.max_publishing_bytes", 512 << 20),
+        THREE_OF_FREE,
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "formats that wait for their trial",
+        "engine",
+        "inference_svc/reply_formats.py: _waiting",
+        ("inference_svc.reply_formats:_MAX_WAITING", 128),
+        THREE_OF_FREE,
+        "none waits",
+        "FORMATS_BUSY",
+    ),
+    Shared(
+        "trials of formats",
+        "engine",
+        "inference_svc/reply_formats.py: _working",
+        ("", 1),
+        "one trial at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "formats that are compiled again",
+        "engine",
+        "inference_svc/turn_flow.py: _compiling",
+        ("", 1),
+        "one format at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "compiled formats",
+        "engine",
+        "inference_svc/kept_formats.py: _shares",
+        ("inference_svc.grammars:_MAX_KEPT", 32),
+        THREE_OF_FREE,
+        "the oldest of who has its share goes first",
+        "nothing: it is compiled again",
+    ),
+    Shared(
+        "masks of a step",
+        "engine",
+        "inference_svc/mask_budget.py: _purses",
+        ("inference_svc.mask_budget:PART", 0.25),
+        "an equal part of that part of a step's other time, while others speak or wait",
+        "turns of a namespace in turn; who overdraws sits out steps",
+        WAITS,
+    ),
+    Shared(
+        "seconds of a step of one reply format",
+        "engine",
+        "inference_svc/grammar_trial.py: MAX_STEP_S",
+        ("inference_svc.grammar_trial:MAX_STEP_S", 0.01),
+        "each format has its own",
+        "none waits",
+        "FORMAT_TOO_COMPLEX",
+    ),
+    Shared(
+        "thread that tokenizes prompts",
+        "engine",
+        "inference_svc/prompting.py: _thread_room",
+        ("", 1),
+        "one prompt at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "thread that parses requests' JSON",
+        "engine",
+        "inference_svc/prompting.py: _json_room",
+        ("inference_svc.given_json:MAX_BYTES", 1 << 20),
+        "one request at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "thread that counts tokens",
+        "engine",
+        "inference_svc/turn_flow.py: _counting",
+        ("", 1),
+        "one text at a time",
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
+        "queue of the MLX thread",
+        "engine",
+        "inference_svc/scheduler.py: waiting",
+        ("inference_svc.admission:AdmissionLimits.max_turns", 256),
+        "as of turns",
+        IN_TURN + ", interactive before background",
+        WAITS,
+    ),
+    Shared(
+        "KV of running turns",
+        "engine",
+        "inference_svc/room_shares.py: _held",
+        ("inference_svc.schedulable:Rules.kept_part", 8),
+        "an equal part of seven eighths, and more of what is free while nobody below its own waits",
+        IN_TURN + "; turns of who has more are put aside for people of who has less",
+        WAITS,
+    ),
+    Shared(
+        "KV of hot memories",
+        "engine",
+        "inference_svc/hot_memories.py: _held",
+        ("inference_svc.config:EngineSettings.memory_gib", 4.0),
+        "an equal part; who has more loses its own first",
+        "the memory that is expected last goes first",
+        WAITS,
+    ),
+    Shared(
+        "rows of a step",
+        "engine",
+        "inference_svc/scheduler.py: _seats",
+        ("inference_svc.schedulable:Rules.rows_beside", 4),
+        "4 beside others",
+        "rows of a namespace in turn, each for 16 steps",
+        WAITS,
+    ),
+    Shared(
+        "prefill of a step",
+        "engine",
+        "inference_svc/pacing.py: owed_s",
+        ("inference_svc.schedulable:Rules.budget_s", 0.1),
+        "as much time as each namespace that speaks beside it",
+        IN_TURN + ", cell by cell, interactive before background",
+        WAITS,
+    ),
+)
+
+OWN = (
+    Own("clients/python/kvasir/shared_room.py: _shares", "the count inside of a room; each room has its row"),
+    Own("cachestore_svc/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
+    Own("cachestore_svc/inbound.py: _free_finishers", "one stream of blobs: eight are made durable at once"),
+    Own("inference_svc/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
+    Own("inference_svc/turn_flow.py: inbox", "one turn's events"),
+)
+
+
+def markdown() -> str:
+    """The table as DESIGN.md shows it."""
+    lines = [
+        "| shared | where | cap | share of a namespace | order | the refused is told |",
+        "|---|---|---:|---|---|---|",
+    ]
+    for row in SHARED:
+        told = f"`{row.told}`" if row.told.isupper() else row.told
+        lines.append(
+            f"| {row.resource} | {row.service} | {cap_text(row.cap[1])} | {row.share} | {row.order} | {told} |"
+        )
+    return "\n".join(lines)
+
+
+def cap_text(cap: object) -> str:
+    is_bytes = isinstance(cap, int) and cap >= 1 << 20 and cap % (1 << 20) == 0
+    return f"{cap >> 20} MiB" if is_bytes else str(cap)  # type: ignore[operator]
+
+
+if __name__ == "__main__":
+    print(markdown())
