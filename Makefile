@@ -3,13 +3,13 @@ PY ?= python3
 BIN := .venv/bin
 CONSTRAINTS := constraints.txt
 
-.PHONY: test demo bench lint check-generated generate install campaigns fresh help
+.PHONY: test demo bench lint check-generated generate install campaigns campaign-fairness campaign-history fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
 test: install lint ## Everything CI runs: lint, types, contract, walls, tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
@@ -37,19 +37,30 @@ generate: install ## Write the Python stubs of proto/
 
 install: .venv/.installed ## Make .venv with everything; a second run does nothing
 
+# pip and setuptools of ensurepip are years old and have known holes: they are pinned like the rest, and renewed first.
 # Debian without python3-venv has no ensurepip: then the system's pip fills a bare environment.
 .venv/.installed: pyproject.toml $(CONSTRAINTS)
 	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  rm -rf .venv; $(PY) -m venv .venv 2>/dev/null || { \
 	  rm -rf .venv; $(PY) -m venv --without-pip .venv && $(PY) -m pip --python $(BIN)/python install -q pip; }; }
+	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -U pip setuptools
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
 campaigns: install ## The long forms of sampled tests: thousands of kills and flips; hours on two cores
 	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000
+	$(BIN)/python -m tests.cachestore.core.damage_campaign --stores 500
+	$(BIN)/python -m tests.fuzz store --requests 20000 --seed 7
+	$(BIN)/python -m tests.fuzz engine --requests 20000 --seed 4
 	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py
 	$(BIN)/python -m pytest --timeout 7200 -m campaign
+
+campaign-fairness: install ## One namespace does its worst while another works, for every shared resource; an hour
+	$(BIN)/python -m tests.fairness.campaign $(FAIRNESS)
+
+campaign-history: install ## 500 random lives over two engines and one store: no turn knows what was taken back
+	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/history
 
 hammer: install ## 10,000 requests of many agents, each turn held against the same turn alone; goes on where it was ended
 	$(BIN)/python -m tests.hammer $(HAMMER)

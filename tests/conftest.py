@@ -1,7 +1,12 @@
 """What every test run begins with."""
 
+import os
+
 import pytest
 from hypothesis import HealthCheck, settings
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # two tests at a time: a second thread of BLAS would wait for the other's
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
 

@@ -25,6 +25,7 @@ SNAPSHOT_KEYS = {
     "created_at",
     "origin",
     "origin_detail",
+    "is_brought",
     "request_id",
     "manifest",
 }
@@ -227,6 +228,30 @@ def test_the_help_tells_every_exit_code(cli: Cli) -> None:
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_is_there_for(shell: str, cli: Cli) -> None:
     assert "_KVASIR_COMPLETE" in cli.done("--show-completion", shell).out
+
+
+def test_recover_brings_a_lost_index_back() -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    cli = Cli(home)
+    assert cli("store", "recover").code == 4, "an empty directory holds nothing to recover"
+    with cli.running("store", "serve") as process:
+        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
+        with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
+            publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
+        assert cli("store", "recover").code == 4, "a store that runs holds its lock"
+    for path in home.glob("store/kvasir.sqlite3*"):
+        path.unlink()
+    refused = cli("store", "check")
+    assert refused.code == 4
+    assert "kvasir store recover" in refused.err
+    report = cli.done("store", "recover", "--json").value
+    assert report["is_complete"] is True
+    assert report["namespaces"][0]["versions"] == 1
+    assert "1 versions of 1 agents came back" in cli.done("store", "recover").out
+    assert cli.done("store", "check", "--json").value["snapshots"] == 1
+    next(home.glob("store/namespaces/*/blobs/*/*")).unlink()
+    assert cli("store", "recover").code == 1
+    shutil.rmtree(home)
 
 
 def test_check_walks_a_store_that_does_not_run(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def check(findings: Findings) -> None:
 
 @pytest.mark.timeout(300)
 def test_faults_of_the_store_change_no_token_and_cost_at_most_the_budget(tmp_path: Path) -> None:
-    findings = run(tmp_path, 16, seed=5)
+    findings = run(tmp_path, 8, seed=5)
     check(findings)
     assert sum(findings.counts[kind] > 0 for kind in KINDS) > len(KINDS) / 2
 

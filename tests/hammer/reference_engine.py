@@ -12,8 +12,9 @@ import numpy as np
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.digest import Digest
 
-from inference_svc.conversation import render
+from inference_svc.conversation import dialogue, render
 from inference_svc.engine import Engine
+from inference_svc.given_json import GivenJson
 from inference_svc.models import kvasir_tiny
 from inference_svc.plan import Cold, Ended, Event, Failed, Hot, SamplingParams, SequenceKey, Tokens, TurnPlan
 from inference_svc.prefix_matching import NO_MATCH, Memory, match_prefix
@@ -129,7 +130,8 @@ class AloneEngine:
         return files
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
-        return render(self._prompting.template, [manifest_pb2.Message(**each) for each in messages], ())
+        given = [manifest_pb2.Message(**each) for each in messages]
+        return render(self._prompting.template, dialogue(given, (), GivenJson(), self._prompting.specials))
 
     def _matched(self, memory: Memory, text: str) -> tuple[int, Tokenized]:
         """How many of the memory's tokens the text keeps, and the text's tokens with those as they were."""

@@ -33,7 +33,7 @@ def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:
 
 def test_a_sample_of_the_examination_meets_every_target(reader: Reader) -> None:
     report = Report()
-    for length, n in ((300, 8), (1500, 7), (4000, 8)):
+    for length, n in ((300, 4), (1500, 3), (4000, 2)):
         evaluate.examine(reader, length, n, report)
     assert set(evaluate.TARGETS) - {"told at 7500"} <= set(report.shares)
     assert report.missed() == [], report.errors
@@ -54,7 +54,7 @@ def test_the_examination_finds_a_model_that_forgets(reader: Reader) -> None:
 def test_one_pass_says_what_greedy_decoding_says(reader: Reader) -> None:
     talk = evaluate.conversation(1, 300)
     reader.read(talk.messages, talk.tools)
-    for question in talk.questions[:12]:
+    for question in talk.questions[:6]:
         reply = reader.ask(user(question.text))
         assert reader.says(reply, user(question.text))
         assert not reader.says(reply + " Indeed.", user(question.text))
@@ -75,11 +75,11 @@ def test_a_question_leaves_the_conversation_as_it_was(reader: Reader) -> None:
 def test_replies_differ_where_one_told_fact_differs_and_only_there(reader: Reader) -> None:
     """The sensitivity test: other tests build on `world.twin` in the same way."""
     talk = evaluate.conversation(4, 700)
-    questions = talk.of_sort("told")[:8]
+    questions = talk.of_sort("told")[:4]
     reader.read(talk.messages, talk.tools)
     replies = [reader.ask(user(question.text)) for question in questions]
     assert replies == [question.answer for question in questions]
-    for index in (0, len(questions) // 2, len(questions) - 1):
+    for index in (0, len(questions) - 1):
         other, changed = world.twin(talk, questions[index])
         reader.read(other.messages, other.tools)
         expected = [*replies[:index], changed.answer, *replies[index + 1 :]]
