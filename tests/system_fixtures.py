@@ -6,8 +6,6 @@ Anything that wants the whole house (recovery, hostile input, the command line) 
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +17,7 @@ from kvasir.inference_client import InferenceClient
 from kvasir.store_client import StoreClient
 
 from inference_svc.models import kvasir_tiny
+from tests.programs import Program
 
 ROOT = Path(__file__).parents[1]
 STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
@@ -35,7 +34,7 @@ class Service:
         self.options: list[str] = []
         self._module = module
         self._health_name = health_name
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
 
     @property
     def pid(self) -> int:
@@ -51,9 +50,8 @@ class Service:
         return self.log_file.read_text()
 
     def start(self, within_s: float = 60.0) -> None:
-        command = [sys.executable, "-m", self._module, "serve", "--listen", self.address, *self.options]
-        with self.log_file.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=_quiet_environment())
+        arguments = ["serve", "--listen", self.address, *self.options]
+        self._process = Program(self._module, arguments, out=self.log_file, err=self.log_file)
         give_up = time.monotonic() + within_s
         while not self._is_ready():
             assert self._process.poll() is None, f"{self.name} ended with {self._process.returncode}:\n{self.log}"
@@ -160,8 +158,3 @@ def running_house(root: Path, model: Path | None = None, *, engine_options: Sequ
         yield house
     finally:
         house.close()
-
-
-def _quiet_environment() -> dict[str, str]:
-    # Two threads of BLAS beside another service's on two cores cost more than they bring.
-    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +17,7 @@ from kvasir.channel import Tls
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials
 from kvasir.store_client import StoreClient
 
+from tests.programs import Program, run
 from tests.synthetic import SyntheticSnapshot
 
 READY_WITHIN_S = 60.0
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 class RunningStore:
     """A process that serves, and where."""
 
-    process: "subprocess.Popen[str]"
+    process: "Program | subprocess.Popen[bytes]"
     address: str
     data_dir: Path
     log_file: Path
@@ -69,57 +70,64 @@ class StoreHome:
     def data_dir(self) -> Path:
         return self.root / "data"
 
-    def command(self, *options: str, listen: str | None = None) -> list[str]:
-        serve = [sys.executable, "-m", "cachestore_svc", "serve", "--data-dir", str(self.data_dir)]
-        return [*serve, "--listen", listen or self.socket, "--log-format", "json", *options]
+    def start(
+        self, *options: str, listen: str | None = None, env: Mapping[str, str] | None = None, is_fresh: bool = False
+    ) -> RunningStore:
+        """Start a store and wait until it listens; a fresh one has an interpreter begun in that environment.
 
-    def start(self, *options: str, listen: str | None = None, env: Mapping[str, str] | None = None) -> RunningStore:
-        """Start a store and wait until it listens. Fails with its log when it does not."""
+        Fails with its log when it does not.
+        """
         self.root.mkdir(exist_ok=True)
-        log_file = self.root / f"log{len(self.started)}"
-        with log_file.open("w") as log:
-            process = subprocess.Popen(
-                self.command(*options, listen=listen),
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env={**os.environ, **(env or {})},
-            )
-        watchdog = threading.Timer(READY_WITHIN_S, process.kill)
-        watchdog.start()
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        watchdog.cancel()
-        assert line.startswith("listening on "), f"{line!r}: {log_file.read_text()}"
-        running = RunningStore(process, line.removeprefix("listening on ").strip(), self.data_dir, log_file)
+        out, log = self.root / f"out{len(self.started)}", self.root / f"log{len(self.started)}"
+        arguments = self._arguments(options, listen)
+        process: Program | subprocess.Popen[bytes]
+        if is_fresh:
+            process = _fresh(arguments, out, log, env or {})
+        else:
+            process = Program("cachestore_svc", arguments, out=out, err=log, env=env)
+        running = RunningStore(process, _address(process, out, log), self.data_dir, log)
         self.started.append(running)
         return running
 
     def refusal(self, *options: str, listen: str | None = None) -> str:
         """What a store says that does not start."""
-        done = subprocess.run(
-            self.command(*options, listen=listen), capture_output=True, text=True, timeout=READY_WITHIN_S, cwd=ROOT
-        )
+        done = run("cachestore_svc", *self._arguments(options, listen), timeout_s=READY_WITHIN_S)
         assert done.returncode == 2, (done.stdout, done.stderr)
         return done.stderr
 
     def check(self) -> Mapping[str, object]:
         """What `check` finds in the data directory, while nobody serves it."""
-        done = subprocess.run(
-            [sys.executable, "-m", "cachestore_svc", "check", "--json", "--data-dir", str(self.data_dir)],
-            capture_output=True,
-            text=True,
-            timeout=READY_WITHIN_S,
-            cwd=ROOT,
-        )
+        done = run("cachestore_svc", "check", "--json", "--data-dir", str(self.data_dir), timeout_s=READY_WITHIN_S)
         assert done.returncode in (0, 1), done.stderr
         return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+    def _arguments(self, options: Sequence[str], listen: str | None) -> list[str]:
+        serve = ["serve", "--data-dir", str(self.data_dir), "--listen", listen or self.socket]
+        return [*serve, "--log-format", "json", *options]
 
     def end(self) -> None:
         for running in self.started:
             if running.process.poll() is None:
                 running.kill()
+
+
+def _fresh(arguments: Sequence[str], out: Path, log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "cachestore_svc", *arguments]
+    with out.open("wb") as stdout, log.open("wb") as stderr:
+        return subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, env={**os.environ, **env})
+
+
+def _address(process: "Program | subprocess.Popen[bytes]", out: Path, log: Path) -> str:
+    """Where it says that it listens."""
+    give_up = time.monotonic() + READY_WITHIN_S
+    while not (out.exists() and out.read_text().endswith("\n")):
+        if process.poll() is not None or time.monotonic() > give_up:
+            process.kill()
+            raise AssertionError(f"no store: {log.read_text() if log.exists() else 'not even a log'}")
+        time.sleep(0.01)
+    line = out.read_text().splitlines()[0]
+    assert line.startswith("listening on "), f"{line!r}: {log.read_text()}"
+    return line.removeprefix("listening on ").strip()
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def touched(tmp_path: Path) -> Path:
 
 def test_hostile_requests_touch_no_path_outside_the_store(home: StoreHome, touched: Path, tmp_path: Path) -> None:
     environment = {"PYTHONPATH": str(tmp_path / "hook"), "TOUCHED": str(touched)}
-    running = home.start(env=environment)
+    running = home.start(env=environment, is_fresh=True)
     turn = SyntheticAgent(SMALL, 1).turn(600)
     names = [*HOSTILE_NAMES.values(), "../../../etc/passwd", "/etc/passwd", "~", "..", "a/../../b"]
     with running.client() as client:
