@@ -58,16 +58,19 @@ def make_agent(rows: Rows, namespace_id: int, name: str, now_unix_ms: int) -> Ag
 def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
     """An agent with its labels and the newest version of each line."""
     lines = versions.lines_of(rows, agent.id)
-    labels = dict(rows.all("SELECT name, value FROM labels WHERE agent_id = ? ORDER BY name", agent.id))
     return AgentRecord(
         agent_id=agent.name,
-        labels=labels,
+        labels=labels_of(rows, agent.id),
         is_pinned=bool(agent.is_pinned),
         retained_versions=agent.retained_versions or default_retained,
         created_unix_ms=agent.created_unix_ms,
         used_unix_ms=max([agent.created_unix_ms, *(line.used_unix_ms for line in lines)]),
         lines=tuple(versions.get_version(rows, line, None) for line in lines),
     )
+
+
+def labels_of(rows: Rows, agent_id: int) -> dict[str, str]:
+    return dict(rows.all("SELECT name, value FROM labels WHERE agent_id = ? ORDER BY name", agent_id))
 
 
 def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:

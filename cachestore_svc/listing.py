@@ -2,7 +2,11 @@
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from typing import Protocol, TypeVar
 
 from kvasir.errors import InvalidArgument
 
@@ -20,10 +24,19 @@ from cachestore_svc.records import (
     SnapshotVersion,
 )
 
+T = TypeVar("T")
+# Agents of one operation of the index: some milliseconds.
+_AGENTS_AT_ONCE = 50
 # A page ends here too: 4 MiB is what a gRPC peer takes by default.
 _PAGE_BYTES = 2 << 20
 _FIELD_BYTES = 16
 _LINE_BYTES = 512
+
+
+class Read(Protocol):
+    """Runs an operation that reads, in the turn of whoever asks."""
+
+    def __call__(self, work: Callable[[Rows], T]) -> T: ...
 
 
 def page_size(asked: int) -> int:
@@ -32,30 +45,50 @@ def page_size(asked: int) -> int:
     return asked or DEFAULT_PAGE_SIZE
 
 
-def agents_page(
-    rows: Rows, namespace_id: int, after: str, prefix: str, labels: Mapping[str, str], size: int, default_retained: int
-) -> AgentPage:
-    """Agents whose names follow `after`, in the order of their UTF-8 bytes."""
-    conditions = "namespace_id = ? AND name > ? AND substr(name, 1, ?) = ?"
-    parameters: list[object] = [namespace_id, after, len(prefix), prefix]
-    for name, value in labels.items():
-        conditions += " AND EXISTS (SELECT 1 FROM labels WHERE agent_id = agents.id AND name = ? AND value = ?)"
-        parameters += [name, value]
-    found = rows.all(
-        f"SELECT {agents.COLUMNS} FROM agents WHERE {conditions} ORDER BY name LIMIT ?",  # noqa: S608
-        *parameters,
-        size + 1,
-    )
+@dataclass(frozen=True, slots=True)
+class AgentFilter:
+    """Which agents of a namespace are told: those whose names begin so and that have all these labels."""
+
+    namespace: str
+    name_prefix: str
+    labels: Mapping[str, str]
+
+
+def agents_page(read: Read, wanted: AgentFilter, after: str, size: int, default_retained: int) -> AgentPage:
+    """Agents whose names follow `after`, in the order of their UTF-8 bytes, read a few at a time: whoever has a
+    hundred thousand agents keeps nobody from the index.
+    """
     listed: list[AgentRecord] = []
     left_bytes = _PAGE_BYTES
-    for row in found[:size]:
-        record = agents.record(rows, agents.AgentRow(*row), default_retained)
-        left_bytes -= _size_bytes(record)
-        # A page has at least one, or it would never end.
-        if listed and left_bytes < 0:
-            break
-        listed.append(record)
-    return AgentPage(tuple(listed), page_token(listed[-1].agent_id) if len(listed) < len(found) else "")
+    while True:
+        at_once = min(size - len(listed) + 1, _AGENTS_AT_ONCE)
+        looked_at, found = read(partial(_next_agents, wanted, after, at_once, default_retained))
+        for agent in found:
+            left_bytes -= _size_bytes(agent)
+            # A page has at least one, or it would never end.
+            if len(listed) == size or (listed and left_bytes < 0):
+                return AgentPage(tuple(listed), page_token(listed[-1].agent_id))
+            listed.append(agent)
+        if len(looked_at) < at_once:
+            return AgentPage(tuple(listed), "")
+        after = looked_at[-1]
+
+
+def _next_agents(
+    wanted: AgentFilter, after: str, count: int, default_retained: int, rows: Rows
+) -> tuple[list[str], list[AgentRecord]]:
+    """So many names that follow, fewer if they are the last; and which of these agents are wanted."""
+    found = rows.all(
+        f"SELECT {agents.COLUMNS} FROM agents"  # noqa: S608
+        " WHERE namespace_id = ? AND name > ? AND name >= ? ORDER BY name LIMIT ?",
+        find_namespace(rows, wanted.namespace),
+        after,
+        wanted.name_prefix,
+        count,
+    )
+    named = [agent for agent in starmap(agents.AgentRow, found) if agent.name.startswith(wanted.name_prefix)]
+    labelled = (agent for agent in named if wanted.labels.items() <= agents.labels_of(rows, agent.id).items())
+    return [agent.name for agent in named], [agents.record(rows, agent, default_retained) for agent in labelled]
 
 
 def _size_bytes(agent: AgentRecord) -> int:

@@ -154,17 +154,15 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         return response
 
     async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
-        page = await self._run(
-            self._store.list_snapshots,
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            request.page_size,
-            request.page_token,
-        )
-        return pb.ListSnapshotsResponse(
-            snapshots=[messages.write_snapshot(snapshot) for snapshot in page.snapshots],
-            next_page_token=page.next_page_token,
-        )
+        namespace, agent_id = _namespace(), check_agent_id(request.agent_id)
+        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash)
+
+        def answer() -> pb.ListSnapshotsResponse:
+            page = self._store.list_snapshots(namespace, agent_id, kv_hash, request.page_size, request.page_token)
+            told = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
+            return pb.ListSnapshotsResponse(snapshots=told, next_page_token=page.next_page_token)
+
+        return await self._looked_up(request.page_size, answer)
 
     async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
         namespace, kv_hash = _namespace(), messages.read_kv_hash(request.kv_identity_hash)
@@ -179,16 +177,16 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
     # --- agents ---
 
     async def ListAgents(self, request: pb.ListAgentsRequest, context: Any) -> pb.ListAgentsResponse:
-        page = await self._run(
-            self._store.list_agents,
-            page_size=request.page_size,
-            page_token=request.page_token,
-            name_prefix=request.name_prefix,
-            labels=dict(request.labels),
-        )
-        return pb.ListAgentsResponse(
-            agents=[messages.write_agent(agent) for agent in page.agents], next_page_token=page.next_page_token
-        )
+        namespace, labels = _namespace(), dict(request.labels)
+
+        def answer() -> pb.ListAgentsResponse:
+            page = self._store.list_agents(
+                namespace, request.page_size, request.page_token, request.name_prefix, labels
+            )
+            told = [messages.write_agent(agent) for agent in page.agents]
+            return pb.ListAgentsResponse(agents=told, next_page_token=page.next_page_token)
+
+        return await self._looked_up(request.page_size, answer)
 
     async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
         agent = await self._run(self._store.get_agent, check_agent_id(request.agent_id))

@@ -7,6 +7,7 @@ and raise the types of `kvasir.errors`.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -220,14 +221,10 @@ class Store(LeaseStore):
         check_namespace(namespace)
         check_text(name_prefix, "name_prefix")
         agents.check_labels(labels or {})
+        wanted = listing.AgentFilter(namespace, name_prefix, labels or {})
         size, after = listing.page_size(page_size), listing.page_place(page_token)
         kept = self._core.config.retained_versions
-        return self._read(
-            namespace,
-            lambda rows: listing.agents_page(
-                rows, find_namespace(rows, namespace), after, name_prefix, labels or {}, size, kept
-            ),
-        )
+        return listing.agents_page(partial(self._read, namespace), wanted, after, size, kept)
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""

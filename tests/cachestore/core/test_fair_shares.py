@@ -2,17 +2,19 @@
 
 import errno
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument, ResourceExhausted
 
-from cachestore_svc import listing
+from cachestore_svc import agents, listing
 from cachestore_svc.blobs import BlobFiles
 from cachestore_svc.disk import Disk
 from cachestore_svc.messages import write_agent
-from cachestore_svc.records import BlobKind
+from cachestore_svc.records import AgentRecord, BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import MIB, NS, Lab, publish, write_all
 from tests.synthetic import SMALL, SyntheticAgent
@@ -91,6 +93,32 @@ def test_a_page_of_agents_ends_before_it_is_too_long_for_a_message(
         if not token:
             break
     assert listed == names
+
+
+def test_another_namespace_is_answered_in_the_middle_of_a_long_page(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_AGENTS_AT_ONCE", 2)
+    publish(store, "a0", SyntheticAgent(SMALL, 2).turn(3), 0)
+    for number in range(1, 6):
+        store.fork_agent(NS, "a0", f"a{number}")
+    order: list[str] = []
+    others = ThreadPoolExecutor(1)
+
+    def noted(found: AgentRecord) -> int:
+        if not order:  # in the first operation of the page, on the thread of the index
+            index = store._core.index
+            others.submit(index.read, "other", lambda _: order.append("other"))
+            while not len(index._reads):
+                time.sleep(0.001)
+        order.append(found.agent_id)
+        return 1
+
+    real = agents.record
+    monkeypatch.setattr(agents, "record", lambda *given: (found := real(*given), noted(found))[0])
+    assert len(store.list_agents(NS).agents) == 6
+    others.shutdown(wait=True)
+    assert order.index("other") < order.index("a5")
 
 
 def test_an_agents_labels_take_little_however_they_are_set(store: Store) -> None:

@@ -12,6 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.digest import Digest
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
 
+from cachestore_svc import listing
 from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write
@@ -411,7 +412,11 @@ def test_versions_beyond_retention_go_and_those_of_a_pinned_agent_stay(lab: Lab)
 # --- agents ---
 
 
-def test_listing_pages_through_names_by_prefix_and_labels(store: Store) -> None:
+@pytest.mark.parametrize("at_once", [1, 2, 50])
+def test_listing_pages_through_names_by_prefix_and_labels(
+    store: Store, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_AGENTS_AT_ONCE", at_once)
     names = ["Zeta", "alpha", "beta-1", "beta-2", "beta-3", "日本"]
     for number, name in enumerate(names):
         publish(store, name, SyntheticAgent(SMALL, number).turn(3), 0)
@@ -422,6 +427,7 @@ def test_listing_pages_through_names_by_prefix_and_labels(store: Store) -> None:
         found, token = [], ""
         while True:
             page = store.list_agents(NS, page_size=2, page_token=token, **filters)  # type: ignore[arg-type]
+            assert page.agents or not token, "a page is told of only if it has somebody"
             found += [agent.agent_id for agent in page.agents]
             token = page.next_page_token
             if not token:
