@@ -28,6 +28,7 @@ from kvasir.interceptors import Authentication, Errors
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
 MAX_MESSAGE_BYTES = 2 << 20
 _MAX_ANSWER_BYTES = 4 << 20
+_UNASKED_BYTES = 256 << 10
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_STREAMS_PER_CONNECTION = 128
 # gRPC counts a call before anybody has asked whose it is. What callers may have is counted by Authentication; this is
@@ -40,6 +41,9 @@ MAX_HANDSHAKE_S = 10
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    # What may come of a message that nobody has asked for yet. gRPC would measure the line and let megabytes of each.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _UNASKED_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
     # A connection without calls is closed; a client that comes back connects again, in a millisecond.
