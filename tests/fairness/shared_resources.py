@@ -99,6 +99,15 @@ SHARED = (
         "FIRST_MESSAGE_LATE",
     ),
     Shared(
+        "calls that are answered, for a quarter of a second; streams, for their first 20 ms",
+        "both",
+        "clients/python/kvasir/interceptors.py: answering",
+        ("kvasir.interceptors:MAX_ANSWERING", 32),
+        THREE_OF_FREE,
+        IN_TURN,
+        WAITS,
+    ),
+    Shared(
         "requests that name more than 500 things",
         "store",
         "cachestore_svc/threads.py: long_calls",

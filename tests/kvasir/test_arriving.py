@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from kvasir.arriving import UNREADABLE, Arriving, the_only
+from kvasir.arriving import UNREADABLE, Arriving, begun, the_only
 from kvasir.errors import DeadlineExceeded, InvalidArgument
 from kvasir.shared_room import Place, SharedRoom
 
@@ -39,6 +39,38 @@ def test_no_message_is_asked_for_without_room_for_it() -> None:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
         assert room.held_units == 0
+
+    asyncio.run(scene())
+
+
+def test_a_call_keeps_the_room_of_its_message_until_it_is_answered_and_its_place_for_a_while() -> None:
+    async def scene() -> None:
+        way, answering, order = SharedRoom(4), SharedRoom(2), list[str]()
+
+        async def call(name: str, lasts_s: float, at_most_s: float = 60) -> None:
+            async with begun(these(name), 60, Place((way, name)), Place((answering, name)), at_most_s) as request:
+                order.append(request)
+                await asyncio.sleep(lasts_s)
+
+        first, second = (asyncio.create_task(call("greedy", 60)) for _ in range(2))
+        await asyncio.sleep(0.01)
+        assert order == ["greedy"], "half of what is free is left for others"
+        assert (way.held("greedy"), answering.held("greedy")) == (1, 1), "its message is still counted"
+        await call("other", 0)
+        assert order == ["greedy", "other"]
+        first.cancel()
+        await asyncio.sleep(0.01)
+        assert (way.held_units, answering.held("greedy")) == (0, 1)
+        second.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
+        assert answering.held_units == 0
+        # What lasts gives its place to the next, and gives it back once.
+        lasting = asyncio.create_task(call("greedy", 0.1, at_most_s=0.01))
+        await asyncio.sleep(0.05)
+        assert answering.held_units == 0
+        await call("greedy", 0)
+        await lasting
+        assert answering.held_units == 0
 
     asyncio.run(scene())
 

@@ -8,10 +8,11 @@ for the largest. Knows nothing of gRPC.
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
+from kvasir.shared_room import Place
 
 # Stands for what is no message of the RPC.
 UNREADABLE = object()
@@ -53,13 +54,8 @@ class Arriving:
 
     async def _first(self) -> Any:
         self._is_first = self._bounds_each
-        try:
-            async with asyncio.timeout(self._first_within_s):
-                return await self._next()
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"no message came within {self._first_within_s:g} s", reason="FIRST_MESSAGE_LATE"
-            ) from None
+        async with _within(self._first_within_s):
+            return await self._next()
 
     async def _next(self) -> Any:
         async with self._room:
@@ -74,6 +70,26 @@ async def the_only(requests: AsyncIterator[Any]) -> Any:
     return request
 
 
+@asynccontextmanager
+async def begun(
+    requests: AsyncIterator[Any], first_within_s: float, arriving: Place, answering: Place, at_most_s: float
+) -> AsyncIterator[Any]:
+    """The one request of a call, and a place among those that are answered: for the block, or for so many seconds of
+    it. Until it has that, it keeps the room of a message on its way. Raises as `the_only` does.
+    """
+    async with AsyncExitStack() as way:
+        async with _within(first_within_s):
+            await way.enter_async_context(arriving)
+            request = await the_only(requests)
+        await answering.enter()
+    leaving = asyncio.get_running_loop().call_later(at_most_s, answering.leave)
+    try:
+        yield request
+    finally:
+        leaving.cancel()
+        answering.leave()
+
+
 class Doorstep:
     """Where calls of strangers wait for their message. On one event loop."""
 
@@ -83,6 +99,11 @@ class Doorstep:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    @asynccontextmanager
+    async def begun(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+        """The one request, for a block that ends at once. Raises as `the_only` of this."""
+        yield await self.the_only(requests)
 
     async def the_only(self, requests: AsyncIterator[Any]) -> Any:
         """The one request. Raises as `the_only` does, and ResourceExhausted when too many others came since."""
@@ -100,6 +121,16 @@ class Doorstep:
         finally:
             self._waiting.pop(reading, None)
             reading.cancel()
+
+
+@asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    """Raises DeadlineExceeded when the block takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"no message came within {seconds:g} s", reason="FIRST_MESSAGE_LATE") from None
 
 
 def _unreadable() -> InvalidArgument:

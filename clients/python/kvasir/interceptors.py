@@ -11,7 +11,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvasir import errors
-from kvasir.arriving import UNREADABLE, Arriving, Doorstep, the_only
+from kvasir.arriving import UNREADABLE, Arriving, Doorstep, begun
 from kvasir.credentials import OWNER, Credentials, Principal
 from kvasir.fair_shares import Shares
 from kvasir.log_errors import places
@@ -47,14 +47,20 @@ _FEWEST_ARRIVING = 16
 # Of requests that are one message. They come whole, or their sender is slow; and the event loop reads all that have
 # come before it does anything else, which takes ten milliseconds for one that names ten thousand blobs.
 MAX_ARRIVING_ALONE = 24
+# Calls that are answered, for as long as such a call keeps the event loop busy at all: what begins is one step of many
+# callers' and takes its turn behind all that have begun.
+MAX_ANSWERING = 32
+_ANSWERING_S = 0.25
+# A stream's first step; it may last for hours.
+_BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
 
 _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
 
 # Entered around a handler with its ServicerContext.
 Guard = Callable[[Any], AbstractAsyncContextManager[None]]
-# From the messages that arrive to what the handler is given: the only one, or all.
-Take = Callable[[Any], Awaitable[Any]]
+# From the messages that arrive to what the handler is given while it runs: the only one, or all.
+Take = Callable[[Any], AbstractAsyncContextManager[Any]]
 Continuation = Callable[[Any], Awaitable[Any]]
 
 
@@ -63,16 +69,34 @@ def current_principal() -> Principal:
     return _principal.get()
 
 
-class Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps each RPC's handler once, and not for every call."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        known, wrapped = self._wrapped.get(method, (None, None))
+        if known is not handler:
+            wrapped = self._wrap(method, handler)
+            self._wrapped[method] = (handler, wrapped)
+        return wrapped
+
+    def _wrap(self, method: str, handler: Any) -> Any:
+        raise NotImplementedError
+
+
+class Errors(_Interceptor):
     """The outermost interceptor: the one place where an exception becomes a status."""
 
     def __init__(self, new_request_id: Callable[[], str]) -> None:
+        super().__init__()
         self._new_request_id = new_request_id
 
-    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        method: str = handler_call_details.method
-
+    def _wrap(self, method: str, handler: Any) -> Any:
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
             try:
@@ -87,10 +111,10 @@ class Errors(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 _log_bug(method, request_id, error)
                 await abort(context, errors.Internal(f"internal error; request {request_id}"))
 
-        return handler and _guarded(handler, guard, _all)
+        return _guarded(handler, guard, nullcontext)
 
 
-class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class Authentication(_Interceptor):
     """Knows the caller before the handler runs, and whether its roles allow the RPC.
 
     `allowed_roles` has a row for every RPC of the service: "/package.Service/Rpc" → roles, any of which suffices. An
@@ -101,6 +125,7 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]], max_message_bytes: int
     ) -> None:
         """On the event loop that serves. `max_message_bytes`: the largest message that gRPC takes."""
+        super().__init__()
         self._credentials = credentials
         self._allowed_roles = allowed_roles
         self._running: Counter[str] = Counter()
@@ -111,43 +136,38 @@ class Authentication(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self.arriving_of_caller = SharedRoom(places, generosity=1 / 3)
         self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
         self.arriving_alone_of_caller = SharedRoom(min(places, MAX_ARRIVING_ALONE), generosity=1 / 3)
+        self.answering = SharedRoom(MAX_ANSWERING)
         self.doorstep = Doorstep()
 
-    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        method: str = handler_call_details.method
-        metadata = handler_call_details.invocation_metadata or ()
-
+    def _wrap(self, method: str, handler: Any) -> Any:
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
-            caller = self._caller(context.peer(), metadata)
+            caller = self._caller(context.peer(), context.invocation_metadata() or ())
             self._check_role(method, caller)
             with self._counted(caller):
                 _principal.set(caller)
                 yield
 
-        if handler is None:
-            return None
         if method in _OPEN_METHODS:
-            return _guarded(handler, _no_guard, self.doorstep.the_only)
-        # Health and reflection have no time limits of their own.
-        bounds_each = method.startswith(_COMMON_SERVICES)
-        in_time = partial(self._all_in_time, bounds_each=bounds_each, is_alone=not handler.request_streaming)
+            return _guarded(handler, _no_guard, self.doorstep.begun)
         if handler.request_streaming:
-            return _guarded(handler, guard, in_time)
+            # Health and reflection have no time limits of their own.
+            bounds_each = method.startswith(_COMMON_SERVICES)
+            return _guarded(handler, guard, partial(self._all_in_time, bounds_each=bounds_each))
+        answering_s = _BEGINNING_S if handler.response_streaming else _ANSWERING_S
+        return _guarded(handler, guard, partial(self._begun, answering_s=answering_s))
 
-        async def only_in_time(requests: Any) -> Any:
-            return await the_only(await in_time(requests))
-
-        return _guarded(handler, guard, only_in_time)
-
-    async def _all_in_time(self, requests: Any, *, bounds_each: bool, is_alone: bool) -> Any:
+    @asynccontextmanager
+    async def _all_in_time(self, requests: Any, *, bounds_each: bool) -> AsyncIterator[Any]:
         caller = current_principal()
-        of_caller, of_namespace = self.arriving_of_caller, self.arriving
-        if is_alone:
-            of_caller, of_namespace = self.arriving_alone_of_caller, self.arriving_alone
-        place = Place((of_caller, caller.name), (of_namespace, caller.namespace))
-        return Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each)
+        place = Place((self.arriving_of_caller, caller.name), (self.arriving, caller.namespace))
+        yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each)
+
+    def _begun(self, requests: Any, *, answering_s: float) -> AbstractAsyncContextManager[Any]:
+        caller = current_principal()
+        arriving = Place((self.arriving_alone_of_caller, caller.name), (self.arriving_alone, caller.namespace))
+        answering = Place((self.answering, caller.namespace))
+        return begun(requests, FIRST_MESSAGE_S, arriving, answering, answering_s)
 
     @contextmanager
     def _counted(self, caller: Principal) -> Iterator[None]:
@@ -244,21 +264,17 @@ async def _no_guard(_context: Any) -> AsyncIterator[None]:
     yield
 
 
-async def _all(requests: Any) -> Any:
-    return requests
-
-
 def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
     async def call(requests: Any, context: Any) -> Any:
-        async with guard(context):
-            return await behaviour(await take(requests), context)
+        async with guard(context), take(requests) as taken:
+            return await behaviour(taken, context)
 
     return call
 
 
 def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
     async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
-        async with guard(context), aclosing(behaviour(await take(requests), context)) as responses:
+        async with guard(context), take(requests) as taken, aclosing(behaviour(taken, context)) as responses:
             async for response in responses:
                 yield response
 

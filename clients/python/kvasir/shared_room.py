@@ -147,18 +147,22 @@ class Place(AbstractAsyncContextManager[None]):
         self._entered = 0
 
     async def __aenter__(self) -> None:
+        await self.enter()
+
+    async def __aexit__(self, *_: object) -> None:
+        self.leave()
+
+    async def enter(self) -> None:
         try:
             for room, holder in self._rooms:
                 await room.wait_for(holder, 1)
                 self._entered += 1
         except BaseException:
-            self._leave()
+            self.leave()
             raise
 
-    async def __aexit__(self, *_: object) -> None:
-        self._leave()
-
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Whoever is not in it leaves nothing."""
         for room, holder in self._rooms[: self._entered]:
             room.give_back(holder, 1)
         self._entered = 0
