@@ -267,10 +267,10 @@ class LineLeases:
             self._spawn(self._release(agent_id, lease.generation))
 
     async def _release(self, agent_id: str, generation: int) -> None:
-        # What is not taken now ends by itself.
+        # What is not taken ends by itself, then. Not sooner: whoever waits for it, waits for this.
         with contextlib.suppress(errors.KvasirError):
             await self.store.release_lease(
-                agent_id, self.engine.model.kv_identity_hash, self.owner, generation, _BEAT_TIMEOUT_S
+                agent_id, self.engine.model.kv_identity_hash, self.owner, generation, LEASE_TTL_S
             )
 
     async def _beat(self) -> None:

@@ -39,6 +39,7 @@ class Store:
     is_reachable = True
 
     def __init__(self) -> None:
+        self.release_takes_s = 0.0
         self.refusals: list[errors.KvasirError] = []
         self.asked: list[tuple[str, bool]] = []
         self.renewed: list[dict[str, int]] = []
@@ -60,7 +61,9 @@ class Store:
         await self.answering.wait()
         return Renewed(self.lost, self.wanted)
 
-    async def release_lease(self, agent: str, _kv: str, _owner: str, generation: int, _timeout_s: float) -> None:
+    async def release_lease(self, agent: str, _kv: str, _owner: str, generation: int, timeout_s: float) -> None:
+        if timeout_s < self.release_takes_s:
+            raise errors.DeadlineExceeded("a busy store")
         self.released.append((agent, generation))
 
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
@@ -185,6 +188,19 @@ def test_what_is_taken_back_is_given_back_at_once_and_answered_from_no_more(is_u
             await settle()
             assert lab.store.released == [("a", 1)]
             assert ("a" in lab.engine.hot) is is_used
+
+    run(scenario)
+
+
+def test_a_busy_store_is_given_the_lease_back_for_as_long_as_it_holds() -> None:
+    """Whoever takes the memory back waits for the release; given up, it would wait for the end of the lease."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.held("a")
+        lab.store.release_takes_s = LEASE_TTL_S - 0.5
+        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        await settle()
+        assert lab.store.released == [("a", 1)]
 
     run(scenario)
 
