@@ -17,7 +17,14 @@ from kvasir.cli.health import is_ready
 from kvasir.cli.home import Endpoint
 
 KVASIR = Path(sys.executable).with_name("kvasir")
-QUIET = {**os.environ, "NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "200"}
+# Completion is for the shell that is named, whichever shell the tests run under.
+QUIET = {
+    **os.environ,
+    "NO_COLOR": "1",
+    "TERM": "dumb",
+    "COLUMNS": "200",
+    "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1",
+}
 
 
 @dataclass(frozen=True)

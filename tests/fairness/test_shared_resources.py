@@ -1,6 +1,7 @@
 """The table of shared resources is the code's: every cap has its value, every counter and queue its row."""
 
 import ast
+import functools
 import importlib
 import re
 from collections.abc import Iterator
@@ -36,11 +37,18 @@ def value_of(name: str) -> object:
     return found
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) and "bench" not in path.parts:
-                yield str(path.relative_to(ROOT)), ast.parse(path.read_text())
+@functools.cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    ours = [path for path in paths if not path.name.endswith(("_pb2.py", "_pb2_grpc.py")) and "bench" not in path.parts]
+    return tuple((str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in ours)
+
+
+@functools.cache
+def reasons() -> frozenset[str]:
+    """Every text of capitals alone in the sources."""
+    constants = (node for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return frozenset(node.value for node in constants if isinstance(node.value, str) and node.value.isupper())
 
 
 def sites(path: str, tree: ast.Module) -> Iterator[str]:
@@ -84,14 +92,7 @@ def test_a_row_names_where_it_is_counted_and_a_reason_that_is_raised(row: Shared
     path, attribute = row.site.split(": ")
     assert re.search(rf"\b{attribute}\b", (ROOT / path).read_text())
     if row.told.isupper():
-        told = {reason for _, tree in sources() for reason in reasons(tree)}
-        assert {*row.told.split(", ")} <= told
-
-
-def reasons(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isupper():
-            yield node.value
+        assert {*row.told.split(", ")} <= reasons()
 
 
 def test_whatever_callers_could_fill_has_a_row() -> None:

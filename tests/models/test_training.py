@@ -23,7 +23,7 @@ def small() -> train.Plan:
         hidden_size=128, num_hidden_layers=2, intermediate_size=256, num_attention_heads=2, num_key_value_heads=1
     )
     return train.Plan(
-        steps=10, warm_up=2, short=(4, 128), mixed=((1, 256), (2, 128)), short_steps=0.5, rounded_from=0.6, shape=shape
+        steps=10, warm_up=2, short=(4, 128), mixed=((1, 256),), short_steps=0.5, rounded_from=0.6, shape=shape
     )
 
 

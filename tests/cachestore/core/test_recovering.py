@@ -5,7 +5,6 @@ import os
 import shutil
 import sqlite3
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from cachestore_svc.records import LeaseToken, Origin, RecoverReport, SnapshotVe
 from cachestore_svc.recovering import recover
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
+from tests.programs import run
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
 DATABASE = "kvasir.sqlite3"
@@ -360,20 +360,19 @@ def test_the_program_recovers_a_namespace_that_was_kept_out(lab: Lab) -> None:
         connection.execute("UPDATE agents SET name = 'b'")
     connection.close()
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        program = [sys.executable, "-m", "cachestore_svc", *arguments, "--data-dir", str(lab.root)]
-        return subprocess.run(program, capture_output=True, text=True)
+    def store(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return run("cachestore_svc", *arguments, "--data-dir", str(lab.root))
 
-    found = run("check", "--json")
+    found = store("check", "--json")
     assert found.returncode == 1
     assert "'a' is missing" in json.loads(found.stdout)["findings"][0]["detail"]
-    done = run("recover", "--json")
+    done = store("recover", "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["is_complete"]
     assert report["namespaces"][0]["versions"] == 1
-    assert json.loads(run("check", "--json").stdout)["is_clean"]
-    assert "1 versions of 1 agents came back" in run("recover").stdout
+    assert json.loads(store("check", "--json").stdout)["is_clean"]
+    assert "1 versions of 1 agents came back" in store("recover").stdout
     with lab.open() as store:
         assert store.get_snapshot(NS, "a").version == 1
         with pytest.raises(NotFound):

@@ -5,8 +5,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from cachestore_svc.disk import Disk
 from cachestore_svc.records import BlobKind
 from cachestore_svc.threads import StoreThreads
 from tests.cachestore.core.lab import MIB, NS, Lab, assert_restores, publish, write
+from tests.programs import run
 from tests.synthetic import SMALL, SyntheticAgent
 
 DATABASE = "kvasir.sqlite3"
@@ -84,17 +83,17 @@ def test_who_only_looks_at_a_directory_changes_no_file_of_it(lab: Lab, command: 
     for path in (orphan, part):
         path.write_bytes(b"left by a crash")
 
-    def run(*arguments: str) -> dict[str, object]:
-        program = [sys.executable, "-m", "cachestore_svc", *arguments, "--json", "--data-dir", str(lab.root)]
-        answer: dict[str, object] = json.loads(subprocess.run(program, stdout=subprocess.PIPE, text=True).stdout)
+    def answer_of(*arguments: str) -> dict[str, object]:
+        done = run("cachestore_svc", *arguments, "--json", "--data-dir", str(lab.root))
+        answer: dict[str, object] = json.loads(done.stdout)
         return answer
 
-    answer = run(*command)
+    answer = answer_of(*command)
     assert orphan.exists()
     assert part.exists()
     if command == ["check"]:
         assert [(each["problem"], each["detail"]) for each in answer["findings"]] == [("ORPHAN_FILE", orphan.name)]  # type: ignore[attr-defined]
-        run("check", "--repair")
+        answer_of("check", "--repair")
         assert not orphan.exists()
         assert not part.exists()
 

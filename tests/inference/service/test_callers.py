@@ -1,8 +1,6 @@
 """Who may call, whose memory they reach, and how the service comes and goes."""
 
 import secrets
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +14,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference_client import InferenceClient
 from kvasir.inference_client_turns import Reply
 
+from tests.programs import run
 from tests.system_fixtures import House
 
 GREEDY = {"max_tokens": 8}
@@ -158,8 +157,7 @@ def test_of_two_engines_one_extends_an_agent_and_the_other_says_so_and_goes_on_f
     ],
 )
 def test_a_configuration_that_cannot_be_used_is_said_in_one_line(options: list[str], expected: str) -> None:
-    command = [sys.executable, "-m", "inference_svc", "serve", "--store", "unix:/tmp/kv-none/store", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = run("inference_svc", "serve", "--store", "unix:/tmp/kv-none/store", *options)
     assert ended.returncode == 78
     assert expected in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -20,6 +20,7 @@ from kvasir.inference_client import InferenceClient
 from kvasir.inference_client_turns import Reply
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.programs import run
 from tests.system_fixtures import ROOT, House, running_house
 
 GREEDY = {"max_tokens": 6}
@@ -284,10 +285,7 @@ def scrape(port: int) -> str:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:9000", "unix:/tmp/kv-none/metrics", "example.com:9000", "9000"])
 def test_metrics_are_for_this_machine_only(address: str) -> None:
-    command = [sys.executable, "-m", "inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s"]
-    ended = subprocess.run(
-        [*command, "--metrics-listen", address], capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
-    )
+    ended = run("inference_svc", "serve", "--listen", "unix:/tmp/kv-none/s", "--metrics-listen", address)
     assert ended.returncode == 78
     assert "--metrics-listen" in ended.stderr
     assert "Traceback" not in ended.stderr
