@@ -2,6 +2,8 @@
 PY ?= python3
 BIN := .venv/bin
 CONSTRAINTS := constraints.txt
+# The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: test demo bench lint check-generated generate install campaigns campaign-fairness campaign-history fresh help
 

@@ -36,6 +36,15 @@ class Own:
 
 SHARED = (
     Shared(
+        "calls that gRPC has not handed over",
+        "both",
+        "clients/python/kvasir/serving.py: MAX_RPCS_AT_ALL",
+        ("kvasir.serving:MAX_RPCS_AT_ALL", 8192),
+        "none: nobody knows yet whose they are",
+        "as they came, the calls of each method for themselves",
+        "RESOURCE_EXHAUSTED, in gRPC's words",
+    ),
+    Shared(
         "calls that run",
         "both",
         "clients/python/kvasir/interceptors.py: calls",
