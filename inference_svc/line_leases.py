@@ -240,6 +240,9 @@ class LineLeases:
             if line is None or line.lease is None or line.lease.generation != generation:
                 continue
             if agent_id in renewed.lost:
+                # It had not ended, so it is taken back, and the event that says so comes later or never.
+                if line.lease.counts(self.clock()):
+                    self.wanted(agent_id, takes_back=True)
                 line.lease = None
             else:
                 line.lease.prolonged(asked_at)
