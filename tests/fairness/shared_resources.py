@@ -111,7 +111,7 @@ SHARED = (
         "calls that are answered, for a quarter of a second; streams, for their first 20 ms",
         "both",
         "clients/python/kvasir/interceptors.py: answering",
-        ("kvasir.interceptors:MAX_ANSWERING", 32),
+        ("kvasir.interceptors:MAX_ANSWERING", 16),
         THREE_OF_FREE,
         IN_TURN,
         WAITS,

@@ -49,7 +49,7 @@ _FEWEST_ARRIVING = 16
 MAX_ARRIVING_ALONE = 24
 # Calls that are answered, for as long as such a call keeps the event loop busy at all: what begins is one step of many
 # callers' and takes its turn behind all that have begun.
-MAX_ANSWERING = 32
+MAX_ANSWERING = 16
 _ANSWERING_S = 0.25
 # A stream's first step; it may last for hours.
 _BEGINNING_S = 0.02
