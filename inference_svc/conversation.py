@@ -13,7 +13,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
 
 from inference_svc.given_json import GivenJson, JsonField
-from inference_svc.literal_text import Specials, without_guards
+from inference_svc.literal_text import Specials, utf8_bytes, without_guards
 from inference_svc.prefix_matching import common_prefix_length
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -122,7 +122,7 @@ def check_tools(tools: Sequence[Tool]) -> None:
 
 
 def tool_bytes(tool: Tool) -> int:
-    return sum(len(text.encode()) for text in (tool.name, tool.description, tool.parameters_json))
+    return sum(utf8_bytes(text) for text in (tool.name, tool.description, tool.parameters_json))
 
 
 def render(template: ChatTemplate, told: Dialogue, *, add_generation_prompt: bool = True) -> str:

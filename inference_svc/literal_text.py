@@ -18,6 +18,11 @@ _REPLACEMENT = "\ufffd"
 _SEARCHED_CHARS = 1 << 16
 
 
+def utf8_bytes(text: str) -> int:
+    """Its length in UTF-8. A text of ASCII alone, which Python knows it for, is not copied for that."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def without_guards(text: str) -> str:
     return text.replace(GUARD, "")
 

@@ -19,6 +19,7 @@ from inference_svc.conversation import (
     tool_bytes,
 )
 from inference_svc.given_json import GivenJson
+from inference_svc.literal_text import utf8_bytes
 from inference_svc.plan import ModelInfo, Priority, SamplingParams, TokenLogprobs
 from inference_svc.prefix_matching import Outcome
 from inference_svc.sampling_messages import choice_count, sampling_params, settings
@@ -231,7 +232,7 @@ def _objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> Given
 
 def _input_bytes(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> int:
     if isinstance(given, PromptInput):
-        return len(given.prompt.encode())
+        return utf8_bytes(given.prompt)
     return sum(message.ByteSize() for message in given.messages) + sum(map(tool_bytes, tools))
 
 
@@ -245,7 +246,7 @@ def _input(
         prompt = request.prompt  # once: each time it is decoded anew
         if not prompt:
             raise InvalidArgument("prompt: expected text, got none", field="prompt")
-        _check_size("prompt", len(prompt.encode()), max_prompt_bytes)
+        _check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
         return PromptInput(prompt)
     check_counts(getattr(request, kind).messages, f"{kind}.messages")
     given = MessagesInput(of_caller(getattr(request, kind).messages), is_append=kind == "append_messages")

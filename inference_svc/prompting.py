@@ -17,7 +17,7 @@ from kvasir.errors import InvalidArgument, Unavailable
 from kvasir.shared_room import SharedRoom
 
 from inference_svc.given_json import GivenJson
-from inference_svc.literal_text import GUARD, Specials, insert_guards, with_guards, without_guards
+from inference_svc.literal_text import GUARD, Specials, insert_guards, utf8_bytes, with_guards, without_guards
 from inference_svc.models.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
 from inference_svc.plan import SequenceState
 from inference_svc.prefix_matching import Memory
@@ -101,7 +101,7 @@ class Prompting:
 
     def fewest_tokens(self, text: str) -> int:
         """No text of so many bytes has fewer tokens: lets an absurd prompt be refused without tokenizing it."""
-        return -(-len(without_guards(text).encode()) // self._longest_token)
+        return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
     def template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool

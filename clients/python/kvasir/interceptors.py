@@ -46,7 +46,7 @@ MAX_ARRIVING_BYTES = 256 << 20
 _FEWEST_ARRIVING = 16
 # Of requests that are one message. They come whole, or their sender is slow; and the event loop reads all that have
 # come before it does anything else, which takes ten milliseconds for one that names ten thousand blobs.
-MAX_ARRIVING_ALONE = 24
+MAX_ARRIVING_ALONE = 12
 # Calls that are answered, for as long as such a call keeps the event loop busy at all: what begins is one step of many
 # callers' and takes its turn behind all that have begun.
 MAX_ANSWERING = 16
