@@ -108,7 +108,7 @@ SHARED = (
         "FIRST_MESSAGE_LATE",
     ),
     Shared(
-        "calls that are answered, for a quarter of a second; streams, for their first 20 ms",
+        "calls that are answered, for 50 ms; streams, for their first 20",
         "both",
         "clients/python/kvasir/interceptors.py: answering",
         ("kvasir.interceptors:MAX_ANSWERING", 16),
@@ -371,6 +371,7 @@ SHARED = (
 )
 
 OWN = (
+    Own("clients/python/kvasir/interceptors.py: room", "credentials of one namespace; where it is used has its row"),
     Own("clients/python/kvasir/shared_room.py: _shares", "the count inside of a room; each room has its row"),
     Own("cachestore_svc/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
     Own("cachestore_svc/inbound.py: _free_finishers", "one stream of blobs: eight are made durable at once"),

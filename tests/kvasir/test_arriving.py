@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from kvasir import interceptors
 from kvasir.arriving import UNREADABLE, Arriving, begun, the_only
+from kvasir.credentials import Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument
+from kvasir.interceptors import Authentication
 from kvasir.shared_room import Place, SharedRoom
 
 
@@ -71,6 +74,30 @@ def test_a_call_keeps_the_room_of_its_message_until_it_is_answered_and_its_place
         await call("greedy", 0)
         await lasting
         assert answering.held_units == 0
+
+    asyncio.run(scene())
+
+
+def test_many_credentials_of_one_namespace_keep_no_other_from_its_place() -> None:
+    async def scene() -> None:
+        edge = Authentication(None, {}, 2 << 20)
+        silent = [asyncio.create_task(called(edge, Principal(f"a{n}", "a", frozenset()), half())) for n in range(50)]
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(1):
+            assert await called(edge, Principal("b", "b", frozenset()), these("here")) == "here"
+        for task in silent:
+            task.cancel()
+        await asyncio.gather(*silent, return_exceptions=True)
+        assert edge.arriving_alone.held_units == edge.answering.held_units == 0
+
+    async def half() -> AsyncIterator[object]:
+        await asyncio.Event().wait()
+        yield "never"
+
+    async def called(edge: Authentication, caller: Principal, requests: AsyncIterator[object]) -> object:
+        interceptors._principal.set(caller)
+        async with edge._begun(requests, answering_s=1) as request:
+            return request
 
     asyncio.run(scene())
 

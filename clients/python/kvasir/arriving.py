@@ -74,8 +74,9 @@ async def the_only(requests: AsyncIterator[Any]) -> Any:
 async def begun(
     requests: AsyncIterator[Any], first_within_s: float, arriving: Place, answering: Place, at_most_s: float
 ) -> AsyncIterator[Any]:
-    """The one request of a call, and a place among those that are answered: for the block, or for so many seconds of
-    it. Until it has that, it keeps the room of a message on its way. Raises as `the_only` does.
+    """The one request of a call, and a place among those that are answered until the block ends, at most for
+    `at_most_s` seconds. While it waits for that, it keeps the room of a message on its way. Raises as `the_only` does,
+    and DeadlineExceeded.
     """
     async with AsyncExitStack() as way:
         async with _within(first_within_s):

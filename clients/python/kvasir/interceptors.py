@@ -47,11 +47,12 @@ _FEWEST_ARRIVING = 16
 # Of requests that are one message. They come whole, or their sender is slow; and the event loop reads all that have
 # come before it does anything else, which takes ten milliseconds for one that names ten thousand blobs.
 MAX_ARRIVING_ALONE = 12
-# Calls that are answered, for as long as such a call keeps the event loop busy at all: what begins is one step of many
-# callers' and takes its turn behind all that have begun.
+# Calls that are being answered. Each step of a call waits for one step of all others that go on: those of a namespace
+# that asks for hundreds at once wait here, and nobody waits for them.
 MAX_ANSWERING = 16
-_ANSWERING_S = 0.25
-# A stream's first step; it may last for hours.
+# What lasts longer waits for something else, a disk or a lease, which may be given back by a call that waits here.
+_ANSWERING_S = 0.05
+# The same of a stream, which may last for hours.
 _BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
 
@@ -133,9 +134,9 @@ class Authentication(_Interceptor):
         places = max(MAX_ARRIVING_BYTES // max_message_bytes, _FEWEST_ARRIVING)
         self.arriving = SharedRoom(places)
         # A place is held while a message is waited for, too: one credential alone gets a quarter of them.
-        self.arriving_of_caller = SharedRoom(places, generosity=1 / 3)
+        self.arriving_of_caller = _RoomsOfCallers(places)
         self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
-        self.arriving_alone_of_caller = SharedRoom(min(places, MAX_ARRIVING_ALONE), generosity=1 / 3)
+        self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
         self.answering = SharedRoom(MAX_ANSWERING)
         self.doorstep = Doorstep()
 
@@ -160,12 +161,14 @@ class Authentication(_Interceptor):
     @asynccontextmanager
     async def _all_in_time(self, requests: Any, *, bounds_each: bool) -> AsyncIterator[Any]:
         caller = current_principal()
-        place = Place((self.arriving_of_caller, caller.name), (self.arriving, caller.namespace))
+        of_caller = self.arriving_of_caller[caller.namespace]
+        place = Place((of_caller, caller.name), (self.arriving, caller.namespace))
         yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each)
 
     def _begun(self, requests: Any, *, answering_s: float) -> AbstractAsyncContextManager[Any]:
         caller = current_principal()
-        arriving = Place((self.arriving_alone_of_caller, caller.name), (self.arriving_alone, caller.namespace))
+        of_caller = self.arriving_alone_of_caller[caller.namespace]
+        arriving = Place((of_caller, caller.name), (self.arriving_alone, caller.namespace))
         answering = Place((self.answering, caller.namespace))
         return begun(requests, FIRST_MESSAGE_S, arriving, answering, answering_s)
 
@@ -208,6 +211,20 @@ class Authentication(_Interceptor):
                 f"{name} needs one of the roles {sorted(allowed)}; {caller.name!r} has {sorted(caller.roles)}",
                 metadata={"rpc": name, "roles": " ".join(sorted(allowed))},
             )
+
+
+class _RoomsOfCallers(dict[str, SharedRoom]):
+    """For each namespace the room of its credentials, of which one alone gets a quarter. Namespaces share none of it:
+    whoever has a place here waits for one of its namespace's, and would keep others from theirs.
+    """
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self._units = units
+
+    def __missing__(self, namespace: str) -> SharedRoom:
+        room = self[namespace] = SharedRoom(self._units, generosity=1 / 3)
+        return room
 
 
 def _too_many_calls(problem: str) -> errors.ResourceExhausted:

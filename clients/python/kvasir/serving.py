@@ -7,7 +7,6 @@ could make grow: message and metadata size, streams, idle time. It stops gracefu
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -38,9 +37,6 @@ MAX_RPCS_AT_ALL = 8192
 
 MAX_CONNECTION_IDLE_S = 120
 MAX_HANDSHAKE_S = 10
-
-# Of glibc's malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
@@ -247,20 +243,8 @@ def _server_tls(listening: Listening) -> grpc.ServerCredentials | None:
     )
 
 
-def give_memory_back() -> None:
-    """Let glibc return what was freed. It keeps an arena for each of many threads, and large blocks for the next ones:
-    sixty exports of 15 MiB left half of a gigabyte behind. Other allocators are left as they are.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_ARENA_MAX, 2)
-        mallopt(_M_MMAP_THRESHOLD, 12 << 20)
-        mallopt(_M_TRIM_THRESHOLD, 32 << 20)
-
-
 def run(main: Coroutine[Any, Any, None]) -> None:
     """Run a service's main coroutine: on uvloop where it is installed (twice the bytes per second), else on asyncio."""
-    give_memory_back()
     try:
         import uvloop
     except ImportError:
