@@ -186,11 +186,11 @@ class LineLeases:
     async def beat(self) -> None:
         """Prolong what is used or hot, and give back the rest."""
         hot = {key.agent_id for key in self.engine.hot_keys() if key.namespace == self.namespace}
-        kept: dict[str, int] = {}
+        kept: dict[str, Lease] = {}
         for agent_id, line in list(self._lines.items()):
             if line.users or line.acquiring is not None or agent_id in hot:
                 if line.lease is not None:
-                    kept[agent_id] = line.lease.generation
+                    kept[agent_id] = line.lease
                 continue
             del self._lines[agent_id]
             if line.lease is not None:
@@ -230,22 +230,23 @@ class LineLeases:
         finally:
             line.acquiring = None
 
-    async def _prolong(self, generations: dict[str, int]) -> None:
+    async def _prolong(self, leases: dict[str, Lease]) -> None:
         asked_at = self.clock()
+        generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
         renewed = await self.store.renew_leases(
             self.owner, self.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
         )
-        for agent_id, generation in generations.items():
+        for agent_id, lease in leases.items():
             line = self._lines.get(agent_id)
-            if line is None or line.lease is None or line.lease.generation != generation:
+            if line is None or line.lease is not lease:
+                continue  # the answer is of one that was granted anew since
+            if agent_id not in renewed.lost:
+                lease.prolonged(asked_at)
                 continue
-            if agent_id in renewed.lost:
-                # It had not ended, so it is taken back, and the event that says so comes later or never.
-                if line.lease.counts(self.clock()):
-                    self.wanted(agent_id, takes_back=True)
-                line.lease = None
-            else:
-                line.lease.prolonged(asked_at)
+            # One that had not ended is taken back: the event that says so may come later, or not at all.
+            if not lease.has_ended(self.clock()):
+                self.wanted(agent_id, takes_back=True)
+            line.lease = None
         for agent_id in renewed.wanted:
             self.wanted(agent_id, takes_back=False)
 
@@ -270,7 +271,7 @@ class LineLeases:
             self._spawn(self._release(agent_id, lease.generation))
 
     async def _release(self, agent_id: str, generation: int) -> None:
-        # What is not taken ends by itself, then. Not sooner: whoever waits for it, waits for this.
+        # One that the store has not taken by then has ended by itself. A rollback or its like may be waiting for it.
         with contextlib.suppress(errors.KvasirError):
             await self.store.release_lease(
                 agent_id, self.engine.model.kv_identity_hash, self.owner, generation, LEASE_TTL_S

@@ -52,14 +52,16 @@ class Lease:
     generation: int
     newest: Version  # as the store told it with the lease, or as this engine has made it since
     counts_until: float
+    ends_at: float  # not earlier, unless somebody takes it back
 
     @classmethod
     def granted(cls, generation: int, newest: Version, asked_at: float) -> "Lease":
         """`asked_at`: before the request left. The store may have granted it at that very moment."""
-        return cls(generation, newest, _end(asked_at))
+        return cls(generation, newest, _end(asked_at), _end(asked_at))
 
     def prolonged(self, asked_at: float) -> None:
         self.counts_until = max(self.counts_until, _end(asked_at))
+        self.ends_at = max(self.ends_at, self.counts_until)
 
     def unverified(self) -> None:
         """It may have been lost unheard: it counts again when it is prolonged."""
@@ -67,6 +69,10 @@ class Lease:
 
     def counts(self, now: float) -> bool:
         return now < self.counts_until
+
+    def has_ended(self, now: float) -> bool:
+        """Whether it may have ended by itself."""
+        return now >= self.ends_at
 
 
 def _end(asked_at: float) -> float:

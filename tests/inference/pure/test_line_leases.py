@@ -40,6 +40,7 @@ class Store:
 
     def __init__(self) -> None:
         self.release_takes_s = 0.0
+        self.generation = 0  # of whatever is granted; 0: a new one each time
         self.refusals: list[errors.KvasirError] = []
         self.asked: list[tuple[str, bool]] = []
         self.renewed: list[dict[str, int]] = []
@@ -54,7 +55,7 @@ class Store:
         await self.answering.wait()
         if self.refusals:
             raise self.refusals.pop(0)
-        return Granted(len(self.asked), HEAD)
+        return Granted(self.generation or len(self.asked), HEAD)
 
     async def renew_leases(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> Renewed:
         self.renewed.append(generations)
@@ -166,13 +167,19 @@ def test_one_heartbeat_prolongs_what_is_hot_or_used_and_gives_back_the_rest() ->
     run(scenario)
 
 
+@pytest.mark.parametrize("is_unverified", [False, True])
 @pytest.mark.parametrize("has_ended", [False, True])
-def test_what_a_heartbeat_finds_lost_counts_no_more_and_is_given_back_unless_it_had_ended(has_ended: bool) -> None:
-    """Whoever takes the memory back waits for the release, and the event that asks for it may come after the beat."""
+def test_what_a_heartbeat_finds_lost_counts_no_more_and_is_given_back_unless_it_had_ended(
+    has_ended: bool, is_unverified: bool
+) -> None:
+    """Whoever takes the memory back waits for the release; the event that asks for it may come after the beat, or be
+    one of those that are lost."""
 
     async def scenario(lab: Lab) -> None:
         lab.remember("a")
         await lab.held("a")
+        if is_unverified:
+            lab.leases._happened(EventsLost())
         lab.store.lost = frozenset({"a"})
         lab.now += LEASE_TTL_S if has_ended else 0
         await lab.leases.beat()
@@ -182,6 +189,28 @@ def test_what_a_heartbeat_finds_lost_counts_no_more_and_is_given_back_unless_it_
         # One that ended may be of a publication on its way: the next lease must not fence that.
         assert lab.store.released == ([] if has_ended else [("a", 1)])
         assert lab.engine.hot == {}
+
+    run(scenario)
+
+
+def test_a_heartbeat_that_is_answered_late_says_nothing_of_a_lease_that_was_granted_since() -> None:
+    """The same generation, where the first had ended and nobody took it: given back, the next would fence a commit."""
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        lab.store.generation = 1
+        lab.now += LEASE_TTL_S
+
+        async def late(*_asked: object) -> Renewed:
+            await lab.held("a")
+            return Renewed(frozenset({"a"}), frozenset())
+
+        lab.store.renew_leases = late  # type: ignore[method-assign, assignment]
+        await lab.leases.beat()
+        await settle()
+        assert lab.counts("a")
+        assert lab.store.released == []
 
     run(scenario)
 

@@ -99,7 +99,7 @@ def test_without_an_answer_only_a_lease_that_counts_says_what_is_newest(
     now: float,
 ) -> None:
     claim = Claim(follows, attempts, is_lost=False, itself=itself, generation=generation)
-    lease = Lease(1, leased, counts_until=5)
+    lease = Lease(1, leased, counts_until=5, ends_at=5)
     assert may_use_hot(claim, None, None, now) is False
     assert known_newest(answer, None, now) == answer
     newest = answer if answer is not None else leased if now < 5 else None
@@ -222,7 +222,7 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
         engine: Any = Engine(memory)
         unused: Any = None
         store: Any = Store(FIRST, taken_back=taken_back)
-        lease = Lease(generation, FIRST.identity, counts_until) if generation is not None else None
+        lease = Lease(generation, FIRST.identity, counts_until, counts_until) if generation is not None else None
 
         async def answered(*_asked: object) -> None:
             pass

@@ -254,7 +254,7 @@ def test_a_version_that_was_lost_and_brought_back_is_not_the_one_that_the_next_t
 
 def leased(house: House, generation: int = 2) -> None:
     """Give the house a lease of the line as it is."""
-    lease = Lease(generation, house.store.head.identity, counts_until=5.0)
+    lease = Lease(generation, house.store.head.identity, counts_until=5.0, ends_at=5.0)
 
     async def obtain(*_asked: object) -> Lease:
         return lease
