@@ -61,7 +61,8 @@ def agents_page(read: Read, wanted: AgentFilter, after: str, size: int, default_
     listed: list[AgentRecord] = []
     left_bytes = _PAGE_BYTES
     while True:
-        at_once = min(size - len(listed) + 1, _AGENTS_AT_ONCE)
+        # Few of the agents may have the labels: then a page of one would ask for one agent at a time.
+        at_once = _AGENTS_AT_ONCE if wanted.labels else min(size - len(listed) + 1, _AGENTS_AT_ONCE)
         looked_at, found = read(partial(_next_agents, wanted, after, at_once, default_retained))
         for agent in found:
             left_bytes -= _size_bytes(agent)
@@ -87,7 +88,8 @@ def _next_agents(
         count,
     )
     named = [agent for agent in starmap(agents.AgentRow, found) if agent.name.startswith(wanted.name_prefix)]
-    labelled = (agent for agent in named if wanted.labels.items() <= agents.labels_of(rows, agent.id).items())
+    labels = wanted.labels.items()
+    labelled = (agent for agent in named if not labels or labels <= agents.labels_of(rows, agent.id).items())
     return [agent.name for agent in named], [agents.record(rows, agent, default_retained) for agent in labelled]
 
 

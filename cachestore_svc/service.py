@@ -23,7 +23,13 @@ from cachestore_svc.index import SLICE
 from cachestore_svc.lease_waiting import once_free
 from cachestore_svc.outbound import BlobReader
 from cachestore_svc.peers import Peers
-from cachestore_svc.records import BLOCK_TOKENS, MANIFEST_FORMAT, MAX_DIGESTS_PER_REQUEST, MAX_FRAME_BYTES
+from cachestore_svc.records import (
+    BLOCK_TOKENS,
+    MANIFEST_FORMAT,
+    MAX_DIGESTS_PER_REQUEST,
+    MAX_FRAME_BYTES,
+    MAX_PAGE_SIZE,
+)
 from cachestore_svc.roles import PEOPLE
 from cachestore_svc.store import Store
 from cachestore_svc.streams import Streams
@@ -186,7 +192,8 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             told = [messages.write_agent(agent) for agent in page.agents]
             return pb.ListAgentsResponse(agents=told, next_page_token=page.next_page_token)
 
-        return await self._looked_up(request.page_size, answer)
+        # Those that have not the labels are looked at, too.
+        return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
 
     async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
         agent = await self._run(self._store.get_agent, check_agent_id(request.agent_id))

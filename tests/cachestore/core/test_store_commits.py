@@ -438,6 +438,10 @@ def test_listing_pages_through_names_by_prefix_and_labels(
     assert listed(labels={"role": "critic"}) == ["beta-1", "beta-3"]
     assert listed(labels={"role": "critic", "team": "x"}) == ["beta-1"]
     assert listed(name_prefix="%") == []
+    reads, read = [], store._read
+    monkeypatch.setattr(store, "_read", lambda *given: (reads.append(given), read(*given))[1])
+    assert listed(labels={"team": "x"}) == ["beta-1"]
+    assert len(reads) <= len(names) // at_once + 1, "whoever asks for a rare label asks for few at a time, not for one"
     for bad in ("!", "AAAA=A", "\xff", "Zeta\x00"):
         with pytest.raises(InvalidArgument, match="page_token"):
             store.list_agents(NS, page_token=bad)
