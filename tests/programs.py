@@ -1,7 +1,7 @@
 """The services as processes that are forked from one that has imported them: a start costs no three seconds of imports.
 
-Each is a process like any other, with a memory, descriptors and a death of its own. What an interpreter does besides is
-seen by the tests of the command line, which start them with `python -m`.
+Each is a process like any other, with a memory, descriptors and a death of its own. What an interpreter does besides,
+as `atexit`, is seen by the tests of the command line, which start them with `python -m`.
 """
 
 import contextlib
@@ -17,7 +17,8 @@ from pathlib import Path
 
 # Two threads of BLAS beside another service's on two cores cost more than they bring.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_FORKS = multiprocessing.get_context("forkserver")
+# Apple's frameworks do not bear a fork: there each program is begun anew.
+_FORKS = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
 _FORKS.set_forkserver_preload(["inference_svc.__main__", "cachestore_svc.__main__"])
 
 
@@ -59,8 +60,9 @@ class Program:
         self.send_signal(signal.SIGTERM)
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it ended between the two
+            if self.poll() is None:
+                os.kill(self.pid, number)
 
 
 def run(module: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
