@@ -65,6 +65,13 @@ def sent(error: KvasirError) -> KvasirError:
     return from_rpc_error(Failed(code, status.message, status.SerializeToString()))
 
 
+def test_a_call_that_is_cut_while_it_sends_may_be_tried_again() -> None:
+    """grpc.aio has its own words for that; an error of the service's own, INTERNAL, is none."""
+    cut = from_rpc_error(Failed(grpc.StatusCode.INTERNAL, "Internal error from Core"))
+    assert (type(cut), cut.reason) == (errors.Unavailable, "STREAM_CUT")
+    assert type(sent(errors.Internal("Internal error from Core"))) is errors.Internal
+
+
 def test_every_error_type_has_its_own_row() -> None:
     assert set(CODES) == set(TYPES) - {KvasirError}
     assert len(set(CODES.values())) == len(CODES)

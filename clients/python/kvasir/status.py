@@ -71,6 +71,10 @@ def to_status(error: errors.KvasirError) -> status_pb2.Status:
     return status
 
 
+# What grpc.aio says of a call that ends while it sends a message. Why it ended is on its way, and told to the next try.
+_CUT = (grpc.StatusCode.INTERNAL, "Internal error from Core")
+
+
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.KvasirError) -> None:
     """End an RPC with the error's status and details. Never returns: grpc raises AbortError."""
     status = to_status(error)
@@ -84,6 +88,8 @@ def from_rpc_error(error: Any) -> errors.KvasirError:
     code, message = error.code(), error.details() or ""
     error_type = _TYPES.get(code, errors.Internal)
     status = _details(error)
+    if status is None and (code, message) == _CUT:
+        return errors.Unavailable("the call ended while a message was being sent", reason="STREAM_CUT")
     if status is None:
         return error_type(message or f"the call ended with {code.name}", reason=_plain_reason(code, error_type))
     info = error_details_pb2.ErrorInfo()
