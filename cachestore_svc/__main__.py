@@ -18,25 +18,25 @@ from pathlib import Path
 
 import structlog
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.digest import Digest
 from kvasir.errors import KvasirError
-from kvasir.interceptors import settle_garbage
-from kvasir.serving import EdgeServer, RefusedToStart, run
-from kvasir.shared_room import SharedRoom
+from kvasir.formats.digest import Digest
+from kvasir.server.interceptors import settle_garbage
+from kvasir.server.serving import EdgeServer, RefusedToStart, run
+from kvasir.server.shared_room import SharedRoom
 
-from cachestore_svc import recovering
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
-from cachestore_svc.disk import Disk
-from cachestore_svc.index import HOUSE
+from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
+from cachestore_svc.edge.service import CacheStoreService
+from cachestore_svc.index.sqlite.index import HOUSE
 from cachestore_svc.logs import configure_logs
-from cachestore_svc.outbound import BlobReader
-from cachestore_svc.peers import Peers
+from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.records import RecoverReport
-from cachestore_svc.roles import ALLOWED_ROLES, SERVICE_NAME
-from cachestore_svc.service import CacheStoreService
+from cachestore_svc.recovery import recovering
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
-from cachestore_svc.transfer import Transfers
 
 # A descriptor per connection, blob being written and blob being read. macOS refuses more than the second.
 _FILE_LIMITS = (65_536, 10_240)

@@ -4,19 +4,20 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss, InvalidArgument, NotFound
+from kvasir.formats.digest import Digest
 from kvasir.names import check_namespace
 
-from cachestore_svc import collecting, versions
-from cachestore_svc.blob_checks import BlobFacts
-from cachestore_svc.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, insert_blob
-from cachestore_svc.blob_writer import BlobWriter, StoredBlob
+from cachestore_svc.blobs.blob_checks import BlobFacts
+from cachestore_svc.blobs.blob_writer import BlobWriter, StoredBlob
 from cachestore_svc.core import Core, not_found
-from cachestore_svc.index import SLICE, Rows
+from cachestore_svc.index.sqlite import versions
+from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, insert_blob
+from cachestore_svc.index.sqlite.index import SLICE, Rows
 from cachestore_svc.limits import check_range
-from cachestore_svc.opening import Opened
 from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
+from cachestore_svc.recovery.opening import Opened
+from cachestore_svc.upkeep import collecting
 
 _Answer = TypeVar("_Answer")
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvasir.address import Address, parse_address
-from kvasir.channel import Tls
+from kvasir.clients.channel import Tls
 from kvasir.credentials import CredentialFileError, read_token
-from kvasir.serving import Listening
+from kvasir.server.serving import Listening
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 

@@ -6,20 +6,20 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
+from kvasir.formats.digest import Digest
 
-from cachestore_svc import blob_rows, garbage
-from cachestore_svc.ballast import Ballast
-from cachestore_svc.blob_writer import Writers
-from cachestore_svc.blobs import BlobFiles, Damaged
-from cachestore_svc.disk import Disk
-from cachestore_svc.events import History
-from cachestore_svc.index import HOUSE, Index, Rows
-from cachestore_svc.journal import Journal
-from cachestore_svc.live_leases import LiveLeases
+from cachestore_svc.blobs.ballast import Ballast
+from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
+from cachestore_svc.blobs.blob_writer import Writers
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.space import Space
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.sqlite import blob_rows, garbage
+from cachestore_svc.index.sqlite.events import History
+from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows
+from cachestore_svc.journal.journal import Journal
 from cachestore_svc.records import BlobDamaged, EventBody, StoreConfig
-from cachestore_svc.space import Space
 
 
 class Counters:

@@ -10,12 +10,12 @@ from typing import TypeVar
 from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id, check_namespace, check_owner
 
-from cachestore_svc import leases, versions
-from cachestore_svc.blob_rows import find_namespace
 from cachestore_svc.blob_store import BlobStore
-from cachestore_svc.index import Rows
+from cachestore_svc.index.live_leases import LineName
+from cachestore_svc.index.sqlite import leases, versions
+from cachestore_svc.index.sqlite.blob_rows import find_namespace
+from cachestore_svc.index.sqlite.index import Rows
 from cachestore_svc.limits import check_hash, check_range
-from cachestore_svc.live_leases import LineName
 from cachestore_svc.records import (
     DEFAULT_LEASE_TTL_S,
     MAX_LEASE_TTL_S,

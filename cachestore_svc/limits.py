@@ -1,7 +1,7 @@
 """Numbers and hashes from outside, checked before anything is done with them."""
 
-from kvasir.digest import is_hash
 from kvasir.errors import InvalidArgument
+from kvasir.formats.digest import is_hash
 
 
 def check_range(field: str, value: float, least: float, most: float) -> None:

@@ -8,7 +8,7 @@ import sys
 from typing import Literal
 
 import structlog
-from kvasir.log_errors import without_payload
+from kvasir.server.log_errors import without_payload
 
 
 def configure_logs(log_format: Literal["console", "json"]) -> None:

@@ -7,13 +7,13 @@ identity, at its place, and of the chain of exactly these tokens (LESSONS 9 and 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvasir import manifest as manifests
-from kvasir.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors, window_rows
-from kvasir.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors, window_rows
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
+from kvasir.formats.digest import Digest
 
-from cachestore_svc.blob_checks import schema_hash, schema_text
+from cachestore_svc.blobs.blob_checks import schema_hash, schema_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
 
-from kvasir import block_hash, frames, manifest
-from kvasir.digest import Digest
+from kvasir.formats import block_hash, frames, manifest
+from kvasir.formats.digest import Digest
 
 MANIFEST_FORMAT = manifest.FORMAT
 BLOCK_TOKENS = block_hash.BLOCK_TOKENS

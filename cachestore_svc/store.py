@@ -11,30 +11,19 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
-from kvasir.block_hash import block_hash_chain
-from kvasir.digest import Digest
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound
+from kvasir.formats.block_hash import block_hash_chain
+from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id, check_namespace
 
-from cachestore_svc import (
-    agents,
-    check,
-    collecting,
-    committing,
-    garbage,
-    lineage,
-    listing,
-    statistics,
-    versions,
-)
-from cachestore_svc.blob_rows import all_blobs, find_namespace
-from cachestore_svc.blob_writer import BlobWriter as BlobWriter
-from cachestore_svc.disk import Disk
-from cachestore_svc.index import SLICE, Rows
+from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite import agents, committing, garbage, lineage, listing, statistics, versions
+from cachestore_svc.index.sqlite.blob_rows import all_blobs, find_namespace
+from cachestore_svc.index.sqlite.index import SLICE, Rows
 from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.limits import check_hash, check_range, check_text
 from cachestore_svc.manifests import read_manifest
-from cachestore_svc.opening import open_directory
 from cachestore_svc.records import (
     BLOCK_TOKENS,
     MAX_BLOCK_HASHES_PER_REQUEST,
@@ -59,6 +48,8 @@ from cachestore_svc.records import (
     StoreConfig,
     VerifyProgress,
 )
+from cachestore_svc.recovery.opening import open_directory
+from cachestore_svc.upkeep import check, collecting
 
 # A line's time of last use is written at most this often.
 _USE_RESOLUTION_MS = 1000

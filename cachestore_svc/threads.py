@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ParamSpec, TypeVar
 
-from kvasir.shared_room import SharedRoom
+from kvasir.server.shared_room import SharedRoom
 
 P = ParamSpec("P")
 T = TypeVar("T")

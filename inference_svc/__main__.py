@@ -9,27 +9,27 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
-from kvasir.aio_store_client import AioStoreClient
+from kvasir.clients.aio_store_client import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
-from kvasir.interceptors import settle_garbage
-from kvasir.log_errors import without_payload
-from kvasir.serving import EdgeServer, RefusedToStart, run
+from kvasir.server.interceptors import settle_garbage
+from kvasir.server.log_errors import without_payload
+from kvasir.server.serving import EdgeServer, RefusedToStart, run
 
-from inference_svc.admission import Admission
 from inference_svc.config import ConfigError, EngineSettings, read_settings
-from inference_svc.engine import Engine
-from inference_svc.grammar_trial import GrammarTrial
-from inference_svc.lease_owner import LeaseOwner
-from inference_svc.metrics import serve_metrics
-from inference_svc.model_host import ModelHost
+from inference_svc.edge.metrics import serve_metrics
+from inference_svc.edge.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, ServiceLimits, new_request_id
+from inference_svc.engine.engine import Engine
+from inference_svc.formats.grammar_trial import GrammarTrial
+from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.memory.lease_owner import LeaseOwner
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.service_stats import ServiceStats, Standing
+from inference_svc.model.model_host import ModelHost
 from inference_svc.observer import Observer
-from inference_svc.remote_cache import RemoteCache
-from inference_svc.reply_formats import ReplyFormats
 from inference_svc.served_model import ServedModel, open_served
-from inference_svc.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, ServiceLimits, new_request_id
-from inference_svc.service_stats import ServiceStats, Standing
+from inference_svc.turns.admission import Admission
 
 _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvasir.address import parse_address
-from kvasir.channel import Tls
+from kvasir.clients.channel import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
-from kvasir.serving import Listening
+from kvasir.server.serving import Listening
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from inference_svc.admission import AdmissionLimits
-from inference_svc.kv_policy import AUTO, PolicyRequest
-from inference_svc.models import kvasir_tiny
+from inference_svc.kv.policy import AUTO, PolicyRequest
+from inference_svc.model import kvasir_tiny
+from inference_svc.turns.admission import AdmissionLimits
 
 GIB = 1 << 30
 _COMMAND = "python -m inference_svc"

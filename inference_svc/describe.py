@@ -18,10 +18,10 @@ import structlog
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import KvasirError
 
-from inference_svc.blas import load_optimized_blas
-from inference_svc.kv_policy import PolicyRequest
-from inference_svc.models import kvasir_tiny
-from inference_svc.real_layouts import REAL_LAYOUTS, weighed
+from inference_svc.kv.policy import PolicyRequest
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.blas import load_optimized_blas
+from inference_svc.model.real_layouts import REAL_LAYOUTS, weighed
 
 _PROBE_MEMORY_BYTES = 1 << 30
 
@@ -30,7 +30,7 @@ def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dic
     """Facts about a model, read after a probe. Raises what Engine.open raises."""
     load_optimized_blas()
     # Importing the engine imports MLX, and then it is too late for a BLAS.
-    from inference_svc.engine import Engine
+    from inference_svc.engine.engine import Engine
 
     engine = Engine.open(model, cache_dir=cache_dir, memory_budget_bytes=_PROBE_MEMORY_BYTES, policy=request)
     try:

@@ -3,10 +3,10 @@
 from collections import Counter
 from collections.abc import Callable
 
-from inference_svc.admission import Admission
-from inference_svc.model_host import ModelHost
+from inference_svc.memory.service_stats import EngineFacts, ServiceStats, Standing
+from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
-from inference_svc.service_stats import EngineFacts, ServiceStats, Standing
+from inference_svc.turns.admission import Admission
 
 
 class Observer:

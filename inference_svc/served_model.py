@@ -4,20 +4,20 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from inference_svc.admission import Admission
 from inference_svc.config import EngineSettings
-from inference_svc.copies import Copies
-from inference_svc.engine import Engine
-from inference_svc.line_leases import LineLeases
-from inference_svc.model_host import MemoriesLeft
-from inference_svc.outbox import Patience
-from inference_svc.prompting import Prompting
-from inference_svc.publishing import Publisher, PublishingLimits
-from inference_svc.recall import Recall
-from inference_svc.remote_cache import RemoteCache
-from inference_svc.service_stats import ServiceStats
-from inference_svc.turn_ending import TurnEnding
-from inference_svc.turn_flow import TurnLimits, TurnService
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.copies import Copies
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.publishing import Publisher, PublishingLimits
+from inference_svc.memory.recall import Recall
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.model.model_host import MemoriesLeft
+from inference_svc.model.prompting import Prompting
+from inference_svc.turns.admission import Admission
+from inference_svc.turns.outbox import Patience
+from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.turn_flow import TurnLimits, TurnService
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from blake3 import blake3
-from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
-from kvasir.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
+from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hash, kv_identity_hash
+from kvasir.formats.digest import Digest
 
 VOCABULARY = 1024
 

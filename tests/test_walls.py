@@ -12,77 +12,68 @@ from pathlib import Path
 
 import pytest
 
+from tools.draw_house import PACKAGES, SDK, boxes, cycles, files_per_folder, module_graph, statements_of_sql
+
 ROOT = Path(__file__).parent.parent
-SDK = "clients/python/kvasir"
-PACKAGES = ("inference_svc", "cachestore_svc", SDK)
+
+
 GENERATED = ("*_pb2.py", "*_pb2_grpc.py")
 
 
 @dataclass(frozen=True)
 class Wall:
-    """Names at or below one of `names` may appear in the files of `inside` only."""
+    """Names at or below one of `names` may appear in the files of `inside` only, those of `but_not` left out."""
 
     names: tuple[str, ...]
     inside: tuple[str, ...]
     reason: str
+    but_not: tuple[str, ...] = ()
 
     def covers(self, path: str) -> bool:
-        return not matches(path, self.inside)
+        return not matches(path, self.inside) or matches(path, self.but_not)
 
 
 IMPORTS = (
     Wall(
         ("mlx", "mlx_lm"),
         (
-            "inference_svc/mlx_thread.py",
-            "inference_svc/model_runner.py",
-            "inference_svc/sampling.py",
+            "inference_svc/engine/*",
+            "inference_svc/model/*",
             "inference_svc/kv/*",
-            "inference_svc/models/*",
-            # It reads with a model and each of its caches, on the thread that loads it.
-            "inference_svc/quality/measure.py",
             # They measure MLX itself: mlx-lm on a thread of its own, and the peaks of a process.
             "inference_svc/bench/peer_thread.py",
             "inference_svc/bench/memory_probe.py",
         ),
-        "streams belong to the MLX thread; everything else must be testable without MLX",
+        "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
+        but_not=("inference_svc/engine/scheduling/*",),
     ),
-    Wall(
-        ("sqlite3", "sqlite_utils"),
-        ("cachestore_svc/index.py", "cachestore_svc/migrations.py"),
-        "one connection owns the database",
-    ),
+    Wall(("sqlite3", "sqlite_utils"), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
     Wall(
         ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "kvasir.*_pb2_grpc", "google.rpc"),
         (
-            "*/service.py",
+            "*/edge/service.py",
             "*/__main__.py",
-            f"{SDK}/*client*.py",
-            f"{SDK}/serving.py",
-            f"{SDK}/interceptors.py",
+            f"{SDK}/clients/*",
+            f"{SDK}/server/*",
             f"{SDK}/status.py",
-            f"{SDK}/channel.py",
-            f"{SDK}/cli/health.py",
+            f"{SDK}/cli/running/health.py",
         ),
         "the wire is an edge; what is behind it must work without it",
     ),
     Wall(
         ("kvasir.cachestore.v1.cachestore_pb2", "kvasir.inference.v1.inference_pb2"),
         (
-            "*/service.py",
-            "*/messages.py",
-            "inference_svc/sampling_messages.py",
-            "inference_svc/stats_messages.py",
-            "inference_svc/remote_cache.py",
-            f"{SDK}/*client*.py",
-            f"{SDK}/frames.py",
+            "*/edge/*",
+            "inference_svc/memory/remote_cache.py",
+            f"{SDK}/clients/*",
+            f"{SDK}/formats/frames.py",
             f"{SDK}/cli/*",
         ),
         "requests and responses stay at the edge; identity and manifest are plain data",
     ),
     Wall(
         ("prometheus_client",),
-        ("inference_svc/metrics.py",),
+        ("inference_svc/edge/metrics.py",),
         "numbers are counted in plain data and shown in one place",
     ),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
@@ -121,9 +112,9 @@ CALLS = Wall(
     (*CLOCKS, *CHANCE),
     (
         "*/__main__.py",
-        "*/service.py",
-        "inference_svc/models/*",
-        f"{SDK}/*client*.py",
+        "*/edge/service.py",
+        "inference_svc/model/kvasir_tiny/*",
+        f"{SDK}/clients/*",
         f"{SDK}/cli/*",
         f"{SDK}/bench/*",
     ),
@@ -230,26 +221,30 @@ def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> Non
 @pytest.mark.parametrize(
     ("path", "source", "caught_by"),
     [
-        ("inference_svc/scheduler.py", "def f():\n    import mlx.core as mx", "mlx"),
-        ("inference_svc/scheduler.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mlx_lm", "mlx"),
+        ("inference_svc/engine/scheduling/scheduler.py", "def f():\n    import mlx.core as mx", "mlx"),
+        (
+            "inference_svc/engine/scheduling/scheduler.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import mlx_lm",
+            "mlx",
+        ),
         ("cachestore_svc/store.py", "import sqlite3", "sqlite3"),
         ("cachestore_svc/store.py", "from sqlite_utils import Database", "sqlite3"),
         ("cachestore_svc/store.py", "import grpc.aio", "grpc"),
         ("cachestore_svc/store.py", "from kvasir.cachestore.v1 import cachestore_pb2_grpc", "grpc"),
         (
-            "inference_svc/engine.py",
+            "inference_svc/engine/engine.py",
             "from kvasir.inference.v1 import inference_pb2",
             "kvasir.cachestore.v1.cachestore_pb2",
         ),
         (
-            "inference_svc/engine.py",
+            "inference_svc/engine/engine.py",
             "import importlib\nimportlib.import_module('cachestore_svc.store')",
             "cachestore_svc",
         ),
         (f"{SDK}/cli/up.py", "from inference_svc import engine", "inference_svc"),
-        (f"{SDK}/store_client.py", "import pickle", "pickle"),
-        (f"{SDK}/store_client.py", "from rich.table import Table", "typer"),
-        ("cachestore_svc/blobs.py", "import numpy as np", "numpy"),
+        (f"{SDK}/clients/store_client.py", "import pickle", "pickle"),
+        (f"{SDK}/clients/store_client.py", "from rich.table import Table", "typer"),
+        ("cachestore_svc/blobs/blob_files.py", "import numpy as np", "numpy"),
     ],
 )
 def test_a_planted_import_is_caught(path: str, source: str, caught_by: str) -> None:
@@ -275,7 +270,7 @@ def test_a_planted_use_is_caught(wall: Wall, read: object, source: str) -> None:
 
 def test_a_clock_given_as_a_default_is_no_breach() -> None:
     source = "import time\ndef f(clock=time.monotonic):\n    return clock()"
-    assert breaches(CALLS, {"cachestore_svc/leases.py": ast.parse(source)}, called) == []
+    assert breaches(CALLS, {"cachestore_svc/index/sqlite/leases.py": ast.parse(source)}, called) == []
 
 
 @pytest.mark.parametrize("wall", [*IMPORTS, ENVIRONMENT, CALLS], ids=lambda wall: wall.names[0])
@@ -307,3 +302,52 @@ def test_every_module_opens_with_a_sentence(trees: dict[str, ast.Module]) -> Non
 def _opens_with_sentence(docstring: str | None) -> bool:
     first_paragraph = (docstring or "").split("\n\n")[0].strip()
     return bool(re.match(r"\S.*[.:]", first_paragraph, re.DOTALL)) and first_paragraph[-1] in ".:"
+
+
+# Which rooms a room may import: the arrows between folders, and none that is not here.
+ROOMS = {
+    "inference_svc": {
+        "edge": "served_model turns memory engine model formats text",
+        "turns": "memory engine model text",
+        "memory": "engine model text",
+        "engine": "model formats kv text",
+        "model": "formats kv text",
+        "formats": "",
+        "kv": "",
+        "text": "",
+        "bench": "engine model kv text",
+    },
+    "cachestore_svc": {},
+    SDK: {},
+}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_rooms_import_only_the_rooms_below_them(package: str) -> None:
+    graph = boxes(module_graph(ROOT, package))
+    name = PACKAGES[package]
+    allowed = {
+        f"{name}.{room}": {f"{name}.{other}" for other in below.split()} for room, below in ROOMS[package].items()
+    }
+    assert {room: graph[room] - below for room, below in allowed.items() if graph[room] - below} == {}
+    assert {room: below - graph[room] for room, below in allowed.items() if below - graph[room]} == {}, "no such arrow"
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_nothing_imports_in_a_circle(package: str) -> None:
+    graph = module_graph(ROOT, package)
+    assert cycles(graph) == []
+    assert cycles(boxes(graph)) == []
+
+
+def test_a_planted_circle_is_seen() -> None:
+    assert cycles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_a_folder_holds_no_more_files_than_one_sees_at_a_glance(package: str) -> None:
+    assert {folder: count for folder, count in files_per_folder(ROOT, package).items() if count > 16} == {}
+
+
+def test_sql_stands_in_one_folder() -> None:
+    assert [path for path in statements_of_sql(ROOT) if "/index/sqlite/" not in path] == []

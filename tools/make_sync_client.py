@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SDK = ROOT / "clients/python/kvasir"
+SDK = ROOT / "clients/python/kvasir/clients"
 RUFF = (sys.executable, "-m", "ruff")
 
 STORE_DOCSTRING = '''\

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import json_format
-from kvasir import archive, manifest
-from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_tensors
-from kvasir.block_hash import BLOCK_TOKENS, block_hash, block_hash_chain, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.credentials import hash_token
-from kvasir.digest import Digest
-from kvasir.frames import FRAME_BYTES, frames_of
+from kvasir.formats import archive, manifest
+from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash, block_hash_chain, chain_hash, kv_identity_hash
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES, frames_of
 
 VECTORS = Path(__file__).parent.parent / "proto" / "vectors"
 

@@ -31,7 +31,7 @@ from inference_svc.bench import (
 )
 from inference_svc.bench.arithmetic import told
 from inference_svc.bench.lab import Case, Lab, MeasuredEngine
-from inference_svc.models import kvasir_tiny
+from inference_svc.model import kvasir_tiny
 
 CASES: Mapping[str, Callable[[Lab], Case]] = {
     "decode": decode.run,

@@ -9,23 +9,23 @@ from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.bench.arithmetic import Target
 from inference_svc.bench.prompts import Prompts
-from inference_svc.engine import Engine, TurnHandle
-from inference_svc.plan import (
+from inference_svc.engine.api import (
     Cold,
     Ended,
     Event,
     Failed,
     Hot,
-    ModelInfo,
     Prefilled,
     Restored,
     Reuse,
     SamplingParams,
     SequenceKey,
-    SequenceState,
     Tokens,
     TurnPlan,
 )
+from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.sequence_state import SequenceState
 
 _PATIENCE_S = 1800.0
 _NAMESPACE = "bench"

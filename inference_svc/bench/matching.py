@@ -6,10 +6,10 @@ from itertools import pairwise
 from typing import Any
 
 from inference_svc.bench.lab import Case, Lab
-from inference_svc.models.kvasir_tiny.world import conversation
-from inference_svc.plan import Cold, Hot
-from inference_svc.prefix_matching import Memory, match_prefix
-from inference_svc.prompting import Prompting
+from inference_svc.engine.api import Cold, Hot
+from inference_svc.model.kvasir_tiny.world import conversation
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.prefix_matching import Memory, match_prefix
 
 _REPLY_TOKENS = 48
 

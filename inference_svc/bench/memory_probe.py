@@ -16,7 +16,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.bench.lab import Lab, MeasuredEngine
 from inference_svc.bench.peer_thread import PATIENCE_S, open_peer
 from inference_svc.bench.prompts import Prompts
-from inference_svc.models import kvasir_tiny
+from inference_svc.model import kvasir_tiny
 
 BUDGET_BYTES = 8 << 30
 PEER = "mlx-lm"

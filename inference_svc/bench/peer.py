@@ -6,7 +6,7 @@ from inference_svc.bench.arithmetic import Summary, Target, rate_of_all
 from inference_svc.bench.decode import MIXED, decode_rate, lengths_of
 from inference_svc.bench.lab import Case, Lab, Memory
 from inference_svc.bench.peer_thread import PATIENCE_S, PeerWorker, open_peer
-from inference_svc.mlx_thread import MlxThread
+from inference_svc.engine.mlx_thread import MlxThread
 
 _LEAST_RATIO = 0.6  # attention over 4-bit KV costs a CPU more than over exact KV
 

@@ -8,8 +8,8 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.mlx_thread import MlxThread
-from inference_svc.models.loading import find_model, load
+from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.model.loading import find_model, load
 
 PATIENCE_S = 1800.0
 

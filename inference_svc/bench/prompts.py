@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from inference_svc.models.kvasir_tiny.world import conversation
+from inference_svc.model.kvasir_tiny.world import conversation
 
 _MIXED = (200, 4000)
 

@@ -1,7 +1,7 @@
 """How many rows a sequence's buffers get: arithmetic that admission does before anything is allocated."""
 
-from kvasir.block_file import layer_tensors, recurrent_tensors
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import layer_tensors, recurrent_tensors
 
 STEP_ROWS = 256
 WINDOW_SPARE_ROWS = 128

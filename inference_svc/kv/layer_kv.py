@@ -15,7 +15,7 @@ from inference_svc.kv.codec import Codec, Parts
 from inference_svc.kv.row_buffer import RowBuffer
 
 if TYPE_CHECKING:
-    from inference_svc.kv.batch_kv import BatchQuantizedKVCache
+    from inference_svc.kv.batch.batch_kv import BatchQuantizedKVCache
 
 
 class LayerKV:
@@ -80,7 +80,7 @@ class LayerKV:
 
     def batched(self) -> "BatchQuantizedKVCache":
         """An empty batch for layers like this one."""
-        from inference_svc.kv.batch_kv import BatchQuantizedKVCache  # which is made of these
+        from inference_svc.kv.batch.batch_kv import BatchQuantizedKVCache  # which is made of these
 
         return BatchQuantizedKVCache()
 

@@ -8,14 +8,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from kvasir.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 
 from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.codec import Parts, layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.layers import AnyLayerKV, StatefulKV, new_layer
-from inference_svc.tensor_files import Array, CheckedFile, gathered, state_arrays
+from inference_svc.kv.tensor_files import Array, CheckedFile, gathered, state_arrays
 
 
 @dataclass(frozen=True, slots=True)

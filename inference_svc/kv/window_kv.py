@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
-from kvasir.block_file import window_rows
+from kvasir.formats.block_file import window_rows
 from mlx_lm.models.base import create_causal_mask
 
 from inference_svc.kv.capacity import window_capacity_rows
@@ -17,7 +17,7 @@ from inference_svc.kv.codec import Codec, Parts
 from inference_svc.kv.row_buffer import RowBuffer
 
 if TYPE_CHECKING:
-    from inference_svc.kv.batch_window import BatchWindowKV
+    from inference_svc.kv.batch.batch_window import BatchWindowKV
 
 
 class WindowKV:
@@ -153,7 +153,7 @@ class WindowKV:
 
     def batched(self) -> "BatchWindowKV":
         """An empty batch for layers like this one."""
-        from inference_svc.kv.batch_window import BatchWindowKV  # which is made of these
+        from inference_svc.kv.batch.batch_window import BatchWindowKV  # which is made of these
 
         return BatchWindowKV()
 

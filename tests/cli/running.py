@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvasir.cli.health import is_ready
-from kvasir.cli.home import Endpoint
+from kvasir.cli.running.health import is_ready
+from kvasir.cli.running.home import Endpoint
 
 KVASIR = Path(sys.executable).with_name("kvasir")
 # Completion is for the shell that is named, whichever shell the tests run under.

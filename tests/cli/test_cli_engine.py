@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.failures import NOT_FOUND
 
-from inference_svc.models import kvasir_tiny
+from inference_svc.model import kvasir_tiny
 from tests.cli.running import Cli, Ended
 from tests.system_fixtures import House
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvasir.cli.health import STORE_SERVICE
-from kvasir.digest import Digest
-from kvasir.store_client import StoreClient
+from kvasir.cli.running.health import STORE_SERVICE
+from kvasir.clients.store_client import StoreClient
+from kvasir.formats.digest import Digest
 from safetensors.numpy import load_file
 
 from tests.cli.running import Cli, answers, eventually

@@ -16,9 +16,9 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from kvasir.cli.health import ENGINE_SERVICE, STORE_SERVICE
-from kvasir.cli.home import Home, Running
-from kvasir.cli.supervisor import process_exists
+from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
+from kvasir.cli.running.home import Home, Running
+from kvasir.cli.running.supervisor import process_exists
 
 from tests.cli.running import KVASIR, QUIET, Cli, answers, eventually
 

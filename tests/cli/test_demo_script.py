@@ -4,10 +4,10 @@ import io
 from pathlib import Path
 
 import pytest
-from kvasir.cli.demo import FULL, QUICK, Size
-from kvasir.cli.demo_claims import Claims
-from kvasir.cli.demo_plot import Timing, plot
-from kvasir.cli.demo_script import Story, told_story
+from kvasir.cli.demo.claims import Claims
+from kvasir.cli.demo.demo import FULL, QUICK, Size
+from kvasir.cli.demo.plot import Timing, plot
+from kvasir.cli.demo.script import Story, told_story
 from rich.console import Console
 
 

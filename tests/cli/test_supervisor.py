@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.cli.logs import LogWatch, last_lines, rotate_log
-from kvasir.cli.supervisor import RestartPolicy, Service, Supervisor, process_exists
+from kvasir.cli.running.logs import LogWatch, last_lines, rotate_log
+from kvasir.cli.running.supervisor import RestartPolicy, Service, Supervisor, process_exists
 from kvasir.errors import Unavailable
 
 QUICK = RestartPolicy(max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05)

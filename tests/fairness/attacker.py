@@ -16,8 +16,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from kvasir.aio_inference_client import AioInferenceClient
-from kvasir.aio_store_client import AioStoreClient
+from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_store_client import AioStoreClient
 from kvasir.errors import KvasirError
 
 from tests.fairness.half_messages import HalfSender

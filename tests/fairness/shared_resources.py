@@ -7,7 +7,7 @@ waits. `markdown()` writes the table for people.
 
 from dataclasses import dataclass
 
-# The rule of kvasir.fair_shares.
+# The rule of kvasir.server.fair_shares.
 THREE_OF_FREE = "at most 3 times what stays free"
 IN_TURN = "namespaces in turn"
 WAITS = "waits"
@@ -38,8 +38,8 @@ SHARED = (
     Shared(
         "calls that gRPC has not handed over",
         "both",
-        "clients/python/kvasir/serving.py: MAX_RPCS_AT_ALL",
-        ("kvasir.serving:MAX_RPCS_AT_ALL", 8192),
+        "clients/python/kvasir/server/serving.py: MAX_RPCS_AT_ALL",
+        ("kvasir.server.serving:MAX_RPCS_AT_ALL", 8192),
         "none: nobody knows yet whose they are",
         "as they came, the calls of each method for themselves",
         "RESOURCE_EXHAUSTED, in gRPC's words",
@@ -47,8 +47,8 @@ SHARED = (
     Shared(
         "calls that run",
         "both",
-        "clients/python/kvasir/interceptors.py: calls",
-        ("kvasir.interceptors:MAX_CALLS", 1024),
+        "clients/python/kvasir/server/interceptors.py: calls",
+        ("kvasir.server.interceptors:MAX_CALLS", 1024),
         THREE_OF_FREE,
         "none waits",
         "TOO_MANY_CALLS",
@@ -56,8 +56,8 @@ SHARED = (
     Shared(
         "calls of one credential",
         "both",
-        "clients/python/kvasir/interceptors.py: _running",
-        ("kvasir.interceptors:MAX_RPCS_PER_PRINCIPAL", 256),
+        "clients/python/kvasir/server/interceptors.py: _running",
+        ("kvasir.server.interceptors:MAX_RPCS_PER_PRINCIPAL", 256),
         "each credential has its own",
         "none waits",
         "TOO_MANY_CALLS",
@@ -65,8 +65,8 @@ SHARED = (
     Shared(
         "health checks whose message has not come",
         "both",
-        "clients/python/kvasir/arriving.py: _waiting",
-        ("kvasir.arriving:MAX_WAITING_CHECKS", 32),
+        "clients/python/kvasir/server/arriving.py: _waiting",
+        ("kvasir.server.arriving:MAX_WAITING_CHECKS", 32),
         "strangers' alone; a check whose message came is answered",
         "the oldest makes room for the newest",
         "FIRST_MESSAGE_LATE",
@@ -74,8 +74,8 @@ SHARED = (
     Shared(
         "messages of streams that arrive",
         "both",
-        "clients/python/kvasir/interceptors.py: arriving",
-        ("kvasir.interceptors:MAX_ARRIVING_BYTES", 256 << 20),
+        "clients/python/kvasir/server/interceptors.py: arriving",
+        ("kvasir.server.interceptors:MAX_ARRIVING_BYTES", 256 << 20),
         THREE_OF_FREE,
         IN_TURN,
         "FIRST_MESSAGE_LATE",
@@ -83,8 +83,8 @@ SHARED = (
     Shared(
         "messages of streams that arrive, of one credential",
         "both",
-        "clients/python/kvasir/interceptors.py: arriving_of_caller",
-        ("kvasir.interceptors:MAX_ARRIVING_BYTES", 256 << 20),
+        "clients/python/kvasir/server/interceptors.py: arriving_of_caller",
+        ("kvasir.server.interceptors:MAX_ARRIVING_BYTES", 256 << 20),
         "a quarter for each credential",
         IN_TURN,
         "FIRST_MESSAGE_LATE",
@@ -92,8 +92,8 @@ SHARED = (
     Shared(
         "requests of one message that arrive",
         "both",
-        "clients/python/kvasir/interceptors.py: arriving_alone",
-        ("kvasir.interceptors:MAX_ARRIVING_ALONE", 12),
+        "clients/python/kvasir/server/interceptors.py: arriving_alone",
+        ("kvasir.server.interceptors:MAX_ARRIVING_ALONE", 12),
         THREE_OF_FREE,
         IN_TURN,
         "FIRST_MESSAGE_LATE",
@@ -101,8 +101,8 @@ SHARED = (
     Shared(
         "requests of one message that arrive, of one credential",
         "both",
-        "clients/python/kvasir/interceptors.py: arriving_alone_of_caller",
-        ("kvasir.interceptors:MAX_ARRIVING_ALONE", 12),
+        "clients/python/kvasir/server/interceptors.py: arriving_alone_of_caller",
+        ("kvasir.server.interceptors:MAX_ARRIVING_ALONE", 12),
         "a quarter for each credential",
         IN_TURN,
         "FIRST_MESSAGE_LATE",
@@ -110,8 +110,8 @@ SHARED = (
     Shared(
         "calls that are answered, for 50 ms; streams, for their first 20",
         "both",
-        "clients/python/kvasir/interceptors.py: answering",
-        ("kvasir.interceptors:MAX_ANSWERING", 16),
+        "clients/python/kvasir/server/interceptors.py: answering",
+        ("kvasir.server.interceptors:MAX_ANSWERING", 16),
         THREE_OF_FREE,
         IN_TURN,
         WAITS,
@@ -128,8 +128,8 @@ SHARED = (
     Shared(
         "index thread, reads",
         "store",
-        "cachestore_svc/index.py: _reads",
-        ("cachestore_svc.index:MAX_TURN_MS", 10),
+        "cachestore_svc/index/sqlite/index.py: _reads",
+        ("cachestore_svc.index.sqlite.index:MAX_TURN_MS", 10),
         "one operation at a time, of at most 500 blobs",
         IN_TURN,
         WAITS,
@@ -137,8 +137,8 @@ SHARED = (
     Shared(
         "index thread, writes and their commit",
         "store",
-        "cachestore_svc/index.py: _writes",
-        ("cachestore_svc.index:MAX_WRITES_PER_COMMIT", 256),
+        "cachestore_svc/index/sqlite/index.py: _writes",
+        ("cachestore_svc.index.sqlite.index:MAX_WRITES_PER_COMMIT", 256),
         "one operation at a time; a commit ends after 10 ms",
         IN_TURN,
         WAITS,
@@ -164,8 +164,8 @@ SHARED = (
     Shared(
         "memory of manifests that are read, answered or listed",
         "store",
-        "cachestore_svc/manifest_room.py: room",
-        ("cachestore_svc.manifest_room:MANIFEST_ROOM_BYTES", 256 << 20),
+        "cachestore_svc/moving/manifest_room.py: room",
+        ("cachestore_svc.moving.manifest_room:MANIFEST_ROOM_BYTES", 256 << 20),
         THREE_OF_FREE,
         IN_TURN,
         WAITS,
@@ -173,8 +173,8 @@ SHARED = (
     Shared(
         "disk, unfinished writes",
         "store",
-        "cachestore_svc/space.py: _reserved",
-        ("cachestore_svc.space:_SHARE", 4),
+        "cachestore_svc/blobs/space.py: _reserved",
+        ("cachestore_svc.blobs.space:_SHARE", 4),
         "a quarter of the free disk, or one blob of the largest",
         "none waits",
         "RESERVATIONS_FULL",
@@ -182,7 +182,7 @@ SHARED = (
     Shared(
         "disk, what is stored",
         "store",
-        "cachestore_svc/space.py: _stored",
+        "cachestore_svc/blobs/space.py: _stored",
         ("cachestore_svc.config:StoreSettings.free_disk_reserve_bytes", 256 << 20),
         "its quota; without one, all but as much as must stay free: that is for who holds less",
         "none waits",
@@ -191,8 +191,8 @@ SHARED = (
     Shared(
         "waiting inside of any room",
         "both",
-        "clients/python/kvasir/shared_room.py: _waiting",
-        ("kvasir.shared_room:_MAX_OVERTAKEN", 16),
+        "clients/python/kvasir/server/shared_room.py: _waiting",
+        ("kvasir.server.shared_room:_MAX_OVERTAKEN", 16),
         "as the room's",
         IN_TURN + "; who waits for much and holds nothing is overtaken 16 times",
         WAITS,
@@ -200,8 +200,8 @@ SHARED = (
     Shared(
         "places of turns",
         "engine",
-        "inference_svc/admission.py: _turns",
-        ("inference_svc.admission:AdmissionLimits.max_turns", 256),
+        "inference_svc/turns/admission.py: _turns",
+        ("inference_svc.turns.admission:AdmissionLimits.max_turns", 256),
         THREE_OF_FREE + ", and 192; a credential 192",
         "none waits",
         "QUEUE_FULL, NAMESPACE_BUSY, CALLER_BUSY",
@@ -209,8 +209,8 @@ SHARED = (
     Shared(
         "bytes of prompts",
         "engine",
-        "inference_svc/admission.py: _prompt_bytes",
-        ("inference_svc.admission:AdmissionLimits.max_open_prompt_bytes", 256 << 20),
+        "inference_svc/turns/admission.py: _prompt_bytes",
+        ("inference_svc.turns.admission:AdmissionLimits.max_open_prompt_bytes", 256 << 20),
         THREE_OF_FREE,
         "none waits",
         "PROMPTS_TOO_LARGE",
@@ -218,8 +218,8 @@ SHARED = (
     Shared(
         "KV that open turns may come to need, in KV memories",
         "engine",
-        "inference_svc/admission.py: _kv_bytes",
-        ("inference_svc.admission:AdmissionLimits.kv_backlog", 4.0),
+        "inference_svc/turns/admission.py: _kv_bytes",
+        ("inference_svc.turns.admission:AdmissionLimits.kv_backlog", 4.0),
         THREE_OF_FREE,
         "none waits",
         "MEMORY_BUSY",
@@ -227,8 +227,8 @@ SHARED = (
     Shared(
         "bytes read that become KV",
         "engine",
-        "inference_svc/admission.py: restoring",
-        ("inference_svc.admission:AdmissionLimits.max_restoring_bytes", 1 << 30),
+        "inference_svc/turns/admission.py: restoring",
+        ("inference_svc.turns.admission:AdmissionLimits.max_restoring_bytes", 1 << 30),
         THREE_OF_FREE,
         IN_TURN,
         WAITS,
@@ -236,8 +236,8 @@ SHARED = (
     Shared(
         "copies of KV that wait for the store",
         "engine",
-        "inference_svc/admission.py: publishing",
-        ("inference_svc.admission:AdmissionLimits.max_publishing_bytes", 512 << 20),
+        "inference_svc/turns/admission.py: publishing",
+        ("inference_svc.turns.admission:AdmissionLimits.max_publishing_bytes", 512 << 20),
         THREE_OF_FREE,
         IN_TURN,
         WAITS,
@@ -245,8 +245,8 @@ SHARED = (
     Shared(
         "formats that wait for their trial",
         "engine",
-        "inference_svc/reply_formats.py: _waiting",
-        ("inference_svc.reply_formats:_MAX_WAITING", 128),
+        "inference_svc/formats/reply_formats.py: _waiting",
+        ("inference_svc.formats.reply_formats:_MAX_WAITING", 128),
         THREE_OF_FREE,
         "none waits",
         "FORMATS_BUSY",
@@ -254,7 +254,7 @@ SHARED = (
     Shared(
         "trials of formats",
         "engine",
-        "inference_svc/reply_formats.py: _working",
+        "inference_svc/formats/reply_formats.py: _working",
         ("", 1),
         "one trial at a time",
         IN_TURN,
@@ -263,7 +263,7 @@ SHARED = (
     Shared(
         "formats that are compiled again",
         "engine",
-        "inference_svc/turn_flow.py: _compiling",
+        "inference_svc/turns/turn_flow.py: _compiling",
         ("", 1),
         "one format at a time",
         IN_TURN,
@@ -272,8 +272,8 @@ SHARED = (
     Shared(
         "compiled formats",
         "engine",
-        "inference_svc/kept_formats.py: _shares",
-        ("inference_svc.grammars:_MAX_KEPT", 32),
+        "inference_svc/formats/kept_formats.py: _shares",
+        ("inference_svc.formats.grammars:_MAX_KEPT", 32),
         THREE_OF_FREE,
         "the oldest of who has its share goes first",
         "nothing: it is compiled again",
@@ -281,8 +281,8 @@ SHARED = (
     Shared(
         "masks of a step",
         "engine",
-        "inference_svc/mask_budget.py: _purses",
-        ("inference_svc.mask_budget:PART", 0.25),
+        "inference_svc/engine/scheduling/mask_budget.py: _purses",
+        ("inference_svc.engine.scheduling.mask_budget:PART", 0.25),
         "an equal part of that part of a step's other time, while others speak or wait",
         "turns of a namespace in turn; who overdraws sits out steps",
         WAITS,
@@ -290,8 +290,8 @@ SHARED = (
     Shared(
         "seconds of a step of one reply format",
         "engine",
-        "inference_svc/grammar_trial.py: MAX_STEP_S",
-        ("inference_svc.grammar_trial:MAX_STEP_S", 0.01),
+        "inference_svc/formats/grammar_trial.py: MAX_STEP_S",
+        ("inference_svc.formats.grammar_trial:MAX_STEP_S", 0.01),
         "each format has its own",
         "none waits",
         "FORMAT_TOO_COMPLEX",
@@ -299,7 +299,7 @@ SHARED = (
     Shared(
         "thread that tokenizes prompts",
         "engine",
-        "inference_svc/prompting.py: _thread_room",
+        "inference_svc/model/prompting.py: _thread_room",
         ("", 1),
         "one prompt at a time",
         IN_TURN,
@@ -308,8 +308,8 @@ SHARED = (
     Shared(
         "thread that parses requests' JSON",
         "engine",
-        "inference_svc/prompting.py: _json_room",
-        ("inference_svc.given_json:MAX_BYTES", 1 << 20),
+        "inference_svc/model/prompting.py: _json_room",
+        ("inference_svc.text.given_json:MAX_BYTES", 1 << 20),
         "one request at a time",
         IN_TURN,
         WAITS,
@@ -317,7 +317,7 @@ SHARED = (
     Shared(
         "thread that counts tokens",
         "engine",
-        "inference_svc/turn_flow.py: _counting",
+        "inference_svc/turns/turn_flow.py: _counting",
         ("", 1),
         "one text at a time",
         IN_TURN,
@@ -326,8 +326,8 @@ SHARED = (
     Shared(
         "queue of the MLX thread",
         "engine",
-        "inference_svc/scheduler.py: waiting",
-        ("inference_svc.admission:AdmissionLimits.max_turns", 256),
+        "inference_svc/engine/scheduling/scheduler.py: waiting",
+        ("inference_svc.turns.admission:AdmissionLimits.max_turns", 256),
         "as of turns",
         IN_TURN + ", interactive before background",
         WAITS,
@@ -335,8 +335,8 @@ SHARED = (
     Shared(
         "KV of running turns",
         "engine",
-        "inference_svc/room_shares.py: _held",
-        ("inference_svc.schedulable:Rules.kept_part", 8),
+        "inference_svc/engine/scheduling/room_shares.py: _held",
+        ("inference_svc.engine.scheduling.schedulable:Rules.kept_part", 8),
         "an equal part of seven eighths, and more of what is free while nobody below its own waits",
         IN_TURN + "; turns of who has more are put aside for people of who has less",
         WAITS,
@@ -344,7 +344,7 @@ SHARED = (
     Shared(
         "KV of hot memories",
         "engine",
-        "inference_svc/hot_memories.py: _held",
+        "inference_svc/engine/scheduling/hot_memories.py: _held",
         ("inference_svc.config:EngineSettings.memory_gib", 4.0),
         "an equal part; who has more loses its own first",
         "the memory that is expected last goes first",
@@ -353,8 +353,8 @@ SHARED = (
     Shared(
         "rows of a step",
         "engine",
-        "inference_svc/scheduler.py: _seats",
-        ("inference_svc.schedulable:Rules.rows_beside", 4),
+        "inference_svc/engine/scheduling/scheduler.py: _seats",
+        ("inference_svc.engine.scheduling.schedulable:Rules.rows_beside", 4),
         "4 beside others",
         "rows of a namespace in turn, each for 16 steps",
         WAITS,
@@ -362,8 +362,8 @@ SHARED = (
     Shared(
         "prefill of a step",
         "engine",
-        "inference_svc/pacing.py: owed_s",
-        ("inference_svc.schedulable:Rules.budget_s", 0.1),
+        "inference_svc/engine/scheduling/pacing.py: owed_s",
+        ("inference_svc.engine.scheduling.schedulable:Rules.budget_s", 0.1),
         "as much time as each namespace that speaks beside it",
         IN_TURN + ", cell by cell, interactive before background",
         WAITS,
@@ -371,12 +371,15 @@ SHARED = (
 )
 
 OWN = (
-    Own("clients/python/kvasir/interceptors.py: room", "credentials of one namespace; where it is used has its row"),
-    Own("clients/python/kvasir/shared_room.py: _shares", "the count inside of a room; each room has its row"),
-    Own("cachestore_svc/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
-    Own("cachestore_svc/inbound.py: _free_finishers", "one stream of blobs: eight are made durable at once"),
-    Own("inference_svc/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
-    Own("inference_svc/turn_flow.py: inbox", "one turn's events"),
+    Own(
+        "clients/python/kvasir/server/interceptors.py: room",
+        "credentials of one namespace; where it is used has its row",
+    ),
+    Own("clients/python/kvasir/server/shared_room.py: _shares", "the count inside of a room; each room has its row"),
+    Own("cachestore_svc/moving/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
+    Own("cachestore_svc/moving/inbound.py: _free_finishers", "one stream of blobs: eight are made durable at once"),
+    Own("inference_svc/engine/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
+    Own("inference_svc/turns/turn_flow.py: inbox", "one turn's events"),
 )
 
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from kvasir import archive
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
-from kvasir.frames import FRAME_BYTES
+from kvasir.formats import archive
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES
 
 from tests.fairness.attacker import Attacker, consume
 from tests.synthetic import SMALL, SyntheticAgent, kv_identity, state_file

@@ -14,14 +14,14 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvasir import manifest as manifests
-from kvasir.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients.store_client import StoreClient
 from kvasir.errors import KvasirError
+from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
-from kvasir.store_client import StoreClient
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.faults.faulty_link import Fault, FaultyLink
 from tests.hammer import canaries
 from tests.hammer.canaries import Canaries

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import Message
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz.contract import Rpc
 from tests.fuzz.mutations import Known, fill, mutate
 from tests.fuzz.wire import break_texts, damage

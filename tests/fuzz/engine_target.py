@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2 as store_pb
+from kvasir.clients.inference_client import InferenceClient
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, Principal
-from kvasir.digest import Digest
 from kvasir.errors import FailedPrecondition, Unavailable
+from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client import InferenceClient
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import files
 from tests.fuzz.calls import Requests, Scenario
 from tests.fuzz.contract import Rpc, engine_rpcs, store_rpcs

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from google.protobuf.message import DecodeError
-from kvasir import archive
-from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.digest import Digest
+from kvasir.formats import archive
+from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.digest import Digest
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import hostile
 from tests.fuzz.mutations import Known, fill, mutate
 from tests.fuzz.wire import break_texts, damage

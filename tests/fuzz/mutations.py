@@ -9,7 +9,7 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import hostile
 
 _F = FieldDescriptor

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from google.protobuf import duration_pb2
-from kvasir.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients.store_client import StoreClient
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal
-from kvasir.digest import Digest
-from kvasir.store_client import StoreClient
+from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
+from kvasir.formats.digest import Digest
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.cachestore.service.running import PRINCIPALS, RunningStore, StoreHome, make_credentials, publish
 from tests.fuzz import files
 from tests.fuzz.calls import Requests, Scenario

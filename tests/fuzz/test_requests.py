@@ -4,7 +4,7 @@ from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import contract, wire
 from tests.fuzz.hostile import BROKEN
 from tests.fuzz.mutations import fill, mutate

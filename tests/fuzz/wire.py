@@ -1,6 +1,6 @@
 """Bytes instead of messages: truncated, doubled, flipped, garbage, and texts that are no UTF-8."""
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import hostile
 
 _DEEP = 150  # beyond what protobuf follows

@@ -5,12 +5,12 @@ import contextlib
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from kvasir import manifest as manifests
-from kvasir.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_inference_client import AioInferenceClient
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, KvasirError, ResourceExhausted, Unavailable
+from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer.agents import Ask, Cut, Script
 from tests.hammer.arena import Arena
 from tests.hammer.records import TurnRecord

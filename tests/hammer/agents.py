@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.models.kvasir_tiny.facts import Fact
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.facts import Fact
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer import canaries
 from tests.hammer.canaries import Canaries
 

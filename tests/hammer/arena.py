@@ -8,11 +8,11 @@ from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvasir import manifest as manifests
-from kvasir.aio_inference_client import AioInferenceClient
-from kvasir.aio_store_client import AioStoreClient
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_store_client import AioStoreClient
 from kvasir.errors import InvalidArgument, NotFound
+from kvasir.formats import manifest as manifests
 
 from tests.hammer.canaries import Canaries
 from tests.hammer.records import Alone, Problem, TurnRecord, difference, reuse_problem

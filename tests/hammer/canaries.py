@@ -10,10 +10,10 @@ from functools import cache
 
 from tokenizers import Tokenizer
 
-from inference_svc.models import kvasir_tiny
-from inference_svc.models.kvasir_tiny import facts, world
-from inference_svc.models.kvasir_tiny.facts import Fact
-from inference_svc.models.kvasir_tiny.words import NARRATIVES, Dice, Names
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.kvasir_tiny import facts, world
+from inference_svc.model.kvasir_tiny.facts import Fact
+from inference_svc.model.kvasir_tiny.words import NARRATIVES, Dice, Names
 
 _LEAST_LETTERS = 6
 _NOUNS = [

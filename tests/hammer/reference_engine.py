@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.digest import Digest
+from kvasir.formats.digest import Digest
 
-from inference_svc.conversation import dialogue, render
-from inference_svc.engine import Engine
-from inference_svc.given_json import GivenJson
-from inference_svc.models import kvasir_tiny
-from inference_svc.plan import Cold, Ended, Event, Failed, Hot, SamplingParams, SequenceKey, Tokens, TurnPlan
-from inference_svc.prefix_matching import NO_MATCH, Memory, match_prefix
-from inference_svc.prompting import Prompting, Tokenized
+from inference_svc.engine.api import Cold, Ended, Event, Failed, Hot, SamplingParams, SequenceKey, Tokens, TurnPlan
+from inference_svc.engine.engine import Engine
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.prompting import Prompting, Tokenized
+from inference_svc.text.conversation import dialogue, render
+from inference_svc.text.given_json import GivenJson
+from inference_svc.text.prefix_matching import NO_MATCH, Memory, match_prefix
 from tests.hammer.records import Alone, TurnRecord
 
 _MEMORY_BYTES = 4 << 30

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvasir import errors
-from kvasir import manifest as manifests
-from kvasir.aio_inference_client import AioInferenceClient
-from kvasir.aio_store_client import AioStoreClient
+from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients.inference_client_turns import Reply
+from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.faults.faulty_link import Fault, FaultyLink
 from tests.history.oracle import History, Said
 from tests.system_fixtures import ENGINE_SERVICE, House, Service

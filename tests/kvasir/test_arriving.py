@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from kvasir import interceptors
-from kvasir.arriving import UNREADABLE, Arriving, begun, the_only
 from kvasir.credentials import Principal
 from kvasir.errors import DeadlineExceeded, InvalidArgument
-from kvasir.interceptors import Authentication
-from kvasir.shared_room import Place, SharedRoom
+from kvasir.server import interceptors
+from kvasir.server.arriving import UNREADABLE, Arriving, begun, the_only
+from kvasir.server.interceptors import Authentication
+from kvasir.server.shared_room import Place, SharedRoom
 
 
 async def these(*messages: object) -> AsyncIterator[object]:

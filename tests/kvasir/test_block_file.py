@@ -8,7 +8,8 @@ import safetensors
 import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvasir.block_file import (
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import (
     MAX_HEADER_BYTES,
     MAX_TENSORS,
     FileIdentity,
@@ -22,8 +23,7 @@ from kvasir.block_file import (
     layer_tensors,
     parse_header,
 )
-from kvasir.block_hash import kv_identity_hash
-from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_hash import kv_identity_hash
 
 from tests.synthetic import GEOMETRIES, LLAMA_8B, MIXED, SMALL, TINY, SyntheticAgent, full_layers, kv_identity
 

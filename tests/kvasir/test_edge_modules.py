@@ -19,6 +19,7 @@ from kvasir import errors
 from kvasir.address import AddressError, parse_address
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.clients.store_client import StoreClient
 from kvasir.credentials import (
     CredentialFileError,
     Credentials,
@@ -29,12 +30,11 @@ from kvasir.credentials import (
     write_credentials,
     write_private_text,
 )
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError
-from kvasir.frames import FRAME_BYTES, FrameAssembler, frames_of
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES, FrameAssembler, frames_of
 from kvasir.names import check_agent_id, check_namespace, check_request_id
 from kvasir.status import CODES, DETAILS_KEY, from_rpc_error, to_status
-from kvasir.store_client import StoreClient
 
 ROOT = Path(__file__).parents[2]
 TYPES = sorted(
@@ -418,7 +418,8 @@ def test_the_blocking_client_is_made_from_the_asynchronous_one() -> None:
 
 def test_the_sdk_needs_neither_mlx_nor_sql_nor_the_service_extras() -> None:
     program = (
-        "import sys, kvasir.store_client, kvasir.aio_store_client, kvasir.archive_reader, kvasir.credentials;"
+        "import sys, kvasir.clients.store_client, kvasir.clients.aio_store_client;"
+        "import kvasir.formats.archive_reader, kvasir.credentials;"
         "print([m for m in ('mlx', 'sqlite3', 'numpy', 'pydantic', 'structlog', 'rich') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

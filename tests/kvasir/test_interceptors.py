@@ -14,13 +14,13 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
-from kvasir import interceptors
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, PermissionDenied
-from kvasir.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
-from kvasir.serving import EdgeServer, Listening
+from kvasir.server import interceptors
+from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, current_principal
+from kvasir.server.serving import EdgeServer, Listening
 from kvasir.status import from_rpc_error
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"

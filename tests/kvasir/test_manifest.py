@@ -5,10 +5,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvasir import manifest
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
+from kvasir.formats import manifest
+from kvasir.formats.digest import Digest
 
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 

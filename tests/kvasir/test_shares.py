@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvasir.fair_shares import RoundRobin, Shares
-from kvasir.shared_room import SharedRoom
+from kvasir.server.fair_shares import RoundRobin, Shares
+from kvasir.server.shared_room import SharedRoom
 
 NAMES = st.sampled_from("abcd")
 STEPS = st.lists(st.tuples(NAMES, st.integers(-40, 40)))

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from blake3 import blake3
 from google.protobuf import json_format
-from kvasir import manifest
-from kvasir.archive import pack
-from kvasir.archive_reader import ArchiveReader, BlobPiece, Described
-from kvasir.block_file import check_schema, parse_header
-from kvasir.block_hash import block_hash, block_hash_chain, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2, identity_pb2
-from kvasir.digest import Digest, is_hash
-from kvasir.frames import FrameAssembler, frames_of
+from kvasir.formats import manifest
+from kvasir.formats.archive import pack
+from kvasir.formats.archive_reader import ArchiveReader, BlobPiece, Described
+from kvasir.formats.block_file import check_schema, parse_header
+from kvasir.formats.block_hash import block_hash, block_hash_chain, chain_hash, kv_identity_hash
+from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.frames import FrameAssembler, frames_of
 
 ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "proto" / "vectors"

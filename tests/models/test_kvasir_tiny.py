@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from inference_svc.models.kvasir_tiny import evaluate, path, world
-from inference_svc.models.kvasir_tiny.evaluate import Reader, Report
+from inference_svc.model.kvasir_tiny import evaluate, path, world
+from inference_svc.model.kvasir_tiny.evaluate import Reader, Report
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from inference_svc.blas import load_optimized_blas
+from inference_svc.model.blas import load_optimized_blas
 
 load_optimized_blas()  # before MLX
 
@@ -14,7 +14,7 @@ import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 import pytest  # noqa: E402
 
-from inference_svc.models.kvasir_tiny import network, path, train  # noqa: E402
+from inference_svc.model.kvasir_tiny import network, path, train  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from inference_svc.models.kvasir_tiny import path, rows, tokenizer, words, world
+from inference_svc.model.kvasir_tiny import path, rows, tokenizer, words, world
 
 SEEDS = range(12)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from kvasir.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_inference_client import AioInferenceClient
 
-from inference_svc.models.kvasir_tiny.words import Dice
+from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer import canaries
 from tests.system_fixtures import House
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvasir import manifest as manifests
-from kvasir.appendix_a import SeedFile, from_seed_file, to_seed_file
-from kvasir.archive import pack
-from kvasir.cli.demo_script import Story, told_story
-from kvasir.cli.mac import Mac, macs
+from kvasir.cli.demo.mac import Mac, macs
+from kvasir.cli.demo.script import Story, told_story
+from kvasir.clients.inference_client import InferenceClient
+from kvasir.formats import manifest as manifests
+from kvasir.formats.appendix_a import SeedFile, from_seed_file, to_seed_file
+from kvasir.formats.archive import pack
 from kvasir.inference.v1 import inference_pb2
-from kvasir.inference_client import InferenceClient
 from safetensors.numpy import load, save
 
 _TOKENS = 64

@@ -15,8 +15,8 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvasir.digest import is_hash
 from kvasir.errors import InvalidArgument
+from kvasir.formats.digest import is_hash
 from kvasir.names import check_namespace
 
 ENGINE, CLIENT, PEER, ADMIN = "engine", "client", "peer", "admin"

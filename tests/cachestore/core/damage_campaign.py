@@ -22,12 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss, KvasirError, NotFound
+from kvasir.formats.digest import Digest
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import Origin, RecoverReport, SnapshotVersion, StoreConfig
-from cachestore_svc.recovering import recover
+from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, upload
 from tests.synthetic import MIXED, SMALL, SyntheticAgent

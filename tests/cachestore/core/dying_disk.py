@@ -5,7 +5,7 @@ import signal
 import threading
 from pathlib import Path
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 
 
 class DyingDisk(Disk):

@@ -12,8 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss
+from kvasir.formats.digest import Digest
 
 from cachestore_svc.records import BlobKind
 from cachestore_svc.store import Store

@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from blake3 import blake3
-from kvasir.digest import Digest
+from kvasir.formats.digest import Digest
 
-from cachestore_svc import versions
-from cachestore_svc.blob_rows import damaged_blobs, find_namespace
-from cachestore_svc.disk import Disk
-from cachestore_svc.index import Rows
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite import versions
+from cachestore_svc.index.sqlite.blob_rows import damaged_blobs, find_namespace
+from cachestore_svc.index.sqlite.index import Rows
 from cachestore_svc.records import BlobKind, LeaseToken, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.store import Store
 from tests.synthetic import SyntheticSnapshot

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 
 _DATABASE_FILES = ("kvasir.sqlite3", "kvasir.sqlite3-wal")
 ROOT = 1

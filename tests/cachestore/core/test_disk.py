@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cachestore_svc import disk as disk_module
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs import disk as disk_module
+from cachestore_svc.blobs.disk import Disk
 
 F_FULLFSYNC = 51  # its number on macOS
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestore_svc.eviction import Candidate, order
+from cachestore_svc.index.eviction import Candidate, order
 
 LINES = st.lists(
     st.tuples(st.integers(1, 5), st.booleans(), st.integers(0, 100)),  # versions, is_pinned, used

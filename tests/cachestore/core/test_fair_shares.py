@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument, ResourceExhausted
+from kvasir.formats.digest import Digest
 
-from cachestore_svc import agents, listing
-from cachestore_svc.blobs import BlobFiles
-from cachestore_svc.disk import Disk
-from cachestore_svc.messages import write_agent
+from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.edge.messages import write_agent
+from cachestore_svc.index.sqlite import agents, listing
 from cachestore_svc.records import AgentRecord, BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import MIB, NS, Lab, publish, write_all

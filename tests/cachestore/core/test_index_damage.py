@@ -8,16 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, KvasirError, NotFound, Unavailable
+from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc import collecting, garbage
-from cachestore_svc.disk import Disk
-from cachestore_svc.index import _Operation
-from cachestore_svc.journal_lines import Parsed
-from cachestore_svc.recording import Recorder
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite import garbage
+from cachestore_svc.index.sqlite.index import _Operation
+from cachestore_svc.index.sqlite.recording import Recorder
+from cachestore_svc.journal.journal_lines import Parsed
 from cachestore_svc.records import Origin
 from cachestore_svc.store import Store
+from cachestore_svc.upkeep import collecting
 from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, upload, write_all
 from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
 
@@ -408,7 +409,7 @@ def test_what_is_set_aside_and_cannot_be_removed_ends_no_collection(lab: Lab) ->
 
 
 def test_a_journal_stays_short_however_many_commits_there_were(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cachestore_svc.journal._LEAST_BYTES", 2000)
+    monkeypatch.setattr("cachestore_svc.journal.journal._LEAST_BYTES", 2000)
     agent = SyntheticAgent(SMALL, 1)
     with lab.open(retained_versions=2, grace_period_s=0.0) as store:
         longest = 0
@@ -444,7 +445,7 @@ class WaitingDisk(Disk):
 def test_a_journal_shortened_beside_a_commit_that_fails_tells_nothing_of_it(
     lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cachestore_svc.journal._LEAST_BYTES", 100)
+    monkeypatch.setattr("cachestore_svc.journal.journal._LEAST_BYTES", 100)
     agent, disk = SyntheticAgent(SMALL, 1), WaitingDisk()
     with lab.open(disk, retained_versions=1) as store:
         for turn in range(9):

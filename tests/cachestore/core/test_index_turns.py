@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from kvasir.block_file import TensorSpec, expected_state_tensors
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.digest import Digest
+from kvasir.formats.block_file import TensorSpec, expected_state_tensors
+from kvasir.formats.digest import Digest
 
 from cachestore_svc import manifests
-from cachestore_svc.ballast import Ballast
-from cachestore_svc.disk import Disk
-from cachestore_svc.index import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, Index, Rows
+from cachestore_svc.blobs.ballast import Ballast
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite.index import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, Index, Rows
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.synthetic import MIXED, SMALL, SyntheticAgent

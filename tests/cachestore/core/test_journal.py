@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cachestore_svc import journal
-from cachestore_svc.disk import Disk
-from cachestore_svc.journal import Journal
-from cachestore_svc.journal_lines import Position, begin, group_line, parse, state_lines
-from cachestore_svc.replay import Change, State, apply, changes_of, differences
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.journal import journal
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal.journal_lines import Position, begin, group_line, parse, state_lines
+from cachestore_svc.journal.replay import Change, State, apply, changes_of, differences
 
 KV = "ab" * 32
 

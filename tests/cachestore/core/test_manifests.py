@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument
-from kvasir.manifest import MAX_MANIFEST_BYTES
+from kvasir.formats.digest import Digest
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.records import BlobKind

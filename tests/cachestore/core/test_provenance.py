@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvasir import manifest as manifests
-from kvasir.block_hash import BLOCK_TOKENS, block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.digest import Digest
 from kvasir.errors import NotFound
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, kv_identity_hash
+from kvasir.formats.digest import Digest
 
 from cachestore_svc.records import Origin, SnapshotVersion
 from cachestore_svc.store import Store

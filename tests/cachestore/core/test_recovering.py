@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unavailable
+from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import LeaseToken, Origin, RecoverReport, SnapshotVersion, StoreConfig
-from cachestore_svc.recovering import recover
+from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
 from tests.programs import run

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.block_file import TensorSpec, encode, parse_header
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound, ResourceExhausted
+from kvasir.formats.block_file import TensorSpec, encode, parse_header
+from kvasir.formats.digest import Digest
 
 from cachestore_svc.records import BlobDamaged, BlobKind
 from cachestore_svc.store import Store

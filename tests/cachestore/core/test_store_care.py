@@ -12,8 +12,8 @@ from threading import Event, Thread
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
-from cachestore_svc import migrations
-from cachestore_svc.index import HOUSE
+from cachestore_svc.index.sqlite import migrations
+from cachestore_svc.index.sqlite.index import HOUSE
 from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write

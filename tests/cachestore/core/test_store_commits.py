@@ -6,13 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from kvasir.block_file import encode, parse_header
-from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
+from kvasir.formats.block_file import encode, parse_header
+from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.digest import Digest
 
-from cachestore_svc import listing
+from cachestore_svc.index.sqlite import listing
 from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kvasir.errors import KvasirError, ResourceExhausted, Unavailable
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write

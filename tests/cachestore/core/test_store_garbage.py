@@ -4,8 +4,8 @@ import random
 import threading
 
 import pytest
-from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, NotFound, ResourceExhausted
+from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind
 from cachestore_svc.store import Store

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 
 import pytest
-from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import FailedPrecondition, NotFound, ResourceExhausted
+from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.records import BlobKind, HeldLease, Origin
 from cachestore_svc.store import Store

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvasir.block_hash import kv_identity_hash
 from kvasir.errors import Conflict, FailedPrecondition, InvalidArgument, KvasirError, NotFound
+from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.live_leases import LineName, LiveLeases
+from cachestore_svc.index.live_leases import LineName, LiveLeases
 from cachestore_svc.records import HeldLease, LeaseToken, LeaseWanted, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Clock, Lab, publish, upload

@@ -7,7 +7,7 @@ from pathlib import Path
 WATCHED = """
 import os, pathlib, sys
 from cachestore_svc.records import BlobKind
-from kvasir.digest import Digest
+from kvasir.formats.digest import Digest
 from kvasir.errors import InvalidArgument, KvasirError
 from tests.cachestore.core.lab import Lab, publish, write
 from tests.synthetic import SMALL, SyntheticAgent

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.digest import Digest
 from kvasir.errors import DataLoss, Unavailable
+from kvasir.formats.digest import Digest
 
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import BlobKind
 from tests.cachestore.core.lab import NS, Lab, write
 from tests.synthetic import SMALL, SyntheticAgent

@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 
 import pytest
-from kvasir.digest import Digest
 from kvasir.errors import FailedPrecondition
+from kvasir.formats.digest import Digest
 
 from cachestore_svc.__main__ import collect_regularly, raise_file_limit
-from cachestore_svc.disk import Disk
+from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.records import BlobKind
 from cachestore_svc.threads import StoreThreads
 from tests.cachestore.core.lab import MIB, NS, Lab, assert_restores, publish, write

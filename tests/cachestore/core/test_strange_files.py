@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from kvasir.errors import DataLoss, Unavailable
 
-from cachestore_svc.disk import Disk
-from cachestore_svc.messages import write_agent, write_event, write_snapshot
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.edge.messages import write_agent, write_event, write_snapshot
 from cachestore_svc.records import LAST_UNIX_MS
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import psutil
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.channel import Tls
+from kvasir.clients.channel import Tls
+from kvasir.clients.store_client import StoreClient
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials
-from kvasir.store_client import StoreClient
 
 from tests.programs import Program, run
 from tests.synthetic import SyntheticSnapshot

@@ -10,12 +10,12 @@ from io import BytesIO
 from pathlib import Path
 
 import pytest
-from kvasir import manifest as manifests
-from kvasir.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.digest import Digest
+from kvasir.clients.store_client import StoreClient
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
-from kvasir.store_client import StoreClient
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
+from kvasir.formats.digest import Digest
 
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
@@ -295,7 +295,7 @@ def test_an_exported_agent_is_imported_the_same_and_is_a_plain_tar(client: Store
 
 def test_what_is_imported_binds_no_block_hash(client: StoreClient) -> None:
     turn = agent(37).turn(600, is_prompt=True)
-    from kvasir.archive import pack
+    from kvasir.formats.archive import pack
 
     client.import_agent("unbound", pack(turn.manifest, turn.new_blobs, agent_id="x"))
     chain = block_hash_chain("default", KV, list(turn.manifest.token_ids))

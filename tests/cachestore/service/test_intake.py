@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cachestore_svc.disk import Disk
-from cachestore_svc.inbound import BlobIntake, Stored
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.records import BlobKind
 from cachestore_svc.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from kvasir.clients.store_client import StoreClient
 from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
-from kvasir.store_client import StoreClient
 
 from cachestore_svc.records import StoreConfig
 from cachestore_svc.store import Store

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import grpc
 import pytest
-from kvasir import manifest as manifests
-from kvasir.archive import pack
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, identity_pb2, manifest_pb2
+from kvasir.formats import manifest as manifests
+from kvasir.formats.archive import pack
 
 from tests.cachestore.service.running import RunningStore, StoreHome
 from tests.synthetic import kv_identity

@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from kvasir.archive import pack
-from kvasir.digest import Digest
-from kvasir.shared_room import SharedRoom
+from kvasir.formats.archive import pack
+from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
 
 from cachestore_svc.config import PeerSettings
-from cachestore_svc.outbound import BlobReader
-from cachestore_svc.peers import Peers
+from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
 from cachestore_svc.records import BlobKind, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
-from cachestore_svc.transfer import Progress, PullOrder, Transfers
 from tests.cachestore.core.lab import NS, Lab, write_all
 from tests.cachestore.service.running import RunningStore, publish
 from tests.synthetic import SMALL, SyntheticAgent

@@ -13,12 +13,10 @@ from typing import Any
 
 import grpc
 import pytest
-from kvasir.archive import pack
-from kvasir.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.clients.store_client import StoreClient
 from kvasir.credentials import write_private_text
-from kvasir.digest import Digest
 from kvasir.errors import (
     AlreadyExists,
     DataLoss,
@@ -29,8 +27,10 @@ from kvasir.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from kvasir.frames import frames_of
-from kvasir.store_client import StoreClient
+from kvasir.formats.archive import pack
+from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import frames_of
 
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import (
@@ -242,7 +242,7 @@ def test_the_peers_credential_says_which_namespace_is_read(home: StoreHome, tmp_
     with store_home(tmp_path / "there") as their_home:
         options = ["--credentials-file", str(tmp_path / "c.toml"), *tls_options(cert, key)]
         there = their_home.start(*options, listen="127.0.0.1:0")
-        from kvasir.channel import Tls
+        from kvasir.clients.channel import Tls
 
         with there.client(tokens["all"], Tls(cert)) as theirs:
             publish(theirs, "ada", turn, 0)

@@ -12,20 +12,20 @@ import grpc.aio
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.digest import Digest
 from kvasir.errors import NotFound
-from kvasir.serving import EdgeServer, Listening
-from kvasir.shared_room import SharedRoom
+from kvasir.formats.digest import Digest
+from kvasir.server.serving import EdgeServer, Listening
+from kvasir.server.shared_room import SharedRoom
 from kvasir.status import from_rpc_error
 
-from cachestore_svc.disk import Disk
-from cachestore_svc.outbound import BlobReader
-from cachestore_svc.peers import Peers
-from cachestore_svc.roles import ALLOWED_ROLES, SERVICE_NAME
-from cachestore_svc.service import CacheStoreService
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
+from cachestore_svc.edge.service import CacheStoreService
+from cachestore_svc.moving.outbound import BlobReader
+from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
-from cachestore_svc.transfer import Transfers
 from tests.cachestore.core.lab import NS, Lab, write_all
 from tests.synthetic import SMALL, SyntheticAgent, full_layers, kv_identity
 

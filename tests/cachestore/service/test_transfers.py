@@ -11,11 +11,11 @@ import grpc
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.digest import Digest
+from kvasir.clients.store_client import StoreClient
 from kvasir.errors import Conflict, KvasirError, ResourceExhausted
-from kvasir.frames import FRAME_BYTES, frames_of
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES, frames_of
 from kvasir.status import from_rpc_error
-from kvasir.store_client import StoreClient
 
 from tests.cachestore.service.proxy import proxy_to
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish

@@ -6,9 +6,9 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from kvasir.aio_store_client import AioStoreClient
-from kvasir.digest import Digest
+from kvasir.clients.aio_store_client import AioStoreClient
 from kvasir.errors import Unavailable
+from kvasir.formats.digest import Digest
 
 NO_MESSAGE = b"\x0a\xff"  # a field longer than what follows
 

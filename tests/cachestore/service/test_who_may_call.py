@@ -12,11 +12,11 @@ from typing import Any
 import grpc
 import pytest
 from google.protobuf.message import Message
-from kvasir.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, manifest_pb2
-from kvasir.digest import Digest
 from kvasir.errors import InvalidArgument, KvasirError, NotFound, PermissionDenied, Unauthenticated
+from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
+from kvasir.formats.digest import Digest
 from kvasir.status import from_rpc_error
 
 from tests.cachestore.service.running import RunningStore, make_credentials, publish, store_home

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from inference_svc.engine import Engine
+from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.tiny_models import LLAMA, write_model
 

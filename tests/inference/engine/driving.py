@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inference_svc.engine import Engine, TurnHandle
-from inference_svc.plan import (
+from inference_svc.engine.api import (
     Cold,
     Ended,
     Event,
@@ -20,9 +19,10 @@ from inference_svc.plan import (
     Reuse,
     SamplingParams,
     SequenceKey,
-    SequenceState,
     TurnPlan,
 )
+from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.text.sequence_state import SequenceState
 from tests.inference.engine.tiny_models import VOCABULARY
 
 GENERATED = 64

@@ -14,7 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes
 
-from inference_svc.models import kvasir_tiny
+from inference_svc.model import kvasir_tiny
 from tests.inference.engine.tiny_models import LLAMA, VOCABULARY
 
 # The last words of what reads the context: q, k, v, o, the last of an MLP, latent and recurrent projections.

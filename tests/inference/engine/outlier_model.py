@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from inference_svc.models import kvasir_tiny
+from inference_svc.model import kvasir_tiny
 
 
 def write_outlier_model(directory: Path, times: float, channels: Sequence[int] = (3, 17, 29)) -> Path:

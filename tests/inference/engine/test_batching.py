@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 from kvasir.errors import Cancelled, Internal
 
-from inference_svc.engine import Engine
-from inference_svc.plan import Hot, Prefilled, Started, Tokens
+from inference_svc.engine.api import Hot, Prefilled, Started, Tokens
+from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 LENGTHS = (3, 255, 256, 257, 40, 511, 513, 120)

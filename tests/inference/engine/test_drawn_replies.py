@@ -9,13 +9,14 @@ import mlx.core as mx
 import pytest
 from kvasir.errors import Internal
 
-from inference_svc import engine_worker
-from inference_svc.engine import Engine
-from inference_svc.kv_policy import PolicyRequest, Rung
-from inference_svc.models.loading import load
-from inference_svc.plan import Constraint, ConstraintKind, TokenLogprobs, Tokens
-from inference_svc.sampling import sample
-from inference_svc.token_text import TokenText
+from inference_svc.engine import engine_worker
+from inference_svc.engine.api import TokenLogprobs, Tokens
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.sampling import sample
+from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.kv.policy import PolicyRequest, Rung
+from inference_svc.model.loading import load
+from inference_svc.text.token_text import TokenText
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 TAGS = Constraint(ConstraintKind.JSON_SCHEMA, '{"type": "array", "items": {"type": "integer"}, "maxItems": 4}')
@@ -103,8 +104,8 @@ def test_a_request_builds_no_detokenizer_and_no_tokenizer(
 
     monkeypatch.setattr(TokenText, "of_tokenizer", counted("detokenizer"))
     monkeypatch.setattr(TokenText, "of_pieces", counted("detokenizer"))
-    monkeypatch.setattr("inference_svc.grammars.from_tokenizer", counted("tokenizer"))
-    monkeypatch.setattr("inference_svc.grammars.LLMatcher", counted("grammar"))
+    monkeypatch.setattr("inference_svc.formats.grammars.from_tokenizer", counted("tokenizer"))
+    monkeypatch.setattr("inference_svc.formats.grammars.LLMatcher", counted("grammar"))
     text = engine.token_text
     for number in range(20):
         assert driver.turn(tokens_of(10, seed=number), constraint=WORDS, max_tokens=2).text

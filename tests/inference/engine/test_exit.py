@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import sys
 from pathlib import Path
-from inference_svc.engine import Engine
+from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, tokens_of
 
 engine = Engine.open(Path(sys.argv[1]), cache_dir=Path(sys.argv[2]), memory_budget_bytes=1 << 26)

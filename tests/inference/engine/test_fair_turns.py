@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc.plan import Ended, Priority, Started, Tokens
+from inference_svc.engine.api import Ended, Priority, Started, Tokens
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 
 BUDGET_TOKENS = 2_304

@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kvasir.block_file import check_schema, expected_state_tensors, parse_header
 from kvasir.errors import Cancelled, DataLoss
+from kvasir.formats.block_file import check_schema, expected_state_tensors, parse_header
 
-from inference_svc.engine import Engine
-from inference_svc.plan import (
+from inference_svc.engine.api import (
     Ended,
     Hot,
     Prefilled,
@@ -24,6 +23,7 @@ from inference_svc.plan import (
     Tokens,
     TurnPlan,
 )
+from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import DEEPSEEK_V3, FALCON_H1, FAMILIES, write_family
 from tests.inference.engine.test_putting_aside import PROMPT, Keeper, background, disturbed

@@ -11,18 +11,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import safetensors.numpy
-from kvasir.block_file import FileIdentity
-from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_hash import kv_identity_hash
 
-from inference_svc.engine import Engine
-from inference_svc.engine_worker import EngineWorker
+from inference_svc.engine.api import Hot
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine_worker import EngineWorker
+from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.mlx_thread import MlxThread
-from inference_svc.model_identity import default_policy
-from inference_svc.plan import Hot
-from inference_svc.tensor_files import chain_hashes, check_files, file_identities
+from inference_svc.kv.tensor_files import chain_hashes, check_files, file_identities
+from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.driving import Driver, tokens_of
 
 ResultT = TypeVar("ResultT")

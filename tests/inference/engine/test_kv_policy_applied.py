@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from inference_svc.engine_worker import EngineWorker
+from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.kv.codec import Parts, QuantizedCodec, RotatedCodec
-from inference_svc.kv_policy import LADDER, PolicyRequest, Rung, policy_of
-from inference_svc.model_identity import kv_identity
-from inference_svc.model_runner import ModelRunner
-from inference_svc.models.loading import load
-from inference_svc.plan import SequenceKey
+from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, policy_of
+from inference_svc.model.loading import load
+from inference_svc.model.model_identity import kv_identity
+from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.test_kv import on_mlx
 from tests.inference.engine.test_models import opened

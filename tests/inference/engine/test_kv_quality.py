@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from inference_svc.auto_policy import ChosenPolicy, chosen_policy
-from inference_svc.kv_policy import LADDER, PolicyRequest, Rung, name_of, policy_of
-from inference_svc.model_identity import tokenizer_digest
-from inference_svc.model_runner import ModelRunner
-from inference_svc.models import kvasir_tiny
-from inference_svc.models.loading import load
-from inference_svc.policy_memory import FILE
-from inference_svc.quality.exam import CANARY, WORLD, Exam, Subject, held
-from inference_svc.quality.findings import RECALL, TOOL_CALLS, judged
-from inference_svc.quality.material import Extent, world_sheets
-from inference_svc.quality.measure import Caches, Meter, Way, exact_way, policy_way
+from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, name_of, policy_of
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
+from inference_svc.model.loading import load
+from inference_svc.model.model_identity import tokenizer_digest
+from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.policy_memory import FILE
+from inference_svc.model.quality.exam import CANARY, WORLD, Exam, Subject, held
+from inference_svc.model.quality.findings import RECALL, TOOL_CALLS, judged
+from inference_svc.model.quality.material import Extent, world_sheets
+from inference_svc.model.quality.measure import Caches, Meter, Way, exact_way, policy_way
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.outlier_model import write_outlier_model
 

@@ -5,10 +5,11 @@ import contextlib
 import pytest
 from kvasir.errors import KvasirError
 
-from inference_svc.engine import Engine
-from inference_svc.mask_budget import MaskBudget
-from inference_svc.plan import Constraint, ConstraintKind, Tokens
-from inference_svc.turn import Turn
+from inference_svc.engine.api import Tokens
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.scheduling.mask_budget import MaskBudget
+from inference_svc.engine.turn import Turn
+from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 DEAR = Constraint(ConstraintKind.JSON_SCHEMA, '{"const": "' + "a" * 4_000 + '"}')  # about a millisecond each mask

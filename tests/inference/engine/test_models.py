@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.block_hash import differing_field
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument, NotFound
+from kvasir.formats.block_hash import differing_field
 
-from inference_svc.engine import Engine
-from inference_svc.model_identity import default_policy, weights_digest
-from inference_svc.models import kvasir_tiny
-from inference_svc.plan import Hot
+from inference_svc.engine.api import Hot
+from inference_svc.engine.engine import Engine
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.model_identity import default_policy, weights_digest
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.test_restore import goes_on_equally
 from tests.inference.engine.tiny_models import LLAMA, NARROW_HEADS, QWEN2, QWEN3, write_model

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from inference_svc.plan import Tokens
+from inference_svc.engine.api import Tokens
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 # What was decoded rounds differently than what was prefilled, which may turn a code; at another position most differ.

@@ -8,11 +8,8 @@ from typing import Any
 import pytest
 from kvasir.errors import Cancelled, Unavailable
 
-from inference_svc import engine
-from inference_svc.engine import Engine
-from inference_svc.plan import (
-    Constraint,
-    ConstraintKind,
+from inference_svc.engine import engine
+from inference_svc.engine.api import (
     Ended,
     Event,
     Hot,
@@ -25,6 +22,8 @@ from inference_svc.plan import (
     Tokens,
     Wanted,
 )
+from inference_svc.engine.engine import Engine
+from inference_svc.formats.constraint import Constraint, ConstraintKind
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 PROMPT = tokens_of(700, 1)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from inference_svc.plan import Hot, SequenceKey
+from inference_svc.engine.api import Hot, SequenceKey
 from tests.inference.engine.driving import Driver, tokens_of
 
 AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inference_svc import mlx_thread
-from inference_svc.plan import Ended, Hot, Started, Tokens
+from inference_svc.engine import mlx_thread
+from inference_svc.engine.api import Ended, Hot, Started, Tokens
 from tests.inference.engine.driving import Driver, Listener, driver_with_room_for, tokens_of
 
 BUDGET_TOKENS = 1_536

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.grid import cell_end, shareable_after
+from inference_svc.engine.grid import cell_end, shareable_after
 from inference_svc.kv.capacity import capacity_rows
 
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from inference_svc.models import kvasir_tiny
-from inference_svc.stop_strings import StopScanner
-from inference_svc.token_text import TokenText
+from inference_svc.model import kvasir_tiny
+from inference_svc.text.stop_strings import StopScanner
+from inference_svc.text.token_text import TokenText
 
 TOKENIZER = Tokenizer.from_file(str(kvasir_tiny.path() / "tokenizer.json"))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from kvasir.errors import KvasirError, Unavailable
 
-from inference_svc.engine import Engine
-from inference_svc.plan import Hot, Tokens
+from inference_svc.engine.api import Hot, Tokens
+from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kvasir.block_file import FileIdentity, parse_header
-from kvasir.block_hash import chain_hash
 from kvasir.errors import Cancelled, DataLoss, FailedPrecondition, InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.formats.block_file import FileIdentity, parse_header
+from kvasir.formats.block_hash import chain_hash
 
-from inference_svc.engine import Engine
-from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.plan import (
+from inference_svc.engine.api import (
     BlocksFull,
     Ended,
     Failed,
@@ -26,6 +24,8 @@ from inference_svc.plan import (
     Started,
     Tokens,
 )
+from inference_svc.engine.engine import Engine
+from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from inference_svc.models import kvasir_tiny
+from inference_svc.model import kvasir_tiny
 
 VOCABULARY = 1024
 SHARPENED = ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj")

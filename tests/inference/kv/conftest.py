@@ -9,8 +9,8 @@ import pytest
 from inference_svc.kv import row_exact
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.model_identity import default_policy
-from inference_svc.models.loading import load
+from inference_svc.model.loading import load
+from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
 

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from inference_svc.blas import load_optimized_blas
-from inference_svc.kv.decode_batch import DecodeBatch
+from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.blas import load_optimized_blas
 from tests.inference.engine.tiny_models import VOCABULARY
 
 NewKv = Callable[[], SequenceKV]

@@ -17,8 +17,8 @@ from inference_svc.kv.layout import Layout, probed_layout
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
-from inference_svc.model_identity import default_policy
-from inference_svc.models.loading import load
+from inference_svc.model.loading import load
+from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.families import (
     DEEPSEEK_V3,
     FALCON_H1,

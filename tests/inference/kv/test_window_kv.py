@@ -9,11 +9,11 @@ import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from mlx_lm.models.cache import RotatingKVCache
 
-from inference_svc.kv.batch_window import BatchWindowKV
+from inference_svc.kv.batch.batch_window import BatchWindowKV
 from inference_svc.kv.capacity import live_state_bytes
 from inference_svc.kv.codec import Parts, layer_codecs
 from inference_svc.kv.window_kv import WindowKV
-from inference_svc.model_identity import default_policy
+from inference_svc.model.model_identity import default_policy
 
 HEADS, DIM = 2, 64
 CHUNKS = {

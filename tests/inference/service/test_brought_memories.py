@@ -5,15 +5,15 @@ import tarfile
 from collections.abc import Callable
 
 import pytest
-from kvasir import archive, manifest
-from kvasir.block_file import TensorSpec, encode, parse_header
-from kvasir.block_hash import kv_identity_hash
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.digest import Digest
+from kvasir.clients.inference_client_turns import Reply
+from kvasir.formats import archive, manifest
+from kvasir.formats.block_file import TensorSpec, encode, parse_header
+from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
 
-from inference_svc.tensor_files import chain_hashes, file_identities
+from inference_svc.kv.tensor_files import chain_hashes, file_identities
 from tests.system_fixtures import House
 
 PROMPT = " ".join(f"word{number % 97}" for number in range(700))

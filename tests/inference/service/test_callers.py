@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from kvasir import errors
+from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients.inference_client_turns import Reply
 from kvasir.credentials import CLIENT, ENGINE, PEER, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client import InferenceClient
-from kvasir.inference_client_turns import Reply
 
 from tests.programs import run
 from tests.system_fixtures import House

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients.inference_client import InferenceClient
 from kvasir.credentials import CLIENT, Principal
-from kvasir.inference_client import InferenceClient
 
 from tests.guarded_house import guarded
 from tests.system_fixtures import House

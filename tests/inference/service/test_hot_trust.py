@@ -5,12 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir import manifest as manifests
+from kvasir.clients.inference_client_turns import Reply
 from kvasir.errors import Unavailable
+from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
 
-from inference_svc.trust import LEASE_TTL_S
+from inference_svc.memory.trust import LEASE_TTL_S
 from tests.faults.faulty_link import Fault, FaultyLink
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import ENGINE_SERVICE, House, Service, running_house

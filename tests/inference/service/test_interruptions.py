@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir import errors, manifest
+from kvasir import errors
+from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients.inference_client_turns import Reply
+from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client import InferenceClient
-from kvasir.inference_client_turns import Reply
 
 from tests.system_fixtures import House, running_house
 

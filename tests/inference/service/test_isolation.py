@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kvasir import manifest
+from kvasir.clients.inference_client_turns import Reply
+from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
 
 from tests.system_fixtures import House, running_house
 

@@ -8,17 +8,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvasir.aio_store_client import AioStoreClient
-from kvasir.block_file import FileIdentity, encode, expected_tensors
-from kvasir.block_hash import chain_hash, kv_identity_hash
-from kvasir.shared_room import SharedRoom
+from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
+from kvasir.formats.block_hash import chain_hash, kv_identity_hash
+from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.kept_aside import AsideLimits, KeptAside, may_be_put_aside
-from inference_svc.memory import Kept
-from inference_svc.plan import Cold, Hot, PutAside, Resumed, Wanted
-from inference_svc.remote_cache import NO_HEAD, RemoteCache
-from inference_svc.service_data import MissReason
-from inference_svc.service_stats import NamespaceCounters
+from inference_svc.engine.api import Cold, Hot, PutAside, Resumed, Wanted
+from inference_svc.memory.agent_memory import Kept
+from inference_svc.memory.kept_aside import AsideLimits, KeptAside, may_be_put_aside
+from inference_svc.memory.outcomes import MissReason
+from inference_svc.memory.remote_cache import NO_HEAD, RemoteCache
+from inference_svc.memory.service_stats import NamespaceCounters
 from tests.synthetic import SMALL
 from tests.system_fixtures import House
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients.inference_client_turns import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client import InferenceClient
-from kvasir.inference_client_turns import Reply
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import House

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from kvasir import errors
+from kvasir.clients.inference_client_turns import Reply
 from kvasir.credentials import ADMIN, CLIENT, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import House

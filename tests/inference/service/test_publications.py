@@ -9,23 +9,24 @@ from typing import Any, cast
 
 import pytest
 from kvasir import errors
-from kvasir.block_hash import BLOCK_TOKENS
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
-from kvasir.digest import Digest
-from kvasir.shared_room import SharedRoom
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
 
-from inference_svc import copies, store_patience
-from inference_svc.copies import Copies
-from inference_svc.memory import AgentMemory, Kept
-from inference_svc.plan import SequenceKey, SequenceState, Snapshot
-from inference_svc.prefix_matching import Memory
-from inference_svc.publishing import Publisher, PublishingLimits
-from inference_svc.remote_cache import NO_HEAD, AgentHeads, Head, RemoteCache, StoreMiss
-from inference_svc.service_data import SnapshotState
-from inference_svc.service_stats import ServiceStats
-from inference_svc.store_patience import Breaker, Budget
-from inference_svc.trust import Lease, Version, is_current
-from inference_svc.turn_ending import TurnEnding
+from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.memory import copies, store_patience
+from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.copies import Copies
+from inference_svc.memory.outcomes import SnapshotState
+from inference_svc.memory.publishing import Publisher, PublishingLimits
+from inference_svc.memory.remote_cache import NO_HEAD, AgentHeads, Head, RemoteCache, StoreMiss
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_patience import Breaker, Budget
+from inference_svc.memory.trust import Lease, Version, is_current
+from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.sequence_state import SequenceState
+from inference_svc.turns.turn_ending import TurnEnding
 
 KEY = SequenceKey("default", "a")
 LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)

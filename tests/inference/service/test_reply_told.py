@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kvasir import manifest as manifests
+from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients.inference_client_turns import Reply
+from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client import InferenceClient
-from kvasir.inference_client_turns import Reply
 
-from inference_svc.models.kvasir_tiny.tools import schema
+from inference_svc.model.kvasir_tiny.tools import schema
 from tests.inference.engine.tiny_models import LLAMA, VOCABULARY, write_model
 from tests.system_fixtures import House, running_house
 

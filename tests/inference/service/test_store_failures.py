@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvasir import manifest
+from kvasir.clients.inference_client_turns import Reply
 from kvasir.errors import Unavailable
+from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client_turns import Reply
 
 from tests.inference.service.slow_link import SlowLink
 from tests.system_fixtures import House, running_house

@@ -23,15 +23,15 @@ from typing import Any
 
 from blake3 import blake3
 
-from kvasir import manifest
-from kvasir.aio_store_client import AioStoreClient
-from kvasir.block_file import FileIdentity, encode, expected_tensors
-from kvasir.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.clients.aio_store_client import AioStoreClient
 from kvasir.credentials import write_private_text
-from kvasir.digest import Digest
 from kvasir.errors import Unavailable
-from kvasir.frames import FRAME_BYTES
+from kvasir.formats import manifest
+from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES
 
 _READY_WITHIN_S = 60.0
 # Receives so many bytes on a socket as fast as it can, and says that it has them.

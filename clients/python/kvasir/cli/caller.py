@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from kvasir.cli.home import DEFAULT_HOME, Endpoint, Home
+from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 
 
 @dataclass

@@ -4,15 +4,15 @@ import enum
 import mmap
 from pathlib import Path
 
-from kvasir import manifest as manifests
-from kvasir.appendix_a import from_seed_file, to_seed_file
-from kvasir.archive import pack
-from kvasir.archive_file import new_file, pieces_of
-from kvasir.archive_reader import ArchiveReader, Described
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.clients.archive_file import new_file, pieces_of
+from kvasir.clients.store_client import StoreClient
 from kvasir.errors import InvalidArgument
-from kvasir.store_client import StoreClient
+from kvasir.formats import manifest as manifests
+from kvasir.formats.appendix_a import from_seed_file, to_seed_file
+from kvasir.formats.archive import pack
+from kvasir.formats.archive_reader import ArchiveReader, Described
 
 
 class Form(enum.StrEnum):

@@ -9,16 +9,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from kvasir import manifest as manifests
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.cli import failures
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.talk import Heard, hear
+from kvasir.clients.inference_client import InferenceClient
 from kvasir.errors import FailedPrecondition, KvasirError
+from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
-from kvasir.inference_client import InferenceClient
 
 _HELP = (
     "/memory shows what the agent remembers; /fork NAME goes on as a new agent with the same memory; "

@@ -22,13 +22,13 @@ from rich.table import Table
 import kvasir
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
-from kvasir.cli.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
-from kvasir.cli.home import Endpoint
 from kvasir.cli.rows import size, stats_row
-from kvasir.cli.self_test import self_test
+from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
+from kvasir.cli.running.home import Endpoint
+from kvasir.clients.inference_client import InferenceClient
 from kvasir.errors import KvasirError
-from kvasir.inference_client import InferenceClient
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
 _LITTLE_DISK_BYTES = 2 << 30

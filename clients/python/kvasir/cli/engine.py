@@ -11,8 +11,8 @@ from rich.table import Table
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import size
+from kvasir.clients.inference_client import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference_client import InferenceClient
 
 models = typer.Typer(help="See which models the engine may load, and load one.", no_args_is_help=True)
 _DropOption = Annotated[

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from kvasir import errors
 from kvasir.cli.caller import Caller
-from kvasir.cli.home import Endpoint
+from kvasir.cli.running.home import Endpoint
 from kvasir.credentials import CredentialFileError
 
 OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 70, 130

@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, bench, chat, demo, doctor, engine, failures, store, up
+from kvasir.cli import agents, bench, chat, doctor, engine, failures, store
 from kvasir.cli.caller import Caller, caller_of
-from kvasir.cli.home import DEFAULT_HOME, Home
+from kvasir.cli.demo import demo
+from kvasir.cli.running import up
+from kvasir.cli.running.home import DEFAULT_HOME, Home
 from kvasir.credentials import CredentialFileError
 from kvasir.errors import KvasirError
 

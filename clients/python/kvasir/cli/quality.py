@@ -1,4 +1,4 @@
-"""`kvasir bench quality`: what each KV policy costs a model, as `inference_svc.bench_quality` measures it.
+"""`kvasir bench quality`: what each KV policy costs a model, as `inference_svc.bench.quality` measures it.
 
 The engine is a program to the command line, never an import: it says its progress on stderr and one JSON object at the
 end.
@@ -30,9 +30,9 @@ _TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeat
 def measured(
     model: str, *, is_quick: bool, exact_layers: str, compute_type: str, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """What `inference_svc.bench_quality` finds. Raises FailedPrecondition, with its last words, when it fails."""
+    """What `inference_svc.bench.quality` finds. Raises FailedPrecondition, with its last words, when it fails."""
     argv = [
-        *(sys.executable, "-m", "inference_svc.bench_quality"),
+        *(sys.executable, "-m", "inference_svc.bench.quality"),
         *(["--model", model] if model else []),
         *(["--kv-exact-layers", exact_layers] if exact_layers else []),
         *(["--compute-type", compute_type] if compute_type else []),

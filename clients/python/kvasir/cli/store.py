@@ -17,8 +17,8 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED
 from kvasir.cli.progress import counting_progress
 from kvasir.cli.rows import size, stats_row
-from kvasir.digest import Digest
 from kvasir.errors import FailedPrecondition
+from kvasir.formats.digest import Digest
 
 app = typer.Typer(help="Look after the store.", no_args_is_help=True)
 

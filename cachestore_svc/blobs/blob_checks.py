@@ -1,0 +1,114 @@
+"""What is asked of a blob's bytes while they arrive, besides their digest. Pure.
+
+A tensor file's header is checked as soon as it is whole, before anything else looks at the bytes.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from blake3 import blake3
+from kvasir.errors import InvalidArgument
+from kvasir.formats.block_file import FileIdentity, Header, HeaderError, TensorSpec, header_size, parse_header
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+
+from cachestore_svc.records import MANIFEST_FORMAT, BlobKind
+
+_MANIFEST_START = bytes((1 << 3, MANIFEST_FORMAT))
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFacts:
+    """What the store keeps of a blob beside its digest: for a tensor file its identity and schema."""
+
+    kind: str  # "manifest", "block", "tail" or "state"
+    identity: FileIdentity | None = None
+    schema: str = ""  # schema_text of its tensors
+
+
+class BlobCheck(Protocol):
+    """Is fed a blob's bytes in order, and says what they are."""
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Look at the next bytes. Raises InvalidArgument as soon as they cannot be right."""
+
+    def finish(self) -> BlobFacts:
+        """What the blob is, once all of it was fed. Raises InvalidArgument."""
+
+
+def schema_text(tensors: Sequence[TensorSpec]) -> str:
+    """Names, types and shapes of a file's tensors, in order: equal texts are equal schemas."""
+    return json.dumps([[tensor.name, tensor.dtype, *tensor.shape] for tensor in tensors], separators=(",", ":"))
+
+
+def schema_hash(text: str) -> str:
+    return blake3(text.encode()).hexdigest()
+
+
+def check_for(kind: BlobKind, size_bytes: int) -> BlobCheck:
+    """The check for a blob of this kind that will have this many bytes."""
+    return TensorCheck(size_bytes) if kind is BlobKind.TENSORS else ManifestCheck()
+
+
+def check_size(kind: BlobKind, size_bytes: int) -> None:
+    """Raises InvalidArgument (BLOB_TOO_LARGE) for a manifest that nobody would read. Asked before room is reserved."""
+    if kind is BlobKind.MANIFEST and size_bytes > MAX_MANIFEST_BYTES:
+        raise InvalidArgument(
+            f"size_bytes: expected at most {MAX_MANIFEST_BYTES} for a manifest, got {size_bytes}",
+            reason="BLOB_TOO_LARGE",
+            field="digest.size_bytes",
+        )
+
+
+class TensorCheck:
+    """Reads a tensor file's header, and lets the tensors pass."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._start = bytearray()
+        self._header: Header | None = None
+
+    def feed(self, data: bytes | memoryview) -> None:
+        if self._header is not None:
+            return
+        self._start += data
+        try:
+            if len(self._start) >= 8 and len(self._start) >= header_size(bytes(self._start[:8])):
+                self._header = parse_header(bytes(self._start), self._size_bytes)
+                self._start.clear()
+        except HeaderError as error:
+            raise InvalidArgument(f"tensor header refused: {error}", reason="HEADER_REFUSED", field="data") from None
+
+    def finish(self) -> BlobFacts:
+        if self._header is None:
+            raise InvalidArgument("tensor header refused: it is truncated", reason="HEADER_REFUSED", field="data")
+        return BlobFacts(self._header.identity.kind, self._header.identity, schema_text(self._header.tensors))
+
+
+class ManifestCheck:
+    """Sees that the bytes begin as a Manifest of a format that this store knows; the rest is read at commit, once.
+
+    Nothing is kept: whoever writes many manifests at once takes no memory. Every serializer writes fields in the order
+    of their numbers, so the format comes first, and no tensor file begins so.
+    """
+
+    def __init__(self) -> None:
+        self._start = b""
+
+    def feed(self, data: bytes | memoryview) -> None:
+        if len(self._start) < len(_MANIFEST_START):
+            self._start += bytes(data[: len(_MANIFEST_START) - len(self._start)])
+        if not _MANIFEST_START.startswith(self._start):
+            raise _no_manifest()
+
+    def finish(self) -> BlobFacts:
+        if self._start != _MANIFEST_START:
+            raise _no_manifest()
+        return BlobFacts("manifest")
+
+
+def _no_manifest() -> InvalidArgument:
+    return InvalidArgument(
+        f"not a serialized Manifest of format {MANIFEST_FORMAT}", reason="MANIFEST_REFUSED", field="manifest"
+    )

@@ -1,0 +1,325 @@
+"""One blob on its way in: reserve, write and verify, sync, rename, sync the directory, list.
+
+A crash anywhere leaves a part or an unlisted file, never a row without bytes. What an interrupted write left is read
+again before it goes on, so the digest and the header are always checked over all the bytes.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol, Self
+
+from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
+from kvasir.formats.digest import Digest, Hasher
+
+from cachestore_svc.blobs.blob_checks import BlobFacts, check_for, check_size
+from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.disk import Disk, refusal
+from cachestore_svc.blobs.space import Space
+from cachestore_svc.records import BlobKind
+
+
+class BlobWriter(Protocol):
+    """One blob on its way in. Used as a context manager; leaving it without `finish` keeps the part for resumption."""
+
+    @property
+    def is_stored(self) -> bool:
+        """The store had it already: `write` and `finish` then do nothing."""
+
+    @property
+    def received_bytes(self) -> int:
+        """Where the next `write` must begin; what an interrupted write left counts."""
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """Append bytes. The tensor header is checked as soon as it is whole, before any further byte is kept.
+
+        Raises InvalidArgument (offset is not `received_bytes`, more bytes than the digest says, header refused) and
+        ResourceExhausted (disk full). After a refused header the part is gone.
+        """
+
+    def finish(self) -> None:
+        """Verify, make durable, and list the blob. On return it survives a crash.
+
+        Raises InvalidArgument (DIGEST_MISMATCH: bytes are missing or are not the digest's; the part is gone unless
+        bytes are only missing) and ResourceExhausted.
+        """
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Catalog(Protocol):
+    """Where durable blobs are listed."""
+
+    def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
+        """Write the blob's row. False when there was one."""
+
+    def has(self, namespace: str, digest: Digest) -> bool:
+        """Whether the blob has a row."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Bytes that an interrupted write left. They stay reserved."""
+
+    size_bytes: int
+    left_unix_ms: int
+
+
+class Writers:
+    """Every blob being written or interrupted, so that each has one writer at a time. Used from any thread."""
+
+    def __init__(self, files: BlobFiles, disk: Disk, space: Space, now_unix_ms: Callable[[], int]) -> None:
+        self.files = files
+        self.disk = disk
+        self._space = space
+        self._now_unix_ms = now_unix_ms
+        self._lock = threading.Lock()
+        self._open: dict[tuple[str, str], PartWriter] = {}
+        self._parts: dict[tuple[str, str], _Part] = {}
+
+    def begin(self, namespace: str, digest: Digest, kind: BlobKind, catalog: "Catalog") -> "PartWriter":
+        """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
+        check_size(kind, digest.size_bytes)
+        key = (namespace, digest.hash)
+        with self._lock:
+            if key in self._open:
+                raise FailedPrecondition(f"another writer has {digest} open", reason="WRITE_IN_PROGRESS")
+            held = self._parts[key].size_bytes if key in self._parts else 0
+            self._space.reserve(namespace, digest.size_bytes - held)
+            self._parts.pop(key, None)
+            writer = PartWriter(self, namespace, digest, kind, catalog)
+            self._open[key] = writer
+        try:
+            writer.resume()
+        except OSError as error:
+            writer.abandon()
+            raise refusal(error, f"{digest}") from error
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer
+
+    def end(self, writer: "PartWriter", stored_bytes: int, left_bytes: int) -> None:
+        """A writer is done: its reservation became stored bytes, a part's bytes, or nothing."""
+        key = (writer.namespace, writer.digest.hash)
+        with self._lock:
+            del self._open[key]
+            if left_bytes:
+                self._parts[key] = _Part(left_bytes, self._now_unix_ms())
+            self._space.settle(writer.namespace, stored_bytes)
+            self._space.release(writer.namespace, writer.digest.size_bytes - stored_bytes - left_bytes)
+
+    def received_bytes(self, namespace: str, digest: Digest) -> int:
+        """What has arrived of a blob that is not stored yet."""
+        key = (namespace, digest.hash)
+        with self._lock:
+            if key in self._open:
+                return self._open[key].received_bytes
+            return self._parts[key].size_bytes if key in self._parts else 0
+
+    def left_bytes(self, namespace: str, digest: Digest) -> int:
+        """What an interrupted write left of a blob; it is reserved already."""
+        with self._lock:
+            part = self._parts.get((namespace, digest.hash))
+            return part.size_bytes if part else 0
+
+    def namespaces(self) -> set[str]:
+        """Those that have parts: one whose first blob never came whole has no row."""
+        with self._lock:
+            return {namespace for namespace, _ in self._parts}
+
+    def drop_parts(self, namespace: str, left_before_unix_ms: int, but: Digest | None = None) -> int:
+        """Remove parts that nobody went on with, but for one; how many bytes that gave back."""
+        with self._lock:
+            old = [
+                key
+                for key, part in self._parts.items()
+                if key[0] == namespace and part.left_unix_ms <= left_before_unix_ms and not (but and key[1] == but.hash)
+            ]
+            freed = 0
+            for key in old:
+                # One that cannot be removed stays counted.
+                with contextlib.suppress(OSError):
+                    self.files.remove_part(*key)
+                    freed += self._parts.pop(key).size_bytes
+            self._space.release(namespace, freed)
+        return freed
+
+
+class StoredBlob:
+    """A writer for a blob that the store has: it takes nothing and does nothing."""
+
+    is_stored = True
+
+    def __init__(self, digest: Digest) -> None:
+        self.received_bytes = digest.size_bytes
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+class PartWriter:
+    """Writes one blob. Used by one thread at a time."""
+
+    is_stored = False
+
+    def __init__(
+        self,
+        writers: Writers,
+        namespace: str,
+        digest: Digest,
+        kind: BlobKind,
+        catalog: "Catalog",
+    ) -> None:
+        self.namespace = namespace
+        self.digest = digest
+        self.received_bytes = 0
+        self._writers = writers
+        self._files = writers.files
+        self._disk = writers.disk
+        self._catalog = catalog
+        self._check = check_for(kind, digest.size_bytes)
+        self._hasher = Hasher()
+        self._descriptor: int | None = None
+        self._is_ended = False
+
+    def resume(self) -> None:
+        """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
+        self._descriptor = self._files.open_part(self.namespace, self.digest.hash)
+        for piece in self._disk.read_back(self._descriptor):
+            self._check.feed(piece)
+            self._hasher.update(piece)
+            self.received_bytes += len(piece)
+        if self.received_bytes > self.digest.size_bytes:
+            raise InvalidArgument(f"{self.digest}: its part is too long; begin again", reason="DIGEST_MISMATCH")
+
+    def write(self, offset: int, data: bytes | memoryview) -> None:
+        """See BlobWriter."""
+        self._check_open()
+        if offset != self.received_bytes:
+            raise InvalidArgument(f"offset: expected {self.received_bytes}, got {offset}", field="offset")
+        if offset + len(data) > self.digest.size_bytes:
+            self.abandon()
+            raise InvalidArgument(
+                f"{self.digest}: {offset + len(data)} bytes are more than the digest says",
+                reason="DIGEST_MISMATCH",
+                field="data",
+            )
+        try:
+            self._check.feed(data)
+            self._append(data)
+        except KvasirError:
+            self.abandon()
+            raise
+        self._hasher.update(data)
+        self.received_bytes += len(data)
+
+    def finish(self) -> None:
+        """See BlobWriter."""
+        self._check_open()
+        if self.received_bytes != self.digest.size_bytes:
+            raise InvalidArgument(
+                f"{self.digest}: {self.received_bytes} bytes arrived",
+                reason="BYTES_MISSING",
+                field="data",
+                metadata={"received_bytes": str(self.received_bytes)},
+            )
+        try:
+            self._publish(self._verified())
+        except OSError as error:
+            self.abandon()
+            raise refusal(error, f"{self.digest}") from error
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Remove the part and give its bytes back. Nothing happens to a writer that ended."""
+        if not self._is_ended:
+            self._close()
+            # What cannot be removed now goes at the next start, or is read again by whoever writes this blob.
+            with contextlib.suppress(OSError):
+                self._files.remove_part(self.namespace, self.digest.hash)
+            self._end(stored_bytes=0, left_bytes=0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.received_bytes == 0:
+            self.abandon()
+        elif not self._is_ended:
+            self._close()
+            self._end(stored_bytes=0, left_bytes=self.received_bytes)
+
+    def _check_open(self) -> None:
+        if self._is_ended:
+            raise FailedPrecondition(f"the writer of {self.digest} has ended; open another", reason="WRITER_ENDED")
+
+    def _append(self, data: bytes | memoryview) -> None:
+        assert self._descriptor is not None
+        try:
+            self._disk.write(self._descriptor, data)
+        except OSError as error:
+            # Some of it may have been written: the part must be as long as what was accepted.
+            try:
+                self._disk.truncate(self._descriptor, self.received_bytes)
+            except OSError:
+                self.abandon()
+            else:
+                self.__exit__(None, None, None)
+            raise refusal(error, f"{self.digest}") from error
+
+    def _verified(self) -> BlobFacts:
+        found = self._hasher.digest()
+        if found != self.digest:
+            raise InvalidArgument(
+                f"bytes do not match the digest: expected {self.digest}, got {found}",
+                reason="DIGEST_MISMATCH",
+                field="data",
+                metadata={"digest": self.digest.hash},
+            )
+        return self._check.finish()
+
+    def _publish(self, facts: BlobFacts) -> None:
+        assert self._descriptor is not None
+        self._disk.fsync(self._descriptor)
+        self._close()
+        with self._files.naming(self.namespace, self.digest.hash):
+            self._files.publish(self.namespace, self.digest.hash)
+            try:
+                is_new = self._catalog.add(self.namespace, self.digest, facts)
+            except BaseException:
+                # Unlisted, it would only wait for the next sweep. But somebody else may have listed it before us.
+                if not self._catalog.has(self.namespace, self.digest):
+                    self._files.remove(self.namespace, self.digest.hash)
+                raise
+        self._end(stored_bytes=self.digest.size_bytes if is_new else 0, left_bytes=0)
+
+    def _close(self) -> None:
+        if self._descriptor is not None:
+            self._disk.close(self._descriptor)
+            self._descriptor = None
+
+    def _end(self, stored_bytes: int, left_bytes: int) -> None:
+        self._is_ended = True
+        self._writers.end(self, stored_bytes, left_bytes)

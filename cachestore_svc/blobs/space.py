@@ -1,0 +1,124 @@
+"""Who may still write how many bytes: quotas per namespace and the reserve of the disk, asked before any write.
+
+What is stored is a sum over rows, counted once at start; what is reserved or left in unfinished parts lives only here,
+because a restart removes parts. So nothing here can disagree with the index for longer than a process lives.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+from kvasir.errors import ResourceExhausted
+
+from cachestore_svc.blobs.ballast import Ballast
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.records import StoreConfig
+
+# One namespace may have this part of the free disk reserved for what is not whole yet, so that promises without bytes
+# never take it from all others.
+_SHARE = 4
+
+
+class Space:
+    """Bytes stored and reserved, per namespace. Used from any thread."""
+
+    def __init__(self, config: StoreConfig, disk: Disk, ballast: Ballast, stored_bytes: Mapping[str, int]) -> None:
+        self._config = config
+        self._disk = disk
+        self._ballast = ballast
+        self._lock = threading.Lock()
+        self._stored: Counter[str] = Counter(stored_bytes)
+        self._reserved: Counter[str] = Counter()
+
+    def reserve(self, namespace: str, size_bytes: int) -> None:
+        """Set bytes aside for a write. Raises ResourceExhausted: QUOTA_FULL, DISK_FULL, DISK_SHARE_FULL,
+        RESERVATIONS_FULL."""
+        with self._lock:
+            if shortage := self._quota_shortage(namespace, size_bytes):
+                raise self._quota_full(namespace, size_bytes, shortage)
+            free = self._disk.free_bytes(self._config.data_dir)
+            most = max(self._config.max_blob_bytes, free // _SHARE)
+            if self._reserved[namespace] + size_bytes > most:
+                raise ResourceExhausted(
+                    f"disk: {self._reserved[namespace]} bytes reserved and {size_bytes} asked are more than one "
+                    "namespace may have unfinished: let some writes end",
+                    reason="RESERVATIONS_FULL",
+                    retry_after_s=5,
+                    metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
+                )
+            # Reserved bytes may be on the disk already: counting them twice errs on the side that holds.
+            kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
+            if free < self._reserved.total() + size_bytes + kept:
+                raise ResourceExhausted(
+                    # Neither paths nor what others have: whoever asks may be a stranger to both.
+                    f"disk: no room for {size_bytes} bytes more beside what must stay free",
+                    reason="DISK_FULL",
+                    retry_after_s=60,
+                    metadata={"asked_bytes": str(size_bytes)},
+                )
+            self._check_share(namespace, size_bytes, free - self._reserved.total() - size_bytes - kept)
+            self._reserved[namespace] += size_bytes
+
+    def shortage(self, namespace: str, size_bytes: int) -> int:
+        """Bytes by which a write of this size would exceed the quota; 0 when it fits."""
+        with self._lock:
+            return self._quota_shortage(namespace, size_bytes)
+
+    def release(self, namespace: str, size_bytes: int) -> None:
+        """Give reserved bytes back."""
+        with self._lock:
+            self._reserved[namespace] -= size_bytes
+
+    def settle(self, namespace: str, size_bytes: int) -> None:
+        """Reserved bytes are stored now."""
+        with self._lock:
+            self._reserved[namespace] -= size_bytes
+            self._stored[namespace] += size_bytes
+
+    def freed(self, namespace: str, size_bytes: int) -> None:
+        """Stored bytes are no more."""
+        with self._lock:
+            self._stored[namespace] -= size_bytes
+
+    def reserved_bytes(self, namespace: str) -> int:
+        with self._lock:
+            return self._reserved[namespace]
+
+    def _check_share(self, namespace: str, size_bytes: int, left_bytes: int) -> None:
+        """Without a quota, a namespace leaves as much to those that hold little as must stay free for the system: so it
+        never takes all. It makes no difference whether there are others: that is no business of its own."""
+        held = self._stored[namespace] + self._reserved[namespace]
+        has_quota = self._config.quota_bytes(namespace) is not None
+        kept = self._config.free_disk_reserve_bytes
+        if not has_quota and held > kept and left_bytes < kept:
+            raise ResourceExhausted(
+                f"disk: {held} bytes held and {size_bytes} asked would leave nothing to namespaces that hold little: "
+                "delete some, or give it a quota",
+                reason="DISK_SHARE_FULL",
+                retry_after_s=60,
+                metadata={"held_bytes": str(held), "asked_bytes": str(size_bytes)},
+            )
+
+    def _quota_shortage(self, namespace: str, size_bytes: int) -> int:
+        quota = self._config.quota_bytes(namespace)
+        if quota is None:
+            return 0
+        return max(0, self._stored[namespace] + self._reserved[namespace] + size_bytes - quota)
+
+    def _quota_full(self, namespace: str, size_bytes: int, shortage: int) -> ResourceExhausted:
+        quota, stored, reserved = (
+            self._config.quota_bytes(namespace),
+            self._stored[namespace],
+            self._reserved[namespace],
+        )
+        return ResourceExhausted(
+            f"quota: {stored} bytes stored, {reserved} reserved, {size_bytes} asked are {shortage} more than {quota}",
+            reason="QUOTA_FULL",
+            retry_after_s=60,
+            metadata={
+                "quota_bytes": str(quota),
+                "stored_bytes": str(stored),
+                "reserved_bytes": str(reserved),
+                "asked_bytes": str(size_bytes),
+            },
+        )

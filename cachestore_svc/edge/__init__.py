@@ -1,0 +1,1 @@
+"""The wire: RPCs, their roles, and the threads that they run on. Only the composition root imports from here."""

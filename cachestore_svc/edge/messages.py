@@ -1,0 +1,203 @@
+"""Requests checked and answers written: between the wire's messages and the store's records.
+
+Each `read_…` raises InvalidArgument naming the field of the request; each `write_…` cannot fail.
+"""
+
+from collections.abc import Sequence
+
+from google.protobuf import timestamp_pb2
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import InvalidArgument
+from kvasir.formats.digest import Digest, is_hash
+from kvasir.names import check_agent_id, check_owner
+
+from cachestore_svc import records
+from cachestore_svc.moving.transfer import Progress
+from cachestore_svc.records import (
+    DEFAULT_LEASE_TTL_S,
+    MAX_BLOCK_HASHES_PER_REQUEST,
+    MAX_DIGESTS_PER_REQUEST,
+    MAX_LEASES_PER_REQUEST,
+    BlobKind,
+)
+
+_KINDS = {pb.BLOB_KIND_TENSORS: BlobKind.TENSORS, pb.BLOB_KIND_MANIFEST: BlobKind.MANIFEST}
+
+
+def read_digest(message: manifest_pb2.Digest, field: str) -> Digest:
+    try:
+        return Digest.from_proto(message)
+    except ValueError as error:
+        raise InvalidArgument(f"{field}: {error}", field=field, reason="BAD_DIGEST") from None
+
+
+def read_optional_digest(request: pb.CommitSnapshotRequest, field: str) -> Digest | None:
+    return read_digest(getattr(request, field), field) if request.HasField(field) else None  # type: ignore[arg-type]
+
+
+def read_digests(messages: Sequence[manifest_pb2.Digest], field: str = "digests") -> list[Digest]:
+    if len(messages) > MAX_DIGESTS_PER_REQUEST:
+        raise InvalidArgument(f"{field}: expected at most {MAX_DIGESTS_PER_REQUEST}, got {len(messages)}", field=field)
+    return [read_digest(message, f"{field}[{index}]") for index, message in enumerate(messages)]
+
+
+def read_kind(kind: int) -> BlobKind:
+    found = _KINDS.get(kind)  # type: ignore[call-overload]
+    if found is None:
+        raise InvalidArgument("frame.kind: expected TENSORS or MANIFEST in a blob's first frame", field="frame.kind")
+    return BlobKind(found)
+
+
+def read_kv_hash(text: str, field: str = "kv_identity_hash") -> str:
+    if not is_hash(text):
+        raise InvalidArgument(f"{field}: expected 64 lower-case hex digits", field=field)
+    return text
+
+
+def read_optional_kv_hash(text: str) -> str | None:
+    return read_kv_hash(text) if text else None
+
+
+def read_block_hashes(texts: Sequence[str]) -> list[str]:
+    if len(texts) > MAX_BLOCK_HASHES_PER_REQUEST:
+        raise InvalidArgument(
+            f"block_hashes: expected at most {MAX_BLOCK_HASHES_PER_REQUEST}, got {len(texts)}", field="block_hashes"
+        )
+    return [read_kv_hash(text, f"block_hashes[{index}]") for index, text in enumerate(texts)]
+
+
+def read_version(version: int, field: str = "version", *, least: int = 0) -> int:
+    if version < least:
+        raise InvalidArgument(f"{field}: expected {least} or more, got {version}", field=field)
+    return version
+
+
+def read_ttl_s(request: pb.AcquireLeaseRequest | pb.RenewLeaseRequest | pb.RenewLeasesRequest) -> float:
+    return request.ttl.ToMilliseconds() / 1000 if request.HasField("ttl") else DEFAULT_LEASE_TTL_S
+
+
+def read_lease(message: pb.LeaseToken) -> records.LeaseToken:
+    return records.LeaseToken(check_owner(message.owner, "lease.owner"), message.generation)
+
+
+def read_leases(request: pb.RenewLeasesRequest) -> list[records.HeldLease]:
+    if len(request.leases) > MAX_LEASES_PER_REQUEST:
+        raise InvalidArgument(
+            f"leases: expected at most {MAX_LEASES_PER_REQUEST}, got {len(request.leases)}", field="leases"
+        )
+    return [
+        records.HeldLease(check_agent_id(each.agent_id, f"leases[{index}].agent_id"), each.generation)
+        for index, each in enumerate(request.leases)
+    ]
+
+
+def read_cursor(request: pb.WatchEventsRequest) -> records.EventCursor | None:
+    if not request.HasField("after"):
+        return None
+    return records.EventCursor(request.after.incarnation, request.after.sequence)
+
+
+def write_snapshot(snapshot: records.SnapshotVersion) -> pb.SnapshotVersion:
+    return pb.SnapshotVersion(
+        agent_id=snapshot.agent_id,
+        kv_identity_hash=snapshot.kv_identity_hash,
+        version=snapshot.version,
+        manifest=snapshot.manifest.to_proto(),
+        parent_version=snapshot.parent_version,
+        token_count=snapshot.token_count,
+        created_at=write_time(snapshot.created_unix_ms),
+        total_bytes=snapshot.total_bytes,
+        origin=snapshot.origin.value,  # type: ignore[arg-type]  # the numbers are the wire's
+        origin_detail=snapshot.origin_detail,
+        request_id=snapshot.request_id,
+        is_brought=snapshot.is_brought,
+    )
+
+
+def write_agent(agent: records.AgentRecord) -> pb.Agent:
+    return pb.Agent(
+        agent_id=agent.agent_id,
+        labels=agent.labels,
+        is_pinned=agent.is_pinned,
+        retained_versions=agent.retained_versions,
+        created_at=write_time(agent.created_unix_ms),
+        used_at=write_time(agent.used_unix_ms),
+        lines=[write_snapshot(line) for line in agent.lines],
+    )
+
+
+def write_lease(token: records.LeaseToken) -> pb.LeaseToken:
+    return pb.LeaseToken(owner=token.owner, generation=token.generation)
+
+
+def write_acquired(lease: records.Lease) -> pb.AcquireLeaseResponse:
+    return pb.AcquireLeaseResponse(
+        lease=write_lease(lease.token),
+        expires_at=write_time(lease.expires_unix_ms),
+        head_version=lease.head_version,
+        head=write_snapshot(lease.newest) if lease.newest is not None else None,
+    )
+
+
+def write_renewed(renewed: records.RenewedLeases) -> pb.RenewLeasesResponse:
+    def named(leases: Sequence[records.HeldLease]) -> list[pb.HeldLease]:
+        return [pb.HeldLease(agent_id=each.agent_id, generation=each.generation) for each in leases]
+
+    return pb.RenewLeasesResponse(lost=named(renewed.lost), wanted=named(renewed.wanted))
+
+
+def write_progress(progress: Progress) -> pb.TransferProgress:
+    return pb.TransferProgress(
+        blobs_done=progress.blobs_done,
+        blobs_total=progress.blobs_total,
+        bytes_done=progress.bytes_done,
+        bytes_total=progress.bytes_total,
+        blobs_skipped=progress.blobs_skipped,
+    )
+
+
+def write_event(event: records.Event) -> pb.WatchEventsResponse:
+    message = pb.WatchEventsResponse(cursor=write_cursor(event.cursor), at=write_time(event.at_unix_ms))
+    body = event.body
+    if isinstance(body, records.Committed):
+        message.committed.CopyFrom(write_snapshot(body.snapshot))
+    elif isinstance(body, records.AgentDeleted):
+        message.agent_deleted.agent_id = body.agent_id
+    elif isinstance(body, records.AgentUpdated):
+        message.agent_updated.agent_id = body.agent_id
+    elif isinstance(body, records.LeaseWanted):
+        message.lease_wanted.agent_id = body.agent_id
+        message.lease_wanted.kv_identity_hash = body.kv_identity_hash
+        message.lease_wanted.takes_back = body.takes_back
+    else:
+        message.blob_damaged.digest.CopyFrom(body.digest.to_proto())
+    return message
+
+
+def write_cursor(cursor: records.EventCursor) -> pb.EventCursor:
+    return pb.EventCursor(incarnation=cursor.incarnation, sequence=cursor.sequence)
+
+
+def write_stats(stats: records.Stats, *, tells_disk: bool) -> pb.GetStatsResponse:
+    """What the disk has left follows what others write: `tells_disk` to who looks after the store."""
+    return pb.GetStatsResponse(
+        agent_count=stats.agent_count,
+        snapshot_count=stats.snapshot_count,
+        blob_count=stats.blob_count,
+        blob_bytes=stats.blob_bytes,
+        logical_bytes=stats.logical_bytes,
+        quota_bytes=stats.quota_bytes or 0,
+        reserved_bytes=stats.reserved_bytes,
+        free_disk_bytes=stats.free_disk_bytes if tells_disk else 0,
+        unreferenced_bytes=stats.unreferenced_bytes,
+        damaged_blob_count=stats.damaged_blob_count,
+        counters=stats.counters,
+    )
+
+
+def write_time(unix_ms: int) -> timestamp_pb2.Timestamp:
+    timestamp = timestamp_pb2.Timestamp()
+    # An expiry is later than the clock, and a clock may be anywhere.
+    timestamp.FromMilliseconds(min(max(unix_ms, 0), records.LAST_UNIX_MS))
+    return timestamp

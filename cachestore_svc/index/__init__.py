@@ -1,0 +1,1 @@
+"""What the store knows of agents, versions and blobs, as rows."""

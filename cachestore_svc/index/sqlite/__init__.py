@@ -1,0 +1,1 @@
+"""The index in SQLite: the only place with SQL."""

@@ -1,0 +1,125 @@
+"""Rows of blobs: what is stored, what it says of itself, who promised it, and what is damaged.
+
+Every statement names a namespace: a hash alone finds nothing.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
+from cachestore_svc.index.sqlite.index import Rows
+
+_COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
+    promised_unix_ms, is_brought"""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobRow:
+    id: int
+    hash: str
+    size_bytes: int
+    kind: str
+    kv_identity_hash: str | None
+    start: int | None
+    tokens: int | None
+    chain: str | None
+    schema_hash: str | None
+    is_damaged: bool
+    promised_unix_ms: int
+    is_brought: bool  # by an archive or from another store, or computed on what was; see provenance
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self.hash, self.size_bytes)
+
+
+def find_namespace(rows: Rows, namespace: str) -> int:
+    """Id of a namespace; 0, which none has, for one that holds nothing yet."""
+    found = rows.one("SELECT id FROM namespaces WHERE name = ?", namespace)
+    return int(found[0]) if found else 0
+
+
+def make_namespace(rows: Rows, namespace: str) -> int:
+    rows.run("INSERT OR IGNORE INTO namespaces (name) VALUES (?)", namespace)
+    return find_namespace(rows, namespace)
+
+
+def namespaces(rows: Rows) -> list[str]:
+    return [name for (name,) in rows.all("SELECT name FROM namespaces ORDER BY name")]
+
+
+def find_blob(rows: Rows, namespace_id: int, digest: Digest) -> BlobRow | None:
+    return find_blobs(rows, namespace_id, [digest]).get(digest)
+
+
+def find_blobs(rows: Rows, namespace_id: int, digests: Iterable[Digest]) -> dict[Digest, BlobRow]:
+    """Those that have a row, damaged ones too. A digest whose size is another blob's finds nothing."""
+    wanted = set(digests)
+    found = rows.all(
+        f"SELECT {_COLUMNS} FROM blobs WHERE namespace_id = ? AND hash IN (SELECT value FROM json_each(?))",  # noqa: S608
+        namespace_id,
+        json.dumps([digest.hash for digest in wanted]),
+    )
+    blobs = (BlobRow(*row) for row in found)
+    return {blob.digest: blob for blob in blobs if blob.digest in wanted}
+
+
+def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
+    """List a blob whose file is durable. True when it is new, False when it replaces a damaged one, whose
+    rest then begins anew."""
+    namespace_id = make_namespace(rows, namespace)
+    identity = facts.identity
+    schema = schema_hash(facts.schema) if identity else None
+    if identity:
+        rows.run("INSERT OR IGNORE INTO schemas VALUES (?, ?)", schema, facts.schema)
+    is_new = find_blob(rows, namespace_id, digest) is None
+    rows.run(
+        """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
+            created_unix_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+            ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0, marked_unix_ms = NULL""",
+        namespace_id,
+        digest.hash,
+        digest.size_bytes,
+        facts.kind,
+        identity.kv_identity_hash if identity else None,
+        identity.start if identity else None,
+        identity.tokens if identity else None,
+        identity.chain if identity else None,
+        schema,
+        now_unix_ms,
+    )
+    return is_new
+
+
+def promise(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
+    """A caller was told that these are here."""
+    rows.many("UPDATE blobs SET promised_unix_ms = ? WHERE id = ?", [(now_unix_ms, blob_id) for blob_id in blob_ids])
+
+
+def set_damaged(rows: Rows, namespace_id: int, digest: Digest, is_damaged: bool) -> bool:
+    """Quarantine a blob, or take it out. True when that changed something."""
+    changed = rows.run(
+        "UPDATE blobs SET is_damaged = ? WHERE namespace_id = ? AND hash = ? AND size_bytes = ? AND is_damaged <> ?",
+        is_damaged,
+        namespace_id,
+        digest.hash,
+        digest.size_bytes,
+        is_damaged,
+    )
+    return changed > 0
+
+
+def damaged_blobs(rows: Rows, namespace_id: int) -> list[Digest]:
+    found = rows.all(
+        "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND is_damaged ORDER BY hash", namespace_id
+    )
+    return [Digest(*row) for row in found]
+
+
+def all_blobs(rows: Rows, namespace_id: int) -> list[Digest]:
+    """Every blob of the namespace that is not in quarantine."""
+    found = rows.all("SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND NOT is_damaged", namespace_id)
+    return [Digest(*row) for row in found]

@@ -1,0 +1,89 @@
+"""History of a namespace: one row per event, a cursor per reader, and a word when history was lost.
+
+Sequences count per namespace, so that a watcher learns nothing of what happens in another.
+"""
+
+import json
+from dataclasses import asdict
+
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.index.sqlite.blob_rows import find_namespace
+from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.records import (
+    AgentDeleted,
+    AgentUpdated,
+    BlobDamaged,
+    Committed,
+    Event,
+    EventBatch,
+    EventBody,
+    EventCursor,
+    LeaseWanted,
+    Origin,
+    SnapshotVersion,
+)
+
+
+class History:
+    """Writes and reads events. Holds no state but what does not change while the store is open."""
+
+    def __init__(self, incarnation: str, kept_events: int) -> None:
+        self.incarnation = incarnation
+        self._kept_events = kept_events
+
+    def append(self, rows: Rows, namespace_id: int, body: EventBody, now_unix_ms: int) -> None:
+        """Add an event, and let go of the oldest beyond what is kept."""
+        rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = ?", namespace_id)
+        last = self._last(rows, namespace_id)
+        rows.run("INSERT INTO events VALUES (?, ?, ?, ?)", namespace_id, last, now_unix_ms, _to_json(body))
+        rows.run("DELETE FROM events WHERE namespace_id = ? AND sequence <= ?", namespace_id, last - self._kept_events)
+
+    def after(self, rows: Rows, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
+        """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
+        namespace_id = find_namespace(rows, namespace)
+        last = self._last(rows, namespace_id)
+        now = EventCursor(self.incarnation, last)
+        if cursor is None:
+            return EventBatch((), now)
+        if cursor.incarnation != self.incarnation or not last - self._kept_events <= cursor.sequence <= last:
+            return EventBatch((), now, is_lost=True)
+        found = rows.all(
+            """SELECT sequence, at_unix_ms, body FROM events
+                WHERE namespace_id = ? AND sequence > ? ORDER BY sequence LIMIT ?""",
+            namespace_id,
+            cursor.sequence,
+            limit,
+        )
+        events = tuple(
+            Event(EventCursor(self.incarnation, sequence), at_unix_ms, _from_json(body))
+            for sequence, at_unix_ms, body in found
+        )
+        return EventBatch(events, events[-1].cursor if events else cursor)
+
+    def _last(self, rows: Rows, namespace_id: int) -> int:
+        found = rows.one("SELECT last_event FROM namespaces WHERE id = ?", namespace_id)
+        return int(found[0]) if found else 0
+
+
+def _to_json(body: EventBody) -> str:
+    return json.dumps({"event": type(body).__name__, **asdict(body)}, separators=(",", ":"))
+
+
+def _from_json(text: str) -> EventBody:
+    fields = json.loads(text)
+    match fields.pop("event"):
+        case "Committed":
+            snapshot = fields["snapshot"]
+            manifest, origin = Digest(**snapshot.pop("manifest")), Origin(snapshot.pop("origin"))
+            return Committed(SnapshotVersion(manifest=manifest, origin=origin, **snapshot))
+        case "AgentDeleted":
+            return AgentDeleted(**fields)
+        case "AgentUpdated":
+            return AgentUpdated(**fields)
+        case "LeaseWanted":
+            return LeaseWanted(**fields)
+        case "BlobDamaged":
+            return BlobDamaged(Digest(**fields["digest"]))
+        case other:
+            raise ValueError(f"event {other!r} is unknown")

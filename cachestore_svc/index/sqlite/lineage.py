@@ -1,0 +1,70 @@
+"""New versions made of old manifests: a fork starts a line at another's version, a rollback repeats an earlier one."""
+
+from kvasir.errors import AlreadyExists, InvalidArgument
+
+from cachestore_svc.index.sqlite import agents, versions
+from cachestore_svc.index.sqlite.blob_rows import find_namespace
+from cachestore_svc.index.sqlite.committing import head_moved, retain
+from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.records import Origin, SnapshotVersion
+
+
+def fork(
+    rows: Rows, namespace: str, source: str, agent_id: str, kv_hash: str | None, version: int | None, now_unix_ms: int
+) -> list[SnapshotVersion]:
+    """The first versions of a new agent's lines. Raises NotFound, AlreadyExists, InvalidArgument."""
+    namespace_id = find_namespace(rows, namespace)
+    lines = versions.lines_of(rows, agents.get_agent(rows, namespace_id, source).id)
+    if kv_hash is not None:
+        lines = [versions.get_line(rows, namespace_id, source, kv_hash)]
+    if version is not None and len(lines) > 1:
+        raise _which_line(lines)
+    if agents.find_agent(rows, namespace_id, agent_id):
+        raise AlreadyExists("an agent of that name exists")
+    agent = agents.make_agent(rows, namespace_id, agent_id, now_unix_ms)
+    return [_fork_line(rows, agent.id, line, version, now_unix_ms) for line in reversed(lines)]
+
+
+def roll_back(
+    rows: Rows,
+    namespace: str,
+    agent_id: str,
+    kv_hash: str | None,
+    version: int,
+    expected_head: int | None,
+    default_retained: int,
+    now_unix_ms: int,
+) -> SnapshotVersion:
+    """A new newest version that is an old one. Raises NotFound, Conflict, InvalidArgument."""
+    namespace_id = find_namespace(rows, namespace)
+    agent = agents.get_agent(rows, namespace_id, agent_id)
+    lines = versions.lines_of(rows, agent.id)
+    if kv_hash is None and len(lines) > 1:
+        raise _which_line(lines)
+    line = versions.get_line(rows, namespace_id, agent_id, kv_hash)
+    old = versions.get_version(rows, line, version)
+    head = versions.head_of(rows, line.id)
+    if expected_head is not None and expected_head != head:
+        raise head_moved(head, expected_head)
+    manifest_id = versions.manifest_id_of(rows, line.id, old.version)
+    new = versions.NewVersion(head, manifest_id, Origin.ROLLBACK, f"version {version}")
+    added = versions.add_version(rows, line.id, new, now_unix_ms)
+    versions.use_line(rows, line.id, now_unix_ms)
+    retain(rows, agent, line.id, default_retained)
+    return added
+
+
+def _fork_line(
+    rows: Rows, agent_id: int, source: versions.Line, version: int | None, now_unix_ms: int
+) -> SnapshotVersion:
+    old = versions.get_version(rows, source, version)
+    line_id = versions.make_line(rows, agent_id, source.kv_identity_hash, now_unix_ms)
+    manifest_id = versions.manifest_id_of(rows, source.id, old.version)
+    new = versions.NewVersion(0, manifest_id, Origin.FORK, f"{old.agent_id} version {old.version}")
+    return versions.add_version(rows, line_id, new, now_unix_ms)
+
+
+def _which_line(lines: list[versions.Line]) -> InvalidArgument:
+    return InvalidArgument(
+        f"kv_identity_hash: expected one, the agent has {len(lines)} lines", field="kv_identity_hash"
+    )

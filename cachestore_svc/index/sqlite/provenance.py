@@ -1,0 +1,60 @@
+"""Whose rows they are: what was brought by an archive or from another store is marked where it lies, on its bytes.
+
+A mark on a version would be washed off by the next fork or rollback, which are versions of their own. So each blob has
+one, its manifest too, and a commit spreads it: whatever is computed on brought rows is as good as they are, and no
+better. A marked blob is never bound to a block hash and never lent, whoever extends it. No mark is ever taken off; it
+ends with its blob.
+"""
+
+import json
+from collections.abc import Sequence
+
+from cachestore_svc.index.sqlite.blob_rows import BlobRow
+from cachestore_svc.index.sqlite.index import Rows
+
+
+def mark(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], *, is_brought: bool) -> list[BlobRow]:
+    """Mark what a commit makes brought, and say which were not before. `named`: the manifest's blobs, in its order;
+    `is_brought`: the whole came from elsewhere.
+
+    What a version of this store's own engines names is not marked by being brought once more: equal digests are equal
+    bytes, and else any client could end all sharing with an export and an import.
+    """
+    everything = [*named, manifest]
+    if is_brought:
+        ours = _held_as_ours(rows, [blob.id for blob in everything])
+        new = [blob for blob in everything if not blob.is_brought and blob.id not in ours]
+    else:
+        new = [blob for blob in _computed_on_brought(manifest, named) if not blob.is_brought]
+    rows.many("UPDATE blobs SET is_brought = 1 WHERE id = ?", [(blob.id,) for blob in new])
+    return new
+
+
+def _computed_on_brought(manifest: BlobRow, named: Sequence[BlobRow]) -> list[BlobRow]:
+    """Blobs with rows behind the first brought one, and the manifest if there are any."""
+    first = min((_first_row(blob) for blob in named if blob.is_brought), default=None)
+    if first is None:
+        return []
+    return [*(blob for blob in named if _end(blob) > first), manifest]
+
+
+def _first_row(blob: BlobRow) -> int:
+    """Where what depends on a blob begins. A state holds what all tokens before it left."""
+    return _end(blob) if blob.kind == "state" else blob.start or 0
+
+
+def _end(blob: BlobRow) -> int:
+    return (blob.start or 0) + (blob.tokens or 0)
+
+
+def _held_as_ours(rows: Rows, blob_ids: Sequence[int]) -> set[int]:
+    """Those that a version of ours is, or names."""
+    found = rows.all(
+        """SELECT wanted.value FROM json_each(?) AS wanted WHERE
+            EXISTS (SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
+                WHERE manifests.blob_id = wanted.value AND NOT blobs.is_brought)
+            OR EXISTS (SELECT 1 FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.manifest_id
+                WHERE manifest_blobs.blob_id = wanted.value AND NOT blobs.is_brought)""",
+        json.dumps(list(blob_ids)),
+    )
+    return {int(blob_id) for (blob_id,) in found}

@@ -1,0 +1,110 @@
+"""What a group commit changes of agents and versions, caught by the database itself and told to the journal.
+
+Triggers of the connection (none lies in the database) catch every change, whichever operation made it and whatever it
+cascades to, and what a savepoint undoes they forget. So no operation must think of the journal, and none can forget it.
+"""
+
+from typing import NamedTuple
+
+from cachestore_svc.index.sqlite import index_state
+from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.journal.journal import Journal
+
+
+class _Caught(NamedTuple):
+    """A trigger: on which event it writes which change, made of which rows."""
+
+    event: str
+    change: str
+    rows: str
+    manifest: str = "NULL"
+
+
+_AGENT = "'agent', namespaces.name, NEW.name, NEW.is_pinned, NEW.retained_versions, NEW.created_unix_ms"
+_LABEL = "'label', namespaces.name, agents.name, {row}.name, {value}"
+_VERSION = """'version', namespaces.name, agents.name, lines.kv_identity_hash, NEW.version, NEW.parent_version,
+    blobs.hash, blobs.size_bytes, NEW.origin, NEW.origin_detail, NEW.created_unix_ms"""
+_BROUGHT = "'brought', namespaces.name, {row}.hash, {value}"
+
+_OF_NAMESPACE = "namespaces WHERE namespaces.id = {row}.namespace_id"
+_OF_AGENT = """agents JOIN namespaces ON namespaces.id = agents.namespace_id WHERE agents.id = {row}.agent_id"""
+_OF_LINE = """lines JOIN agents ON agents.id = lines.agent_id JOIN namespaces ON namespaces.id = agents.namespace_id
+    {join} WHERE lines.id = {row}.line_id"""
+_OF_NEW_VERSION = _OF_LINE.format(row="NEW", join="JOIN blobs ON blobs.id = NEW.manifest_id")
+
+# Of what goes with its agent the agent's own row is gone first: nothing is joined then, and "forget" tells all of it.
+_ALL_CAUGHT = (
+    _Caught("INSERT ON main.agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
+    _Caught("UPDATE ON main.agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
+    _Caught("DELETE ON main.agents", "'forget', namespaces.name, OLD.name", _OF_NAMESPACE.format(row="OLD")),
+    _Caught("INSERT ON main.labels", _LABEL.format(row="NEW", value="NEW.value"), _OF_AGENT.format(row="NEW")),
+    _Caught("UPDATE ON main.labels", _LABEL.format(row="NEW", value="NEW.value"), _OF_AGENT.format(row="NEW")),
+    _Caught("DELETE ON main.labels", _LABEL.format(row="OLD", value="NULL"), _OF_AGENT.format(row="OLD")),
+    _Caught("INSERT ON main.versions", _VERSION, _OF_NEW_VERSION, "NEW.manifest_id"),
+    _Caught("UPDATE ON main.versions", _VERSION, _OF_NEW_VERSION, "NEW.manifest_id"),
+    _Caught(
+        "DELETE ON main.versions",
+        "'drop', namespaces.name, agents.name, lines.kv_identity_hash, OLD.version",
+        _OF_LINE.format(row="OLD", join=""),
+    ),
+)
+_CAUGHT_OF_BLOBS = (
+    _Caught(
+        "INSERT ON main.blobs WHEN NEW.is_brought",
+        _BROUGHT.format(row="NEW", value="1"),
+        _OF_NAMESPACE.format(row="NEW"),
+    ),
+    _Caught(
+        "UPDATE OF is_brought ON main.blobs WHEN NEW.is_brought <> OLD.is_brought",
+        _BROUGHT.format(row="NEW", value="NEW.is_brought"),
+        _OF_NAMESPACE.format(row="NEW"),
+    ),
+    _Caught(
+        "DELETE ON main.blobs WHEN OLD.is_brought",
+        _BROUGHT.format(row="OLD", value="0"),
+        _OF_NAMESPACE.format(row="OLD"),
+    ),
+)
+
+
+class Recorder:
+    """Tells a journal what each group commit changed, before it is committed. Used on the index thread alone."""
+
+    def __init__(self, journal: Journal) -> None:
+        self.journal = journal
+
+    def begin(self, rows: Rows) -> None:
+        """Catch changes from now on."""
+        rows.run("CREATE TEMP TABLE changes (id INTEGER PRIMARY KEY, change TEXT NOT NULL, manifest_id INTEGER)")
+        caught = (*_ALL_CAUGHT, *(_CAUGHT_OF_BLOBS if index_state.has_marks(rows) else ()))
+        for number, (event, change, source, manifest) in enumerate(caught):
+            rows.run(
+                f"""CREATE TEMP TRIGGER caught_{number} AFTER {event} BEGIN
+                    INSERT INTO changes (change, manifest_id) SELECT json_array({change}), {manifest} FROM {source};
+                    END"""  # noqa: S608  all of it is written above
+            )
+
+    def record(self, rows: Rows) -> None:
+        """Write what the transaction changed to the journal, durably, and into it how far the journal came.
+
+        Nothing is written for a transaction that changed nothing of agents and versions. Raises OSError, Unavailable.
+        """
+        caught = rows.all("SELECT change, manifest_id FROM temp.changes ORDER BY id")
+        if caught:
+            rows.run("DELETE FROM temp.changes")
+            changes = [_whole(rows, change, manifest_id) for change, manifest_id in caught]
+            position = self.journal.append(changes)
+            index_state.set_position(rows, self.journal.store, position)
+
+    def keep(self) -> None:
+        self.journal.keep()
+
+    def take_back(self) -> None:
+        self.journal.take_back()
+
+
+def _whole(rows: Rows, change: str, manifest_id: int | None) -> str:
+    """A caught change as the journal has it: that of a version ends with what its manifest holds."""
+    if manifest_id is None:
+        return change
+    return f'{change[:-1]},"{index_state.fingerprint(rows, manifest_id)}"]'

@@ -1,0 +1,255 @@
+"""Rows of lines and their versions: what is the newest, what came before, and which blobs each holds on to.
+
+A version holds its manifest, and the manifest's rows hold its blobs. A blob that nothing holds is garbage; nobody
+counts references, so no count can be wrong.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvasir.errors import NotFound
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.index.sqlite.blob_rows import BlobRow
+from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.records import Origin, SnapshotVersion
+
+# Used in WHERE clauses over `blobs`.
+IS_REFERENCED = """(EXISTS (SELECT 1 FROM manifests WHERE manifests.blob_id = blobs.id)
+    OR EXISTS (SELECT 1 FROM manifest_blobs WHERE manifest_blobs.blob_id = blobs.id))"""
+
+_SNAPSHOT = """SELECT agents.name, lines.kv_identity_hash, versions.version, blobs.hash, blobs.size_bytes,
+    versions.parent_version, manifests.token_count, versions.created_unix_ms, manifests.total_bytes, versions.origin,
+    versions.origin_detail, manifests.request_id, blobs.is_brought
+    FROM versions JOIN lines ON lines.id = versions.line_id JOIN agents ON agents.id = lines.agent_id
+    JOIN manifests ON manifests.blob_id = versions.manifest_id JOIN blobs ON blobs.id = versions.manifest_id"""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    id: int
+    agent_id: int
+    kv_identity_hash: str
+    used_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewVersion:
+    """What a version says of itself beside its number."""
+
+    parent_version: int
+    manifest_id: int
+    origin: Origin
+    origin_detail: str
+
+
+def find_line(rows: Rows, namespace_id: int, agent: str, kv_hash: str | None) -> Line | None:
+    """The line of that KV identity; None: the one used last."""
+    found = rows.one(
+        """SELECT lines.id, lines.agent_id, lines.kv_identity_hash, lines.used_unix_ms
+            FROM lines JOIN agents ON agents.id = lines.agent_id
+            WHERE agents.namespace_id = ? AND agents.name = ? AND (? IS NULL OR lines.kv_identity_hash = ?)
+            ORDER BY lines.used_unix_ms DESC, lines.id DESC LIMIT 1""",
+        namespace_id,
+        agent,
+        kv_hash,
+        kv_hash,
+    )
+    return Line(*found) if found else None
+
+
+def get_line(rows: Rows, namespace_id: int, agent: str, kv_hash: str | None) -> Line:
+    """As find_line. Raises NotFound."""
+    found = find_line(rows, namespace_id, agent, kv_hash)
+    if found is None:
+        raise NotFound("there is no such agent or line")
+    return found
+
+
+def lines_of(rows: Rows, agent_id: int) -> list[Line]:
+    """An agent's lines, last used first."""
+    found = rows.all(
+        """SELECT id, agent_id, kv_identity_hash, used_unix_ms FROM lines WHERE agent_id = ?
+            ORDER BY used_unix_ms DESC, id DESC""",
+        agent_id,
+    )
+    return [Line(*row) for row in found]
+
+
+def make_line(rows: Rows, agent_id: int, kv_hash: str, now_unix_ms: int) -> int:
+    """Id of an agent's line, made when it is not there; counts as a use."""
+    rows.run(
+        """INSERT INTO lines (agent_id, kv_identity_hash, used_unix_ms) VALUES (?, ?, ?)
+            ON CONFLICT (agent_id, kv_identity_hash) DO UPDATE SET used_unix_ms = excluded.used_unix_ms""",
+        agent_id,
+        kv_hash,
+        now_unix_ms,
+    )
+    found = rows.one("SELECT id FROM lines WHERE agent_id = ? AND kv_identity_hash = ?", agent_id, kv_hash)
+    assert found is not None
+    return int(found[0])
+
+
+def use_line(rows: Rows, line_id: int, now_unix_ms: int) -> None:
+    rows.run("UPDATE lines SET used_unix_ms = ? WHERE id = ?", now_unix_ms, line_id)
+
+
+def head_of(rows: Rows, line_id: int) -> int:
+    """The newest version's number; 0 for none."""
+    found = rows.one("SELECT MAX(version) FROM versions WHERE line_id = ?", line_id)
+    return int(found[0] or 0) if found else 0
+
+
+def find_version(rows: Rows, line_id: int, version: int) -> SnapshotVersion | None:
+    found = rows.one(f"{_SNAPSHOT} WHERE versions.line_id = ? AND versions.version = ?", line_id, version)
+    return _snapshot(found) if found else None
+
+
+def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
+    """That version of a line; None: the newest. Raises NotFound."""
+    found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
+    if found is None:
+        raise NotFound(f"there is no version {version} of this line")
+    return found
+
+
+def versions_of(rows: Rows, line_id: int, before: int, limit: int) -> list[SnapshotVersion]:
+    """Versions below a number, newest first."""
+    found = rows.all(
+        f"{_SNAPSHOT} WHERE versions.line_id = ? AND versions.version < ? ORDER BY versions.version DESC LIMIT ?",
+        line_id,
+        before,
+        limit,
+    )
+    return [_snapshot(row) for row in found]
+
+
+def add_version(rows: Rows, line_id: int, new: NewVersion, now_unix_ms: int) -> SnapshotVersion:
+    """The line's next version."""
+    version = head_of(rows, line_id) + 1
+    rows.run(
+        "INSERT INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
+        line_id,
+        version,
+        new.parent_version,
+        new.manifest_id,
+        int(new.origin),
+        new.origin_detail,
+        now_unix_ms,
+    )
+    added = find_version(rows, line_id, version)
+    assert added is not None
+    return added
+
+
+def manifest_id_of(rows: Rows, line_id: int, version: int) -> int:
+    found = rows.one("SELECT manifest_id FROM versions WHERE line_id = ? AND version = ?", line_id, version)
+    return int(found[0]) if found else 0
+
+
+def hold_manifest(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], token_count: int, request_id: str) -> None:
+    """From now on a manifest holds on to the blobs that it names. It may do so already."""
+    total = manifest.size_bytes + sum(blob.size_bytes for blob in named)
+    is_new = rows.run(
+        "INSERT OR IGNORE INTO manifests VALUES (?, ?, ?, ?)", manifest.id, token_count, total, request_id
+    )
+    if is_new:
+        rows.many(
+            "INSERT INTO manifest_blobs VALUES (?, ?, ?)",
+            [(manifest.id, position, blob.id) for position, blob in enumerate(named)],
+        )
+    # A later release must give them their whole rest.
+    ids = [(blob.id,) for blob in (manifest, *named)]
+    rows.many("UPDATE blobs SET marked_unix_ms = NULL WHERE id = ? AND marked_unix_ms IS NOT NULL", ids)
+
+
+def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
+    found = rows.all(
+        """SELECT blobs.hash, blobs.size_bytes FROM manifest_blobs JOIN blobs ON blobs.id = manifest_blobs.blob_id
+            WHERE manifest_blobs.manifest_id = ? ORDER BY manifest_blobs.position""",
+        manifest_id,
+    )
+    return [Digest(*row) for row in found]
+
+
+def named_after(rows: Rows, namespace_id: int, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+    """Blobs that a manifest names behind a position, with theirs."""
+    found = rows.all(
+        """SELECT manifest_blobs.position, blobs.hash, blobs.size_bytes FROM manifest_blobs
+            JOIN blobs ON blobs.id = manifest_blobs.blob_id
+            WHERE manifest_blobs.position > ? AND manifest_blobs.manifest_id =
+                (SELECT id FROM blobs WHERE namespace_id = ? AND hash = ? AND size_bytes = ?)
+            ORDER BY manifest_blobs.position LIMIT ?""",
+        position,
+        namespace_id,
+        manifest.hash,
+        manifest.size_bytes,
+        limit,
+    )
+    return [(int(place), Digest(*digest)) for place, *digest in found]
+
+
+def is_held(rows: Rows, namespace_id: int, manifest: Digest) -> bool:
+    """Whether some version is this manifest."""
+    found = rows.one(
+        """SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
+            WHERE blobs.namespace_id = ? AND blobs.hash = ? AND blobs.size_bytes = ?""",
+        namespace_id,
+        manifest.hash,
+        manifest.size_bytes,
+    )
+    return found is not None
+
+
+def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:
+    """Remove a version; ids of the blobs that nothing holds any more."""
+    manifest_id = manifest_id_of(rows, line_id, version)
+    rows.run("DELETE FROM versions WHERE line_id = ? AND version = ?", line_id, version)
+    return let_go(rows, manifest_id)
+
+
+def let_go(rows: Rows, manifest_id: int) -> list[int]:
+    """Unless a version still is this manifest: let go of its blobs. Ids of those that nothing holds any more."""
+    if rows.one("SELECT 1 FROM versions WHERE manifest_id = ?", manifest_id):
+        return []
+    named = rows.all("SELECT blob_id FROM manifest_blobs WHERE manifest_id = ?", manifest_id)
+    rows.run("DELETE FROM manifests WHERE blob_id = ?", manifest_id)
+    candidates = [manifest_id, *(blob_id for (blob_id,) in named)]
+    unheld = rows.all(
+        f"SELECT id FROM blobs WHERE id IN (SELECT value FROM json_each(?)) AND NOT {IS_REFERENCED}",  # noqa: S608
+        json.dumps(candidates),
+    )
+    return [int(blob_id) for (blob_id,) in unheld]
+
+
+def retain(rows: Rows, line_id: int, kept: int) -> None:
+    """Drop a line's oldest versions beyond those kept. What nothing holds then waits for collection."""
+    old = rows.all(
+        "SELECT version FROM versions WHERE line_id = ? ORDER BY version DESC LIMIT -1 OFFSET ?", line_id, kept
+    )
+    for (version,) in old:
+        drop_version(rows, line_id, version)
+
+
+def _snapshot(row: tuple[object, ...]) -> SnapshotVersion:
+    agent, kv_hash, version, hash_, size, parent, tokens, created, total, origin, detail, request, is_brought = row
+    return SnapshotVersion(
+        agent_id=str(agent),
+        kv_identity_hash=str(kv_hash),
+        version=_int(version),
+        manifest=Digest(str(hash_), _int(size)),
+        parent_version=_int(parent),
+        token_count=_int(tokens),
+        created_unix_ms=_int(created),
+        total_bytes=_int(total),
+        origin=Origin(_int(origin)),
+        origin_detail=str(detail),
+        request_id=str(request),
+        is_brought=bool(is_brought),
+    )
+
+
+def _int(value: object) -> int:
+    assert isinstance(value, int)
+    return value

@@ -1,0 +1,70 @@
+"""A note that a store leaves when it is closed: what bytes its files had. A start that finds them reads no closer.
+
+It is a help and no promise: without it, or with one that is not true any more, the start compares every row.
+"""
+
+import contextlib
+import json
+from pathlib import Path
+
+from blake3 import blake3
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal.journal_lines import Parsed, Position
+
+NAME = "closed"
+_PIECE_BYTES = 1 << 20
+_MOST_BYTES = 1000
+
+
+def write(database: Path, log: Journal, disk: Disk) -> None:
+    """Note the bytes of a database and a journal that nobody writes any more. What fails leaves no note."""
+    path = database.with_name(NAME)
+    note = {
+        "store": log.store,
+        **log.position._asdict(),
+        "base_bytes": log.base_bytes,
+        "size_bytes": log.size_bytes,
+    }
+    with contextlib.suppress(OSError):
+        note["bytes"] = _bytes_of(database, log.path, disk)
+        disk.remove(path)
+        descriptor = disk.open_append(path)
+        try:
+            disk.write(descriptor, json.dumps(note).encode())
+        finally:
+            disk.close(descriptor)
+
+
+def read(database: Path, log: Path, disk: Disk) -> Parsed | None:
+    """The journal as it was when the store was closed, but for its state; None unless database and journal are, to the
+    byte, what they were then, with no log beside them."""
+    if disk.has(Path(f"{database}-wal")):
+        return None
+    try:
+        note = json.loads(bytes(disk.read(database.with_name(NAME), _MOST_BYTES)))
+        if note.pop("bytes") != _bytes_of(database, log, disk):
+            return None
+        return Parsed(
+            note["store"],
+            Position(note["sequence"], note["chain"]),
+            base_bytes=note["base_bytes"],
+            whole_bytes=note["size_bytes"],
+            is_state_whole=True,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _bytes_of(database: Path, log: Path, disk: Disk) -> str:
+    hasher = blake3()
+    for path in (database, log):
+        size_bytes = disk.size_bytes(path)
+        if size_bytes is None:
+            raise FileNotFoundError(path)
+        hasher.update(f"{size_bytes}:".encode())
+        with path.open("rb") as file:
+            while piece := file.read(_PIECE_BYTES):
+                hasher.update(piece)
+    return hasher.hexdigest()

@@ -1,0 +1,1 @@
+"""Agents on the move: streams in and out, archives, peers."""

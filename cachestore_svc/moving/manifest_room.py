@@ -1,0 +1,44 @@
+"""The memory that manifests may take while they are read, shared by namespace.
+
+A manifest of 15 MiB takes a hundred while it is parsed and checked, so whoever reads one waits for that much room
+first. What is kept beyond the reading, a list of blobs during an export, is charged as well.
+"""
+
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES, MAX_STATES
+from kvasir.server.shared_room import SharedRoom
+
+# Two of the largest at once, or hundreds of usual ones.
+MANIFEST_ROOM_BYTES = 256 << 20
+# Measured: 7.3 for tokens, 5 for messages, 2 for text.
+PARSED_PER_BYTE = 8
+# GetSnapshot's answer holds the bytes, their copy in the message, and the message as it is sent.
+ANSWERED_PER_BYTE = 3
+_LISTED_BLOB_BYTES = 256
+_TOKENS_PER_BLOB = 256
+
+
+class ManifestRoom:
+    """Wait here before a manifest is read. On one event loop."""
+
+    def __init__(self) -> None:
+        self.room = SharedRoom(MANIFEST_ROOM_BYTES)
+
+    def parsing(self, namespace: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Room to parse a manifest of this size, which a caller may only claim: no manifest is larger than the most."""
+        return self.room.held_for(namespace, PARSED_PER_BYTE * min(size_bytes, MAX_MANIFEST_BYTES))
+
+    def answering(self, namespace: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
+        return self.room.held_for(namespace, ANSWERED_PER_BYTE * size_bytes)
+
+    def keep_list(self, room: AsyncExitStack, namespace: str, blobs: int) -> None:
+        """Charge the list of a manifest's blobs until `room` closes, for whoever has just parsed it: without waiting,
+        because it gives back more than that."""
+        self.room.take(namespace, _LISTED_BLOB_BYTES * blobs)
+        room.callback(self.room.give_back, namespace, _LISTED_BLOB_BYTES * blobs)
+
+    def listing(self, namespace: str, token_count: int) -> AbstractAsyncContextManager[None]:
+        """Room for the list of the blobs of a version."""
+        blobs = token_count // _TOKENS_PER_BLOB + 1 + MAX_STATES
+        return self.room.held_for(namespace, _LISTED_BLOB_BYTES * blobs)

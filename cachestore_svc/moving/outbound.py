@@ -1,0 +1,137 @@
+"""Blobs on their way out: each is verified before its first byte leaves, and the next is read while one is sent.
+
+All readers together hold at most a budget of bytes, of which each namespace has its share. A stalled reader drops its
+buffered blob when another that may use the memory waits for it, so a thousand of them cost a piece each; while nobody
+waits it keeps what it has, because to drop a blob is to read and verify it again. A digest is looked up before its
+bytes are budgeted: what a caller says of a size takes no memory from anybody.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from types import TracebackType
+from typing import Self
+
+from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
+
+from cachestore_svc.index.sqlite.index import SLICE
+from cachestore_svc.records import MAX_FRAME_BYTES
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a blob; `is_first` says that it is the first of this blob that is sent."""
+
+    digest: Digest
+    offset: int
+    data: bytes
+    is_first: bool
+
+
+class BlobReader:
+    """Reads blobs of the store for whoever asks, within one budget."""
+
+    def __init__(self, store: Store, threads: StoreThreads, budget: SharedRoom) -> None:
+        self._store = store
+        self._threads = threads
+        self._budget = budget
+
+    def open(self, namespace: str, digests: Sequence[Digest], first_offset: int = 0) -> "BlobSource":
+        """The blobs as pieces, in the order asked; the first from `first_offset` on. Use as an `async with`."""
+        return BlobSource(self._store, self._threads, self._budget, namespace, digests, first_offset)
+
+
+class BlobSource:
+    """One reader's blobs. It holds the one that is being sent and, when there is room, the next."""
+
+    def __init__(
+        self,
+        store: Store,
+        threads: StoreThreads,
+        budget: SharedRoom,
+        namespace: str,
+        digests: Sequence[Digest],
+        first_offset: int,
+    ) -> None:
+        self._store = store
+        self._threads = threads
+        self._budget = budget
+        self._namespace = namespace
+        self._waiting = deque(digests)
+        # How many of the next in line are known to be stored: they were looked up together.
+        self._found = 0
+        self._offset = first_offset
+        self._is_first = True
+        self._data: memoryview | None = None
+        self._ahead: asyncio.Task[memoryview] | None = None
+        self._held_bytes = 0
+
+    async def next_piece(self) -> Piece | None:
+        """The next at most 1 MiB; None after the last. Raises NotFound, DataLoss."""
+        if not self._waiting:
+            return None
+        digest = self._waiting[0]
+        if self._data is None:
+            self._data = await self._load(digest)
+        data = bytes(self._data[self._offset : self._offset + MAX_FRAME_BYTES])
+        piece = Piece(digest, self._offset, data, self._is_first)
+        self._offset += len(data)
+        self._is_first = self._offset >= digest.size_bytes
+        if self._is_first:
+            self._waiting.popleft()
+            self._found -= 1
+            self._offset = 0
+            self._data = None
+            self._give_back(digest.size_bytes)
+        return piece
+
+    async def wanted(self) -> None:
+        """Return when another waits for bytes that this reader may hold."""
+        await self._budget.wanted_from(self._namespace)
+
+    async def let_go(self) -> None:
+        """Hold nothing. What is needed later is read, and verified, again."""
+        self._data = None
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            ahead.cancel()
+            await asyncio.gather(ahead, return_exceptions=True)
+        self._give_back(self._held_bytes)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.let_go()
+
+    async def _load(self, digest: Digest) -> memoryview:
+        """The blob's bytes; begins to read the one after it when the budget has room now. Raises NotFound, DataLoss."""
+        if not self._found:
+            self._found = await self._threads.run(
+                self._namespace, self._store.leading_stored, self._namespace, [*islice(self._waiting, SLICE)]
+            )
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            data = await ahead
+        else:
+            await self._budget.wait_for(self._namespace, digest.size_bytes)
+            self._held_bytes += digest.size_bytes
+            data = await self._read(digest)
+        if self._found > 1 and self._budget.take_if_fits(self._namespace, self._waiting[1].size_bytes):
+            self._held_bytes += self._waiting[1].size_bytes
+            self._ahead = asyncio.create_task(self._read(self._waiting[1]))
+        return data
+
+    async def _read(self, digest: Digest) -> memoryview:
+        return await self._threads.run(self._namespace, self._store.read_blob, self._namespace, digest)
+
+    def _give_back(self, count: int) -> None:
+        self._held_bytes -= count
+        self._budget.give_back(self._namespace, count)

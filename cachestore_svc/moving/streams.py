@@ -1,0 +1,55 @@
+"""Streams whose other end may be slow: it makes room for others, and is given up when it stands still."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+from kvasir.errors import DeadlineExceeded
+
+from cachestore_svc.moving.outbound import BlobSource
+
+# A reader that takes no piece within this time lets go of the rest.
+_SLOW_S = 0.5
+
+
+class Streams:
+    """Sends and receives messages. A caller that stands still for `stall_timeout_s` is given up."""
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self._stall_timeout_s = stall_timeout_s
+
+    async def send(self, context: Any, response: Any, source: BlobSource | None = None) -> None:
+        """Write a response. A reader that is slow to take it makes room for others; one that stops is given up."""
+        writing = asyncio.ensure_future(context.write(response))
+        waits: set[asyncio.Future[Any]] = {writing}
+        try:
+            done, _ = await asyncio.wait(waits, timeout=min(_SLOW_S, self._stall_timeout_s))
+            if not done:
+                if source is not None:
+                    waits.add(asyncio.create_task(source.wanted()))
+                done, _ = await asyncio.wait(waits, timeout=self._stall_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+                if source is not None and done and not writing.done():
+                    await source.let_go()
+                    await asyncio.wait((writing,), timeout=self._stall_timeout_s)
+            if not writing.done():
+                raise DeadlineExceeded(
+                    f"the caller took nothing for {self._stall_timeout_s:g} s", reason="READER_STALLED"
+                )
+            await writing
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def unstalled(self, requests: AsyncIterator[Any]) -> AsyncGenerator[Any, None]:
+        """The same requests; a sender that is silent for too long is given up, and its part kept for resumption."""
+        try:
+            while True:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    request = await anext(requests, None)
+                if request is None:
+                    return
+                yield request
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"the caller sent nothing for {self._stall_timeout_s:g} s", reason="SENDER_STALLED"
+            ) from None

@@ -1,0 +1,206 @@
+"""What a start looks at before it changes anything: the index must be this store's, whole, and up to date.
+
+The journal is synced before the index commits. So an index that lags behind by one group was killed in between; one
+that lags by more has lost commits that were acknowledged, and one that is ahead has a journal that lost some. What a
+start cannot trust it refuses, and leaves as it is.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvasir.errors import FailedPrecondition
+
+from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite import index_state
+from cachestore_svc.index.sqlite.index import Rows, index_damaged, looking_at, read_anyway
+from cachestore_svc.index.sqlite.migrations import MIGRATIONS
+from cachestore_svc.journal import closed, journal
+from cachestore_svc.journal.journal_lines import Parsed, Position
+from cachestore_svc.journal.replay import Change, State, differences
+
+RECOVER = "stop the store and run: kvasir store recover"
+# Fewer files than these without rows are what a crash leaves.
+_HANDFUL = 32
+_NAMED = 10
+# What integrity_check says of an index that its table contradicts.
+_OF_AN_INDEX = re.compile(r"row \d+ missing from index |wrong # of entries in index |non-unique entry in index ")
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to do with a data directory that may be opened."""
+
+    journal: Parsed | None = None  # the journal to go on with; None: begin one from the index
+    why_anew: str = ""  # why the journal that lies there cannot be gone on with; "": there is none
+    store: str = ""  # whose index it is; "": it is new, or never had a journal
+    position: Position | None = None  # how far the index came
+    forward: Sequence[Change] = ()  # of the journal's last group, which the index lacks
+    damage: dict[str, dict[str, str]] = field(default_factory=dict)  # see replay.differences
+    has_wrong_indexes: bool = False  # SQLite's own, of tables that are whole
+
+
+def look(database: Path, files: BlobFiles, disk: Disk) -> Look:
+    """Look without changing anything. Raises FailedPrecondition (INDEX_MISSING, INDEX_BEHIND, INDEX_FOREIGN) and
+    DataLoss (INDEX_DAMAGED), each of which says what to do."""
+    path = database.with_name(journal.NAME)
+    if unchanged := closed.read(database, path, disk):
+        return Look(unchanged, "", unchanged.store, unchanged.position)
+    found = journal.read(path, disk)
+    if not disk.size_bytes(database):
+        if files.has_any() or (found and _tells(found)):
+            raise _missing(database, files)
+        return Look()
+    with looking_at(database, disk) as rows:
+        if _is_too_new(rows):
+            # The migrations say so in words of their own.
+            return Look()
+        return _look_inside(rows, database, found, files, disk)
+
+
+def words_of(damage: dict[str, str]) -> str:
+    """What is wrong with a namespace's agents, for a caller of that namespace."""
+    named = [f"{agent!r} {words}" if agent else words for agent, words in sorted(damage.items())]
+    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return "; ".join(named[:_NAMED]) + more
+
+
+def check_tables(rows: Rows) -> bool:
+    """Whether SQLite's own indexes say what its tables do. Raises DataLoss (INDEX_DAMAGED) when these are damaged."""
+    said = [str(answer) for (answer,) in rows.all("PRAGMA integrity_check")]
+    for answer in said:
+        if answer != "ok" and not _OF_AN_INDEX.match(answer):
+            raise index_damaged(answer)
+    return said == ["ok"]
+
+
+def check_whole(rows: Rows) -> None:
+    """Raises DataLoss (INDEX_DAMAGED) when the database contradicts itself, and nothing says which half is right."""
+    if not check_tables(rows):
+        raise index_damaged("its tables and their indexes differ")
+
+
+def _look_inside(rows: Rows, database: Path, found: Parsed | None, files: BlobFiles, disk: Disk) -> Look:
+    reached = index_state.position(rows) if index_state.has_tables(rows) else None
+    if reached is None:
+        return _look_at_first(rows, found, files)
+    store, position = reached
+    if found is None or not found.is_state_whole:
+        check_whole(rows)
+        _check_names_enough(rows, files)
+        return Look(None, _why(found), store, position)
+    if found.store != store:
+        check_whole(rows)
+        return _look_at_foreign(rows, found, files, store, position)
+    if position.sequence > found.position.sequence:
+        check_whole(rows)
+        return Look(None, "it ends before the index does", store, position)
+    if position == found.position and found.damaged_lines <= 1:
+        # One damaged line behind the index's last: a group that was being written, and was never acknowledged.
+        has_wrong_indexes = not check_tables(rows)
+        damage = differences(found.state, read_anyway(rows, index_state.state_of))
+        return Look(found, "", store, position, (), damage, has_wrong_indexes)
+    if position == found.before_last and not found.damaged_lines:
+        check_whole(rows)
+        before = journal.read(database.with_name(journal.NAME), disk, until=position)
+        damage = differences(before.state if before else {}, read_anyway(rows, index_state.state_of))
+        return Look(found, "", store, position, found.last, damage)
+    behind = found.position.sequence + found.damaged_lines - position.sequence
+    if behind > 0 and (position.sequence < found.position.sequence or position == found.position):
+        raise FailedPrecondition(
+            f"the index {database} is {behind} commits behind its journal: its log was lost, or it is old; {RECOVER}",
+            reason="INDEX_BEHIND",
+        )
+    raise _foreign("its history is another than that of the journal")
+
+
+def _look_at_first(rows: Rows, found: Parsed | None, files: BlobFiles) -> Look:
+    """The index never had a journal: it is new, or of an earlier Kvasir, or all that it had is lost."""
+    has_tables = index_state.has_tables(rows)
+    if found is not None and _tells(found):
+        if not has_tables or differences(found.state, read_anyway(rows, index_state.state_of)):
+            raise FailedPrecondition(
+                f"the index knows nothing of its journal: its log was lost, or it is another store's; {RECOVER}",
+                reason="INDEX_BEHIND",
+            )
+        # A crash between making the journal and noting it.
+        check_whole(rows)
+        return Look(None, "", found.store, found.position)
+    if has_tables:
+        check_whole(rows)
+        _check_names_enough(rows, files)
+    elif files.has_any():
+        raise _names_less(0, len(list(_blob_files(files))))
+    return Look()
+
+
+def _look_at_foreign(rows: Rows, found: Parsed, files: BlobFiles, store: str, position: Position) -> Look:
+    """Index and journal are of two stores: what lies in the directory says whose it is."""
+    if lies_here(read_anyway(rows, index_state.state_of), files) and not lies_here(found.state, files):
+        _check_names_enough(rows, files)
+        return Look(None, "it is another store's", store, position)
+    raise _foreign("it is another store's than the journal")
+
+
+def lies_here(state: State, files: BlobFiles) -> bool:
+    """Whether more than half of the manifests of a state are here, in their places or set aside."""
+    there = asked = 0
+    for namespace, space in state.items():
+        listing = files.listing(namespace)
+        names = listing.blobs | listing.asides_by_hash.keys()
+        manifests = {version.manifest_hash for agent in space.agents.values() for version in agent.versions.values()}
+        asked += len(manifests)
+        there += len(manifests & names)
+    return there * 2 > asked
+
+
+def _check_names_enough(rows: Rows, files: BlobFiles) -> None:
+    """Without a journal nothing says whether the index lost commits. One that names less than half of what lies there
+    did, or all of that is garbage: a person must say."""
+    named = {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}
+    there = list(_blob_files(files))
+    unnamed = sum(hash_ not in named for hash_ in there)
+    if unnamed > _HANDFUL and unnamed * 2 > len(there):
+        raise _names_less(len(there) - unnamed, len(there))
+
+
+def _blob_files(files: BlobFiles) -> Iterator[str]:
+    for directory in files.directories():
+        yield from files.listing_of(directory).blobs
+
+
+def _tells(found: Parsed) -> bool:
+    """Whether a journal is proof that there was an index with something in it."""
+    return not found.is_readable or found.position.sequence > 0 or bool(found.state) or found.damaged_lines > 0
+
+
+def _why(found: Parsed | None) -> str:
+    return "it is missing" if found is None else f"{found.damaged_lines} of its lines are damaged"
+
+
+def _is_too_new(rows: Rows) -> bool:
+    if not index_state.has_tables(rows):
+        return False
+    found = rows.one("SELECT MAX(number) FROM migrations")
+    return bool(found and isinstance(found[0], int) and found[0] > len(MIGRATIONS))
+
+
+def _missing(database: Path, files: BlobFiles) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the database {database} is missing, but {files.root} holds blobs: put the database back, or {RECOVER}; "
+        f"to begin anew, move {database.parent} away",
+        reason="INDEX_MISSING",
+    )
+
+
+def _names_less(named: int, there: int) -> FailedPrecondition:
+    return FailedPrecondition(
+        f"the index names {named} of {there} blob files and has no journal: it lost commits, or is foreign; {RECOVER}",
+        reason="INDEX_BEHIND",
+    )
+
+
+def _foreign(words: str) -> FailedPrecondition:
+    return FailedPrecondition(f"the index is not this store's: {words}; {RECOVER}", reason="INDEX_FOREIGN")

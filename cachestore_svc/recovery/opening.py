@@ -1,0 +1,229 @@
+"""Opening a data directory: lock it, look at its index, open it beside its journal, count what is stored, sweep what a
+crash left; and letting go."""
+
+import contextlib
+import fcntl
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+from kvasir.errors import Unavailable
+
+from cachestore_svc.blobs.ballast import Ballast
+from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.blob_writer import Writers
+from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
+from cachestore_svc.blobs.space import Space
+from cachestore_svc.core import Core
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.sqlite import index_state, leases
+from cachestore_svc.index.sqlite.events import History
+from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows, reading_damage
+from cachestore_svc.index.sqlite.recording import Recorder
+from cachestore_svc.journal import closed, journal, journal_lines
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal.replay import Namespace
+from cachestore_svc.records import LAST_UNIX_MS, StoreConfig
+from cachestore_svc.recovery import applying, looking
+from cachestore_svc.upkeep import asides
+
+DATABASE = "kvasir.sqlite3"
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open data directory."""
+
+    core: Core
+    lock: int  # descriptor whose lock says that the directory is ours
+
+    def close(self) -> None:
+        """Finish what the index has, note what it then is, and unlock. A second time does nothing."""
+        core = self.core
+        if core.index.close():
+            if not core.index.damage:
+                closed.write(core.config.data_dir / DATABASE, core.journal, core.disk)
+            core.journal.close()
+            os.close(self.lock)
+
+
+def open_directory(
+    config: StoreConfig,
+    clock: Callable[[], float],
+    token_hex: Callable[[int], str],
+    disk: Disk,
+    *,
+    sweeps: bool,
+    steady: Callable[[], float],
+) -> Opened:
+    """See cachestore_svc.store.Store.open."""
+    with locked(config, disk) as lock:
+        core = _open(config, clock, token_hex, disk, steady)
+        try:
+            if sweeps:
+                asides.sweep_at_start(core)
+            core.ballast.fill(config.free_disk_reserve_bytes)
+        except BaseException:
+            core.index.close()
+            core.journal.close()
+            raise
+        return Opened(core, os.dup(lock))
+
+
+@contextlib.contextmanager
+def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
+    """Make and lock the data directory; unlocked at the end unless the descriptor was copied. What no store raises by
+    itself is told as what it means here."""
+    try:
+        disk.make_directory(config.data_dir)
+        lock = _lock(config.data_dir / "lock")
+    except OSError as error:
+        raise refusal(error, f"the data directory {config.data_dir}") from error
+    try:
+        with reading_damage():
+            yield lock
+    except OSError as error:
+        raise refusal(error, f"the data directory {config.data_dir}") from error
+    finally:
+        os.close(lock)
+
+
+def now_unix_ms(clock: Callable[[], float]) -> int:
+    """The clock's time. One beyond what a Timestamp can tell stands still there: what was stored must be answered."""
+    return int(min(max(clock() * 1000, 0), LAST_UNIX_MS))
+
+
+def _open(
+    config: StoreConfig,
+    clock: Callable[[], float],
+    token_hex: Callable[[int], str],
+    disk: Disk,
+    steady: Callable[[], float],
+) -> Core:
+    def now() -> int:
+        return now_unix_ms(clock)
+
+    ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
+    path = config.data_dir / DATABASE
+    files = BlobFiles(config.data_dir / "namespaces", disk)
+    seen = looking.look(path, files, disk)
+    index = Index(path, disk, ballast, now)
+    try:
+        log = _follow(index, seen, path, files, disk, ballast, token_hex)
+        try:
+            incarnation = _incarnation(index, path, token_hex)
+            space = Space(config, disk, ballast, index.read(HOUSE, _stored_bytes))
+            writers = Writers(files, disk, space, now)
+            history = History(incarnation, config.event_history)
+            live = LiveLeases(steady)
+            index.read(HOUSE, lambda rows: leases.load(rows, live))
+            return Core(config, disk, ballast, index, files, space, writers, history, log, now, live)
+        except BaseException:
+            log.close()
+            raise
+    except BaseException:
+        index.close()
+        raise
+
+
+def _follow(
+    index: Index,
+    seen: looking.Look,
+    database: Path,
+    files: BlobFiles,
+    disk: Disk,
+    ballast: Ballast,
+    token_hex: Callable[[int], str],
+) -> Journal:
+    """Bring index and journal to one position, and let each commit be told to the journal from now on."""
+    log = structlog.get_logger("cachestore")
+    path = database.with_name(journal.NAME)
+    found = seen.journal
+    if found is None:
+        store = seen.store or token_hex(8)
+        position = seen.position or journal_lines.begin(store)
+        if seen.why_anew:
+            log.warning("journal.written_anew", why=seen.why_anew, sequence=position.sequence)
+        state = index.read(HOUSE, index_state.state_of)
+        opened = _begin_journal(ballast, lambda: Journal.begin(path, disk, store, position, state))
+    else:
+        store, position = found.store, found.position
+        if found.damaged_lines or found.torn_bytes:
+            log.warning("journal.end_cut", sequence=position.sequence, bytes=found.torn_bytes)
+        if seen.has_wrong_indexes:
+            log.warning("index.indexes_rebuilt")
+            index.rebuild_indexes()
+        if seen.forward:
+            log.warning("index.rolled_forward", sequence=position.sequence)
+            index.write(HOUSE, lambda rows: applying.roll_forward(rows, files, seen.forward, store, position))
+        if index.is_migrated:
+            # A step of the database's form may change what the journal tells. Of a damaged index it tells what it told.
+            state = index.read(HOUSE, index_state.state_of) | {
+                name: found.state.get(name, Namespace()) for name in seen.damage
+            }
+            opened = _begin_journal(ballast, lambda: Journal.begin(path, disk, store, position, state))
+        else:
+            opened = Journal(path, disk, store, position, found.base_bytes, found.whole_bytes)
+    if not seen.forward and (seen.store, seen.position) != (store, position):
+        index.write(HOUSE, lambda rows: index_state.set_position(rows, store, position))
+    index.record_with(Recorder(opened))
+    for namespace, damage in seen.damage.items():
+        log.error("index.damaged", namespace=namespace, agents=len(damage))
+    index.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})
+    return opened
+
+
+def _begin_journal(ballast: Ballast, begin: Callable[[], Journal]) -> Journal:
+    try:
+        return begin()
+    except OSError as error:
+        if is_no_room(error) and ballast.give_up():
+            return begin()
+        raise
+
+
+def _lock(path: Path) -> int:
+    """Take the directory for this process. The lock ends with the process, however it ends."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(NO_FILE, "the lock is no regular file")
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        holder = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "another process"
+        os.close(descriptor)
+        raise Unavailable(
+            f"the data directory {path.parent} is in use by process {holder}", reason="LOCKED", metadata={"pid": holder}
+        ) from None
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
+def _incarnation(index: Index, database: Path, token_hex: Callable[[int], str]) -> str:
+    """The name of this history. A database copied back lies in another inode: its history went on without it."""
+    inode = str(database.stat().st_ino)
+
+    def find(rows: Rows) -> str | None:
+        facts = dict(rows.all("SELECT name, value FROM facts"))
+        return facts.get("incarnation") if facts.get("inode") == inode else None
+
+    def begin(rows: Rows) -> str:
+        name = token_hex(8)
+        rows.many("INSERT OR REPLACE INTO facts VALUES (?, ?)", [("incarnation", name), ("inode", inode)])
+        return name
+
+    return index.read(HOUSE, find) or index.write(HOUSE, begin)
+
+
+def _stored_bytes(rows: Rows) -> dict[str, int]:
+    return dict(
+        rows.all(
+            """SELECT namespaces.name, SUM(blobs.size_bytes)
+                FROM blobs JOIN namespaces ON namespaces.id = blobs.namespace_id GROUP BY namespaces.id"""
+        )
+    )

@@ -1,0 +1,300 @@
+"""Builds a lost index anew, beside the old one, from the journal, the manifests and the blob files; then replaces it.
+
+Only what was verified is listed: each manifest and blob is read and hashed. A version whose manifest is whole comes
+back, also when a blob of it is gone: that one is in quarantine, as it would have been, and engines compute it again.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import FailedPrecondition
+from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
+from kvasir.formats.digest import Digest, is_hash
+
+from cachestore_svc.blobs.ballast import Ballast
+from cachestore_svc.blobs.blob_checks import BlobFacts, schema_text
+from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite import blob_rows, index_state
+from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows
+from cachestore_svc.index.sqlite.leases import set_floor
+from cachestore_svc.journal import journal, journal_lines
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
+from cachestore_svc.manifests import ManifestFacts, NamedBlob
+from cachestore_svc.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
+from cachestore_svc.recovery import applying, salvage
+from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
+
+_NEW_SUFFIX = ".recovering"
+_DATABASE_SUFFIXES = ("", "-wal", "-shm")
+_PER_COMMIT = 200
+# Namespaces that a store is likely to have.
+_USUAL = ("default",)
+
+Say = Callable[[str, int, int], None]
+
+
+@dataclass
+class _Space:
+    """What comes back of one namespace."""
+
+    name: str
+    told: Namespace
+    files: salvage.Files
+    manifests: set[Digest] = field(default_factory=set)
+    # Not the manifests themselves: all of them together may be more than fits in memory.
+    named: dict[Digest, tuple[NamedBlob, str]] = field(default_factory=dict)  # and of which KV identity
+    identities: dict[str, identity_pb2.KvIdentity] = field(default_factory=dict)
+    lost: list[LostVersion] = field(default_factory=list)
+    named_anew: list[str] = field(default_factory=list)
+    damaged: set[Digest] = field(default_factory=set)
+    with_damaged: set[tuple[str, int]] = field(default_factory=set)
+
+
+def recover(
+    config: StoreConfig,
+    clock: Callable[[], float],
+    token_hex: Callable[[int], str],
+    disk: Disk,
+    namespaces: Sequence[str],
+    say: Say,
+) -> RecoverReport:
+    """Build the index anew and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
+    where no journal tells them. `say` is told what is being read: of how many how many.
+
+    Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace that nobody
+    names; NOTHING_TO_RECOVER).
+    """
+    with locked(config, disk):
+        return _Recovery(config, now_unix_ms(clock), token_hex, disk, say).run(namespaces)
+
+
+class _Recovery:
+    def __init__(
+        self, config: StoreConfig, now_unix_ms: int, token_hex: Callable[[int], str], disk: Disk, say: Say
+    ) -> None:
+        self._data_dir = config.data_dir
+        self._config = config
+        self._now = now_unix_ms
+        self._disk = disk
+        self._say = say
+        self._database = config.data_dir / DATABASE
+        self._files = BlobFiles(config.data_dir / "namespaces", disk)
+        self._store = token_hex(8)
+
+    def run(self, namespaces: Sequence[str]) -> RecoverReport:
+        told = salvage.what_was_told(self._database, self._files, self._disk)
+        if not told.is_whole:
+            known = {*namespaces, *_USUAL, *self._config.namespace_quota_bytes, *told.namespaces}
+            self._check_all_named(known)
+            told.state |= {name: Namespace() for name in sorted(known - told.state.keys()) if self._has_files(name)}
+            told.sources.append("manifests")
+        if not told.state and not self._files.has_any():
+            raise FailedPrecondition(f"{self._data_dir} holds nothing to recover", reason="NOTHING_TO_RECOVER")
+        spaces = [self._space(name, told.state[name], told.is_whole) for name in sorted(told.state)]
+        new = self._database.with_name(DATABASE + _NEW_SUFFIX)
+        state = self._build(new, spaces)
+        kept = self._put_in_place(new, state)
+        return RecoverReport(" and ".join(told.sources), tuple(map(_told_of, spaces)), kept, told.is_whole)
+
+    def _check_all_named(self, known: set[str]) -> None:
+        unknown = [path.name for path in self._files.unknown_directories(known) if self._files.listing_of(path).blobs]
+        if unknown:
+            raise FailedPrecondition(
+                f"{self._files.root / unknown[0]} holds blobs of a namespace whose name neither journal nor index can "
+                "tell any more: name it with --namespace, or move the directory away",
+                reason="NAMESPACE_UNKNOWN",
+            )
+
+    def _has_files(self, namespace: str) -> bool:
+        return self._files.directory(namespace).is_dir()
+
+    # --- what there is ---
+
+    def _space(self, name: str, told: Namespace, is_whole: bool) -> _Space:
+        space = _Space(name, told, salvage.Files(self._files, self._disk, name))
+        if not is_whole:
+            self._name_anew(space)
+        versions = list(_versions_of(told))
+        for number, (agent, key, version) in enumerate(versions, start=1):
+            self._say(f"manifests of {name}", number, len(versions))
+            if problem := self._read_manifest(space, version):
+                del told.agents[agent].versions[key]
+                space.lost.append(LostVersion(agent, key[0], key[1], problem))
+        told.agents = {agent: facts for agent, facts in told.agents.items() if facts.versions}
+        if not is_whole:
+            # Nobody can say any more what came from elsewhere: all of it may have.
+            told.brought = {digest.hash for digest in (*space.manifests, *space.named)}
+        return space
+
+    def _name_anew(self, space: _Space) -> None:
+        self._say(f"files of {space.name}", 0, 1)
+        for agent, version in salvage.unnamed_versions(space.files, space.told).items():
+            facts = space.files.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))
+            assert facts is not None
+            made = version._replace(origin=int(Origin.IMPORT), created_unix_ms=self._now)
+            space.told.agents[agent] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
+            space.named_anew.append(agent)
+
+    def _read_manifest(self, space: _Space, version: Version) -> str:
+        """Why a version cannot come back; "" when it can."""
+        if not is_hash(str(version.manifest_hash)):
+            return "its manifest's digest is damaged"
+        digest = Digest(version.manifest_hash, version.manifest_size_bytes)
+        if digest not in space.manifests:
+            facts = space.files.manifest(digest)
+            if facts is None:
+                return f"its manifest {digest.hash} is missing or damaged"
+            space.manifests.add(digest)
+            space.identities[facts.kv_identity_hash] = facts.kv_identity
+            space.named |= {blob.digest: (blob, facts.kv_identity_hash) for blob in facts.named}
+        return ""
+
+    # --- the new index ---
+
+    def _build(self, new: Path, spaces: Iterable[_Space]) -> "tuple[journal_lines.Position, dict[str, Namespace]]":
+        for suffix in _DATABASE_SUFFIXES:
+            self._disk.remove(Path(f"{new}{suffix}"))
+        ballast = Ballast(self._data_dir / "ballast", 0, self._disk)
+        index = Index(new, self._disk, ballast, lambda: self._now)
+        try:
+            for space in spaces:
+                self._list_blobs(index, space)
+                self._hold_versions(index, space)
+            position = journal_lines.begin(self._store)
+            index.write(HOUSE, partial(self._finish, position=position))
+            return position, index.read(HOUSE, index_state.state_of)
+        finally:
+            index.close()
+
+    def _finish(self, rows: Rows, *, position: journal_lines.Position) -> None:
+        index_state.set_position(rows, self._store, position)
+        # No generation that was ever given may come again: they grow by one at a time, and time runs faster.
+        set_floor(rows, self._now)
+
+    def _list_blobs(self, index: Index, space: _Space) -> None:
+        digests = [*space.manifests, *space.named]
+        for start in range(0, len(digests), _PER_COMMIT):
+            self._say(f"blobs of {space.name}", start, len(digests))
+            batch = [(digest, self._facts_of(space, digest)) for digest in digests[start : start + _PER_COMMIT]]
+            index.write(HOUSE, partial(self._insert, space=space, batch=batch))
+
+    def _facts_of(self, space: _Space, digest: Digest) -> BlobFacts:
+        """What a blob is; one that is not whole is noted as damaged, and is what the manifest that names it says."""
+        named = space.named.get(digest)
+        found = space.files.whole(digest, BlobKind.TENSORS if named else BlobKind.MANIFEST)
+        if found is not None:
+            return found
+        assert named is not None, "manifests were read before"
+        space.damaged.add(digest)
+        return _as_named(named[0], named[1], space.identities[named[1]])
+
+    def _insert(self, rows: Rows, *, space: _Space, batch: list[tuple[Digest, BlobFacts]]) -> None:
+        for digest, facts in batch:
+            blob_rows.insert_blob(rows, space.name, digest, facts, self._now)
+            if digest in space.damaged:
+                blob_rows.set_damaged(rows, blob_rows.find_namespace(rows, space.name), digest, True)
+            if digest.hash in space.told.brought:
+                applying.apply(rows, _cannot_read, [["brought", space.name, digest.hash, 1]])
+
+    def _hold_versions(self, index: Index, space: _Space) -> None:
+        for batch in _batches(list(_versions_of(space.told))):
+            index.write(HOUSE, partial(_hold, space=space, batch=batch))
+        for batch in _batches(list(space.told.agents.items())):
+            index.write(HOUSE, partial(_describe, space=space, batch=batch))
+
+    # --- taking its place ---
+
+    def _put_in_place(self, new: Path, built: "tuple[journal_lines.Position, dict[str, Namespace]]") -> tuple[str, ...]:
+        """The database first and the journal last: until then a start refuses, and this can be done again."""
+        position, state = built
+        log, disk = self._database.with_name(journal.NAME), self._disk
+        new_log = log.with_name(log.name + _NEW_SUFFIX)
+        Journal.begin(new_log, disk, self._store, position, state).close()
+        old = self._free_suffix()
+        kept = [self._move_away(Path(f"{self._database}{suffix}"), old, suffix) for suffix in _DATABASE_SUFFIXES]
+        disk.rename(new, self._database)
+        disk.fsync_directory(self._data_dir)
+        kept.append(self._move_away(log, old, ""))
+        disk.rename(new_log, log)
+        disk.fsync_directory(self._data_dir)
+        return tuple(name for name in kept if name)
+
+    def _free_suffix(self) -> str:
+        when = datetime.fromtimestamp(self._now / 1000, UTC).strftime("%Y%m%dT%H%M%SZ")
+        taken = set(self._disk.names(self._data_dir))
+        suffixes = (f".before-{when}", *(f".before-{when}-{number}" for number in range(2, 1000)))
+        return next(each for each in suffixes if not any(each in name for name in taken))
+
+    def _move_away(self, path: Path, suffix: str, end: str) -> str:
+        """The name that a file of the old store has now; "" when there was none. Its log keeps its database's name."""
+        if path.name not in self._disk.names(self._data_dir):
+            return ""
+        kept = path.with_name(path.name.removesuffix(end) + suffix + end)
+        self._disk.rename(path, kept)
+        return kept.name
+
+
+def _hold(rows: Rows, *, space: _Space, batch: "list[tuple[str, VersionKey, Version]]") -> None:
+    def read(_: str, digest: Digest) -> ManifestFacts:
+        facts = space.files.manifest(digest)
+        assert facts is not None, "it was read before"
+        if not space.damaged.isdisjoint(blob.digest for blob in facts.named):
+            space.with_damaged.add((agent, key[1]))
+        return facts
+
+    for agent, key, version in batch:
+        applying.hold_version(rows, read, space.name, agent, key, version)
+
+
+def _describe(rows: Rows, *, space: _Space, batch: list[tuple[str, Agent]]) -> None:
+    for name, agent in batch:
+        changes = [["label", space.name, name, label, value] for label, value in agent.labels.items()]
+        if agent.facts:
+            changes.append(["agent", space.name, name, *agent.facts])
+        applying.apply(rows, _cannot_read, changes)
+
+
+def _cannot_read(namespace: str, digest: Digest) -> ManifestFacts:
+    raise AssertionError(f"{digest} of {namespace} is not needed")
+
+
+def _versions_of(told: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]":
+    """Versions in the order in which they were made, agents by name."""
+    for agent, facts in sorted(told.agents.items()):
+        for key in sorted(facts.versions):
+            yield agent, key, facts.versions[key]
+
+
+def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentity) -> BlobFacts:
+    """What a blob that is not whole must be, as the manifest that names it says."""
+    expected = expected_state_tensors if need.kind == "state" else expected_tensors
+    try:
+        schema = schema_text(expected(kv_identity, need.tokens))
+    except HeaderError:
+        schema = ""
+    identity = FileIdentity(need.kind, kv_hash, need.start, need.tokens, need.chain)
+    return BlobFacts(need.kind, identity, schema)
+
+
+def _told_of(space: _Space) -> Recovered:
+    return Recovered(
+        namespace=space.name,
+        agents=len(space.told.agents),
+        versions=sum(len(agent.versions) for agent in space.told.agents.values()),
+        lost=tuple(space.lost),
+        damaged_blobs=tuple(sorted(digest.hash for digest in space.damaged)),
+        with_damaged_blobs=tuple(sorted(space.with_damaged)),
+        named_anew=tuple(space.named_anew),
+    )
+
+
+def _batches(things: list) -> Iterator[list]:  # type: ignore[type-arg]
+    iterator = iter(things)
+    return iter(lambda: list(islice(iterator, _PER_COMMIT)), [])

@@ -1,0 +1,175 @@
+"""What is left of a data directory to build an index from: what journal and old index tell, and which files are whole.
+
+The journal comes first. Where it is damaged or gone the old index adds what it can still say; manifests that nobody
+names then come back under names of their own, because a manifest says what was remembered, and not who did.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from blake3 import blake3
+from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+
+from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
+from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.sqlite import index_state
+from cachestore_svc.index.sqlite.index import Rows, looking_at, read_anyway, reading_damage
+from cachestore_svc.journal import journal, journal_lines
+from cachestore_svc.journal.replay import Agent, Namespace, State, Version
+from cachestore_svc.manifests import ManifestFacts, read_manifest
+from cachestore_svc.records import BlobKind
+from cachestore_svc.recovery import looking
+
+
+@dataclass
+class Told:
+    """What there was, and by whom that is known."""
+
+    state: State = field(default_factory=dict)
+    is_whole: bool = False  # nothing else was there, and every mark of what was brought is known
+    sources: list[str] = field(default_factory=list)
+    namespaces: set[str] = field(default_factory=set)  # names that anybody knows
+
+
+def what_was_told(database: Path, files: BlobFiles, disk: Disk) -> Told:
+    """Ask the journal, and the old index where the journal is not whole."""
+    told = Told()
+    found = journal.read(database.with_name(journal.NAME), disk, salvages=True)
+    if found is not None and found.is_readable and (not found.state or looking.lies_here(found.state, files)):
+        told.state, lost = found.state, _lost(found, database, disk)
+        told.is_whole = not lost
+        told.sources.append(f"the journal{lost}")
+    if not told.is_whole:
+        _ask_index(told, database, files, disk)
+    told.namespaces |= told.state.keys()
+    return told
+
+
+def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
+    """What a journal lacks, in words; "" when it is whole, as far as its old index can say."""
+    if found.damaged_lines:
+        return f", but for {found.damaged_lines} damaged lines"
+    if found.torn_bytes:
+        return ", but for its last line, which is cut"
+    with contextlib.suppress(KvasirError):
+        if disk.size_bytes(database):
+            with looking_at(database, disk) as rows, reading_damage():
+                store, position = index_state.position(rows) or ("", found.position)
+            if store == found.store and position.sequence > found.position.sequence:
+                return f", but for its last {position.sequence - found.position.sequence} commits"
+    return ""
+
+
+def _ask_index(told: Told, database: Path, files: BlobFiles, disk: Disk) -> None:
+    if not disk.size_bytes(database):
+        return
+    try:
+        with looking_at(database, disk) as rows, reading_damage():
+            state = read_anyway(rows, index_state.state_of)
+            names = {str(name) for (name,) in read_anyway(rows, _names)}
+    except KvasirError:
+        return
+    if state and looking.lies_here(state, files):
+        told.sources.append("the old index")
+        told.namespaces |= names
+        _add(told.state, state)
+
+
+def _names(rows: Rows) -> list[tuple[object, ...]]:
+    return rows.all("SELECT name FROM namespaces")
+
+
+def _add(state: State, found: State) -> None:
+    """Add what a damaged journal does not say, of what an index of unknown age does."""
+    for name, space in found.items():
+        into = state.setdefault(name, Namespace())
+        into.brought |= space.brought
+        for agent_name, agent in space.agents.items():
+            known = into.agents.setdefault(agent_name, Agent(agent.facts, agent.labels))
+            known.facts = known.facts or agent.facts
+            known.versions = agent.versions | known.versions
+
+
+class Files:
+    """The blob files of one namespace, those set aside among them."""
+
+    def __init__(self, files: BlobFiles, disk: Disk, namespace: str) -> None:
+        self._disk = disk
+        self._shelves = files.directory(namespace)
+        listing = files.listing(namespace)
+        self._asides = listing.asides_by_hash
+        self._names = listing.blobs | self._asides.keys()
+
+    def hashes(self) -> list[str]:
+        return sorted(self._names)
+
+    def whole(self, digest: Digest, kind: BlobKind) -> BlobFacts | None:
+        """What a blob is, if its file is whole. One that was set aside gets its name back."""
+        for path in self._paths(digest.hash):
+            data = self._read(path, digest.size_bytes)
+            if data is None or Digest.of(data) != digest:
+                continue
+            try:
+                check = check_for(kind, digest.size_bytes)
+                check.feed(data)
+                facts = check.finish()
+            except InvalidArgument:
+                continue
+            if path.name != digest.hash:
+                self._disk.rename(path, path.with_name(digest.hash))
+            return facts
+        return None
+
+    def manifest(self, digest: Digest) -> ManifestFacts | None:
+        """What a manifest names, if its bytes are here and whole."""
+        for path in self._paths(digest.hash):
+            data = self._read(path, digest.size_bytes)
+            if data is not None and Digest.of(data) == digest:
+                try:
+                    return read_manifest(data)
+                except InvalidArgument:
+                    return None
+        return None
+
+    def as_manifest(self, hash_: str) -> Digest | None:
+        """The digest of a file that is a whole manifest; None for every other."""
+        for path in self._paths(hash_):
+            size = self._disk.size_bytes(path) or 0
+            data = self._read(path, size) if size <= MAX_MANIFEST_BYTES else None
+            if data is not None and blake3(data).hexdigest() == hash_ and self.manifest(Digest(hash_, size)):
+                return Digest(hash_, size)
+        return None
+
+    def _paths(self, hash_: str) -> Iterator[Path]:
+        yield self._shelves / hash_[:2] / hash_
+        if hash_ in self._asides:
+            yield self._asides[hash_]
+
+    def _read(self, path: Path, size_bytes: int) -> memoryview | None:
+        try:
+            data = self._disk.read(path, size_bytes + 1)
+        except OSError:
+            return None
+        return data if len(data) == size_bytes else None
+
+
+def unnamed_versions(files: Files, space: Namespace) -> dict[str, Version]:
+    """Versions for manifests that no version is, by the names of agents that they get. Their rest is unknown."""
+    named = {version.manifest_hash for agent in space.agents.values() for version in agent.versions.values()}
+    found: dict[str, Version] = {}
+    for hash_ in files.hashes():
+        digest = files.as_manifest(hash_) if hash_ not in named and is_hash(hash_) else None
+        if digest is not None:
+            found[_free_name(hash_, {*space.agents, *found})] = Version(
+                0, digest.hash, digest.size_bytes, 0, "recovered from its manifest", 0, ""
+            )
+    return found
+
+
+def _free_name(hash_: str, taken: set[str]) -> str:
+    return next(name for digits in range(12, len(hash_) + 1) if (name := f"recovered-{hash_[:digits]}") not in taken)

@@ -1,0 +1,1 @@
+"""What an open store does for itself: checks, collection, and files set aside."""

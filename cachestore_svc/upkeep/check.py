@@ -1,0 +1,238 @@
+"""The store looks at itself: index and files both ways, manifests against their rows, bytes against digests.
+
+`check` walks names and rows and reads manifests; `verify` re-hashes everything. Both may run while the store serves:
+what they find is looked up again under the blob's lock before it is called wrong.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, Unavailable
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.blob_files import Damaged
+from cachestore_svc.core import Core
+from cachestore_svc.index.sqlite import blob_rows, index_state, versions
+from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_namespace
+from cachestore_svc.index.sqlite.index import HOUSE, Rows, read_anyway, reading_damage
+from cachestore_svc.journal import replay
+from cachestore_svc.manifests import read_manifest
+from cachestore_svc.records import CheckReport, Finding, VerifyProgress
+from cachestore_svc.recovery import looking
+
+_BLOBS_PER_PROGRESS = 64
+
+
+def check(core: Core, repair: bool) -> CheckReport:
+    """See cachestore_svc.store.Store.check."""
+    names = core.sound_namespaces()
+    with reading_damage():
+        findings = [*_database(core), *_kept_out(core), *_unknown_directories(core, repair)]
+    blobs = snapshots = 0
+    for namespace in names:
+        findings += _damaged(core, namespace, repair)
+        findings += _files(core, namespace, repair)
+        findings += _manifests(core, namespace, repair)
+        counts = core.index.read(namespace, partial(_counts, namespace=namespace))
+        blobs += counts[0]
+        snapshots += counts[1]
+    set_aside = sum(len(core.files.listing_of(directory).asides) for directory in core.files.directories())
+    return CheckReport(tuple(findings), len(names), blobs, snapshots, set_aside)
+
+
+def verify(core: Core, namespace: str, digests: Sequence[Digest]) -> Iterator[VerifyProgress]:
+    """Re-hash blobs; the damaged are quarantined before they are reported. Raises Unavailable when one cannot be read
+    now."""
+    damaged: list[Digest] = []
+    for number, digest in enumerate(digests, start=1):
+        if not _is_whole(core, namespace, digest):
+            damaged.append(digest)
+        if number % _BLOBS_PER_PROGRESS == 0 and number < len(digests):
+            yield VerifyProgress(number, len(digests), tuple(damaged))
+            damaged = []
+    yield VerifyProgress(len(digests), len(digests), tuple(damaged))
+
+
+def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
+    """Whether the bytes are the digest's. A blob swept meanwhile is not damaged."""
+    try:
+        core.verified(namespace, digest)
+    except NotFound:
+        return True
+    except DataLoss:
+        return False
+    return True
+
+
+def _database(core: Core) -> Iterator[Finding]:
+    for (answer,) in core.index.read(HOUSE, lambda rows: rows.all("PRAGMA integrity_check")):
+        if answer != "ok":
+            yield Finding("INDEX_DAMAGED", "", str(answer))
+    for row in core.index.read(HOUSE, lambda rows: rows.all("PRAGMA foreign_key_check")):
+        yield Finding("DANGLING_ROW", "", f"a row of {row[0]} names a row of {row[2]} that is not there")
+
+
+def _kept_out(core: Core) -> Iterator[Finding]:
+    """Namespaces whose rows were found damaged at the start, and what differs from the journal since."""
+    for namespace, words in core.index.damage.items():
+        yield Finding("INDEX_DAMAGED", namespace, words)
+    for namespace, damage in core.index.read(HOUSE, partial(_differences, core=core)).items():
+        if namespace not in core.index.damage:
+            yield Finding("INDEX_DAMAGED", namespace, looking.words_of(damage))
+
+
+def _differences(rows: Rows, *, core: Core) -> dict[str, dict[str, str]]:
+    # On the index thread nobody writes meanwhile: both are at one position.
+    told = core.journal.shorter(core.journal.size_bytes)
+    return replay.differences(told.state, read_anyway(rows, index_state.state_of))
+
+
+def _unknown_directories(core: Core, repair: bool) -> Iterator[Finding]:
+    for directory in core.files.unknown_directories(core.known_namespaces()):
+        # A part may be the first blob of a new namespace, on its way.
+        for hash_ in sorted(core.files.listing_of(directory).blobs):
+            if _is_unowned(core, directory, hash_, repair):
+                yield Finding("ORPHAN_FILE", "", hash_, repair)
+
+
+def _is_unowned(core: Core, directory: Path, hash_: str, repair: bool) -> bool:
+    with core.files.naming_in(directory, hash_):
+        is_unowned = directory in core.files.unknown_directories(core.known_namespaces())
+        if is_unowned and repair:
+            core.files.set_aside(directory, hash_, core.now_unix_ms())
+    return is_unowned
+
+
+def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    """Files without rows, rows without files, files of a wrong size."""
+    listing = core.files.listing(namespace)
+    digests = core.index.read(namespace, lambda rows: _undamaged(rows, namespace=namespace))
+    listed = {digest.hash: digest for digest in digests}
+    for hash_ in sorted(listing.blobs - set(listed)):
+        if _is_orphan(core, namespace, hash_, repair):
+            yield Finding("ORPHAN_FILE", namespace, hash_, repair)
+    for path in listing.strange:
+        yield Finding("STRANGE_FILE", namespace, path.name)
+    for digest in digests:
+        size = core.files.size_bytes(namespace, digest.hash)
+        if size != digest.size_bytes and _has_wrong_size(core, namespace, digest, repair):
+            problem = "MISSING_FILE" if size is None else "WRONG_SIZE"
+            yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
+
+
+def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
+    """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
+    with core.files.naming(namespace, hash_):
+        if core.index.read(namespace, lambda rows: _has_row(rows, namespace, hash_)):
+            return False
+        if repair:
+            core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())
+        return core.files.size_bytes(namespace, hash_) is not None or repair
+
+
+def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) -> bool:
+    """Whether a row's file still is not of its size, looked up while nobody can sweep it or write it again."""
+    with core.files.naming(namespace, digest.hash):
+        is_right = core.files.size_bytes(namespace, digest.hash) == digest.size_bytes
+        if is_right or not _is_listed(core, namespace, digest):
+            return False
+        if repair:
+            core.quarantine(namespace, [digest])
+    return True
+
+
+def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    """Manifests whose rows name other blobs than their bytes do."""
+    held = core.index.read(namespace, lambda rows: _held_manifests(rows, namespace))
+    for manifest in held:
+        try:
+            facts = read_manifest(core.read_blob(namespace, manifest.digest))
+        except InvalidArgument as error:
+            yield Finding("MANIFEST_REFUSED", namespace, f"{manifest.hash}: {error}")
+            continue
+        except KvasirError:
+            # Damaged: told as such. Swept: not there to be wrong.
+            continue
+        named = [blob.digest for blob in facts.named]
+        if core.index.read(namespace, partial(_names_others, manifest=manifest, named=named)):
+            if repair:
+                core.index.write(namespace, partial(_rename, namespace=namespace, manifest=manifest, named=named))
+            yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
+
+
+def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
+    """Blobs in quarantine. Repair takes out those that can be read again, and are whole."""
+    for digest in core.index.read(namespace, partial(_quarantined, namespace=namespace)):
+        is_repaired = repair and _is_readable(core, namespace, digest)
+        if is_repaired:
+            core.index.write(namespace, partial(_take_out, namespace=namespace, digest=digest))
+        yield Finding("DAMAGED_BLOB", namespace, digest.hash, is_repaired)
+
+
+def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
+    try:
+        core.files.read(namespace, digest)
+    except (Damaged, FileNotFoundError, Unavailable):
+        return False
+    return True
+
+
+def _take_out(rows: Rows, *, namespace: str, digest: Digest) -> None:
+    blob_rows.set_damaged(rows, find_namespace(rows, namespace), digest, False)
+
+
+def _quarantined(rows: Rows, *, namespace: str) -> list[Digest]:
+    return blob_rows.damaged_blobs(rows, find_namespace(rows, namespace))
+
+
+def _names_others(rows: Rows, *, manifest: BlobRow, named: list[Digest]) -> bool:
+    # A version dropped meanwhile has no rows at all.
+    is_held = rows.one("SELECT 1 FROM manifests WHERE blob_id = ?", manifest.id) is not None
+    return is_held and versions.named_digests(rows, manifest.id) != named
+
+
+def _rename(rows: Rows, *, namespace: str, manifest: BlobRow, named: list[Digest]) -> None:
+    """Write a manifest's references anew from its bytes, for those of its blobs that are here."""
+    found = blob_rows.find_blobs(rows, find_namespace(rows, namespace), named)
+    rows.run("DELETE FROM manifest_blobs WHERE manifest_id = ?", manifest.id)
+    rows.many(
+        "INSERT INTO manifest_blobs VALUES (?, ?, ?)",
+        [(manifest.id, place, found[digest].id) for place, digest in enumerate(named) if digest in found],
+    )
+
+
+def _held_manifests(rows: Rows, namespace: str) -> list[BlobRow]:
+    held = rows.all(
+        """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
+            WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
+        find_namespace(rows, namespace),
+    )
+    digests = [Digest(*row) for row in held]
+    return list(blob_rows.find_blobs(rows, find_namespace(rows, namespace), digests).values())
+
+
+def _undamaged(rows: Rows, *, namespace: str) -> list[Digest]:
+    return blob_rows.all_blobs(rows, find_namespace(rows, namespace))
+
+
+def _has_row(rows: Rows, namespace: str, hash_: str) -> bool:
+    namespace_id = find_namespace(rows, namespace)
+    return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, hash_) is not None
+
+
+def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
+    return core.index.read(namespace, lambda rows: _has_row(rows, namespace, digest.hash))
+
+
+def _counts(rows: Rows, *, namespace: str) -> tuple[int, int]:
+    namespace_id = find_namespace(rows, namespace)
+    blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
+    snapshots = rows.one(
+        """SELECT COUNT(*) FROM versions JOIN lines ON lines.id = versions.line_id
+            JOIN agents ON agents.id = lines.agent_id WHERE agents.namespace_id = ?""",
+        namespace_id,
+    )
+    assert blobs is not None
+    assert snapshots is not None
+    return int(blobs[0]), int(snapshots[0])

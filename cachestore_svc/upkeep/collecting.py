@@ -1,0 +1,113 @@
+"""Collection and eviction as they run: decide in one transaction, then remove files, never the other way round."""
+
+from collections.abc import Iterable
+
+import structlog
+from kvasir.errors import ResourceExhausted, Unavailable
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.core import Core
+from cachestore_svc.index.sqlite import garbage
+from cachestore_svc.index.sqlite.blob_rows import namespaces
+from cachestore_svc.index.sqlite.index import HOUSE, Rows
+from cachestore_svc.records import GcReport
+from cachestore_svc.upkeep import asides
+
+
+def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
+    """See cachestore_svc.store.Store.collect_garbage."""
+    asker = HOUSE if namespace is None else namespace
+    known = {*core.index.read(asker, namespaces), *core.writers.namespaces()}
+    names = sorted(known - core.index.damage.keys()) if namespace is None else [namespace]
+    reports = [_dry_run(core, name) if dry_run else _collect_one(core, name) for name in names]
+    if not dry_run:
+        core.index.write(asker, garbage.remove_unused_schemas, frees_space=True)
+        core.ballast.fill(core.config.free_disk_reserve_bytes)
+        if namespace is None:
+            reports.append(asides.collect(core))
+            shorten(core)
+    return GcReport(
+        sum(report.blobs_marked for report in reports),
+        sum(report.blobs_swept for report in reports),
+        sum(report.bytes_freed for report in reports),
+    )
+
+
+def shorten(core: Core) -> None:
+    """Write the journal anew when most of it tells of what is gone. What fails waits for the next time."""
+    log = core.journal
+    if not log.is_long:
+        return
+    # On the index thread: what is appended there may not be committed yet, and is then cut off again.
+    try:
+        size_bytes = core.index.read(HOUSE, lambda _: log.size_bytes)
+        told = log.shorter(size_bytes)
+        core.index.read(HOUSE, lambda _: log.shorten(told.state, told.position, size_bytes))
+    except (OSError, ResourceExhausted, Unavailable) as error:
+        structlog.get_logger("cachestore").warning("journal.not_shortened", error=str(error))
+
+
+def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -> None:
+    """Free bytes of a namespace whose quota is full: first what is nobody's, then what eviction may give up. The part
+    of the blob that the room is for stays.
+
+    Frees what is wanted, or as much of what is nobody's as there is; the caller asks again whether it is enough.
+    """
+    wanted_bytes -= core.writers.drop_parts(namespace, core.now_unix_ms(), but=resuming)
+    if wanted_bytes > 0:
+        wanted_bytes -= _sweep(core, namespace).bytes_freed
+    if wanted_bytes > 0:
+        _evict(core, namespace, wanted_bytes)
+
+
+def _collect_one(core: Core, namespace: str) -> GcReport:
+    # Sweep first: what this pass marks rests until another.
+    swept = _sweep(core, namespace)
+    core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
+    now = core.now_unix_ms()
+    marked = core.index.write(namespace, lambda rows: garbage.mark_unheld(rows, namespace, now), frees_space=True)
+    return GcReport(marked, swept.blobs_swept, swept.bytes_freed)
+
+
+def _sweep(core: Core, namespace: str) -> GcReport:
+    deadlines = garbage.rested_at(core.now_unix_ms(), core.grace_ms)
+    blobs, freed = 0, 0
+
+    def work(rows: Rows) -> list[Digest]:
+        batch = garbage.rested(rows, namespace, deadlines, garbage.BATCH)
+        garbage.remove_rows(rows, [blob_id for blob_id, _ in batch])
+        return [digest for _, digest in batch]
+
+    while batch := core.index.write(namespace, work, frees_space=True):
+        blobs += len(batch)
+        freed += core.remove_files(namespace, batch)
+    core.counters.add(namespace, "blobs_swept", blobs)
+    return GcReport(0, blobs, freed)
+
+
+def _dry_run(core: Core, namespace: str) -> GcReport:
+    deadlines = garbage.rested_at(core.now_unix_ms(), core.grace_ms)
+    new, _ = core.index.read(namespace, lambda rows: garbage.count_unheld(rows, namespace))
+    ready = core.index.read(namespace, lambda rows: garbage.rested(rows, namespace, deadlines, -1))
+    return GcReport(new, len(ready), _bytes_of(digest for _, digest in ready))
+
+
+def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
+    now = core.now_unix_ms()
+    deadlines = garbage.rested_at(now, core.grace_ms)
+
+    def work(rows: Rows) -> garbage.Evicted:
+        evicted = garbage.evict(rows, namespace, wanted_bytes, core.config.evict_heads, now, deadlines)
+        core.tell(rows, namespace, evicted.events)
+        return evicted
+
+    try:
+        evicted = core.index.write(namespace, work, frees_space=True)
+    except garbage.NotEnough:
+        return
+    core.remove_files(namespace, evicted.freed)
+    core.counters.add(namespace, "versions_evicted", evicted.versions)
+
+
+def _bytes_of(digests: Iterable[Digest]) -> int:
+    return sum(digest.size_bytes for digest in digests)

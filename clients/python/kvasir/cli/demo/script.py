@@ -1,0 +1,116 @@
+"""What is said in the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
+
+The generator lives with the model, in the engine's package, so it is asked as a program. A turn brings some hundred
+tokens of talk and ends with a question about something told before, which the agent answers live.
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import Unavailable
+
+_GENERATOR = "inference_svc.model.kvasir_tiny.tell"
+_SECRET_LEADS = ("Here is a secret: ", "This is a secret: ", "Tell nobody: ", "Keep this to yourself: ")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Something to ask, the one right reply, and what one says who was not told."""
+
+    text: str
+    answer: str
+    value: str
+    not_told: str
+    told_in: int  # index of the message that told it
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What is said to the agent at once; the last message is the question."""
+
+    messages: tuple[manifest_pb2.Message, ...]
+    question: Question
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """One agent's conversation: the turns it lives through, and questions left for later."""
+
+    agent: str
+    turns: tuple[Turn, ...]
+    later: tuple[Question, ...]
+    secret: Question | None
+    text: str  # all that is told, to make sure that another story does not tell it too
+
+    def ask(self, number: int) -> Turn:
+        """A turn of one question alone, from those left for later."""
+        return ask(self.later[number % len(self.later)])
+
+
+def ask(question: Question) -> Turn:
+    return Turn((manifest_pb2.Message(role="user", content=question.text),), question)
+
+
+def told_story(seed: int, tokens: int, turns: int) -> Story:
+    """The story of a seed, about `tokens` long. Raises Unavailable when the generator cannot be run."""
+    argv = (sys.executable, "-m", _GENERATOR, "--seed", str(seed), "--tokens", str(tokens))
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        last = answer.stderr.strip().splitlines()[-1:] or ["no word"]
+        raise Unavailable(f"{_GENERATOR} ended with {last[0]}; install kvasir[engine]")
+    return story_of(json.loads(answer.stdout), turns)
+
+
+def story_of(talk: dict[str, Any], turns: int) -> Story:
+    """Cut a talk into turns of about equal length, each with a question about what was told by then.
+
+    Raises ValueError for a talk whose agent has no name.
+    """
+    if not talk["agent"]:
+        raise ValueError("the agent of this talk has no name; take another seed")
+    messages = talk["messages"]
+    told = [_question(question) for question in talk["questions"] if question["sort"] == "told"]
+    secret = next((each for each in told if _is_secret(messages[each.told_in]["content"])), None)
+    left = [question for question in told if question is not secret]
+    lived: list[Turn] = []
+    begin = 0
+    for end in _cuts(messages, turns):
+        # The oldest first: what was told longest ago is the harder question.
+        question = next(each for each in left if each.told_in < end)
+        left.remove(question)
+        asked = manifest_pb2.Message(role="user", content=question.text)
+        lived.append(Turn((*map(_message, messages[begin:end]), asked), question))
+        begin = end
+    text = "\n".join(message["content"] for message in messages)
+    return Story(talk["agent"], tuple(lived), tuple(left), secret, text)
+
+
+def _cuts(messages: Sequence[dict[str, Any]], turns: int) -> Iterator[int]:
+    """Indexes where the talk is cut: behind a reply, at about equal amounts of text."""
+    total = sum(len(message["content"]) for message in messages)
+    said, cuts = 0, 0
+    for index, message in enumerate(messages):
+        said += len(message["content"])
+        is_after_reply = message["role"] == "assistant" and (
+            index + 1 == len(messages) or messages[index + 1]["role"] == "user"
+        )
+        if is_after_reply and (said >= total * (cuts + 1) / turns or index + 1 == len(messages)):
+            cuts += 1
+            yield index + 1
+
+
+def _is_secret(text: str) -> bool:
+    return text.startswith(_SECRET_LEADS)
+
+
+def _message(message: dict[str, Any]) -> manifest_pb2.Message:
+    return manifest_pb2.Message(role=message["role"], content=message["content"], name=message.get("name", ""))
+
+
+def _question(question: dict[str, Any]) -> Question:
+    return Question(question["text"], question["answer"], question["value"], question["not_told"], question["told_in"])

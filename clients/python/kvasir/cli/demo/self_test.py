@@ -1,0 +1,74 @@
+"""The self-test of `kvasir doctor`: tell an agent something, kill both services, start them, and ask.
+
+Whether the model understands is not tested, but whether memory comes back: the turn after the restart must come from
+the store, reuse every token, and say what an agent says that was not killed.
+"""
+
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.cli.demo.mac import Mac, macs
+from kvasir.cli.talk import Heard
+from kvasir.errors import KvasirError
+
+_TELL = "My name is Marco, and my favourite colour is green."
+_ASK = "What is my name?"
+
+
+@dataclass
+class _Report:
+    began: float
+    steps: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def step(self, text: str, is_right: bool = True) -> None:
+        self.steps.append(f"{time.monotonic() - self.began:5.1f} s  {text}{'' if is_right else '  ← wrong'}")
+        if not is_right:
+            self.problems.append(f"self-test: {text}")
+
+
+def self_test(model: str) -> dict[str, Any]:
+    """Run it in a home of its own, which is removed. `problems` is empty when memory came back."""
+    report = _Report(time.monotonic())
+    # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
+    root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
+    try:
+        with macs(root) as make:
+            _tell_kill_ask(report, make("a", model=model), make("b", model=model))
+    except KvasirError as error:
+        report.step(error.message, is_right=False)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {"steps": report.steps, "problems": report.problems}
+
+
+def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
+    report.step(f"store and engine started in {mac.start():.1f} s")
+    told = _tell(mac)
+    report.step(f"a turn of {told.prompt_tokens} tokens was {told.snapshot_state}", told.is_durable)
+    mac.kill()
+    report.step(f"both were killed with -9 and started again in {mac.start():.1f} s")
+    warm = mac.say("self-test", [_message(_ASK)])
+    remembered = told.prompt_tokens + told.completion_tokens
+    report.step(
+        f"the next turn came {warm.source} with {warm.cached_tokens} cached tokens of {remembered} remembered "
+        f"({warm.reason or 'no miss'}), first token after {warm.first_token_s:.3f} s",
+        warm.source == "warm" and warm.cached_tokens >= remembered - 1,
+    )
+    control.start()
+    _tell(control)
+    same = control.say("self-test", [_message(_ASK)])
+    report.step("it says what an agent says that was not killed", same.token_ids == warm.token_ids)
+
+
+def _tell(mac: Mac) -> Heard:
+    return mac.say("self-test", [_message(_TELL)], is_new=True)
+
+
+def _message(text: str) -> manifest_pb2.Message:
+    return manifest_pb2.Message(role="user", content=text)

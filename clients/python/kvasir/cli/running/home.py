@@ -1,0 +1,133 @@
+"""The home of one `kvasir up`: where its data, sockets, logs, credentials and tokens lie, and who listens where.
+
+Nothing here starts or asks anything. Commands without an address read `run/up.json`, which a running `kvasir up` keeps.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kvasir.address import MAX_SOCKET_PATH_BYTES
+from kvasir.clients.channel import Tls
+from kvasir.credentials import read_token
+from kvasir.errors import FailedPrecondition, InvalidArgument
+
+DEFAULT_HOME = Path("~/.kvasir")
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a service listens, and the files that a client of it needs."""
+
+    address: str  # "unix:/path", "host:port" or "[v6]:port"
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+    @property
+    def tls(self) -> Tls | None:
+        return None if self.ca_file is None else Tls(self.ca_file)
+
+    def token(self) -> str | None:
+        """The bearer token. Raises CredentialFileError when others can read its file."""
+        return None if self.token_file is None else read_token(self.token_file)
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a running `kvasir up` says of itself in `run/up.json`."""
+
+    pid: int
+    store: str
+    engine: str
+    token_file: str = ""
+    ca_file: str = ""
+    store_pid: int = 0
+    engine_pid: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Paths below one home directory."""
+
+    root: Path
+
+    @property
+    def store_data(self) -> Path:
+        return self.root / "store"
+
+    @property
+    def engine_state(self) -> Path:
+        return self.root / "engine"
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def tokens(self) -> Path:
+        return self.root / "tokens"
+
+    @property
+    def credentials_file(self) -> Path:
+        return self.root / "credentials.toml"
+
+    @property
+    def peers_file(self) -> Path:
+        return self.root / "peers.toml"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.run / "up.lock"
+
+    @property
+    def running_file(self) -> Path:
+        return self.run / "up.json"
+
+    def socket_address(self, service: str) -> str:
+        return f"unix:{self.run / f'{service}.sock'}"
+
+    def make(self) -> None:
+        """Make the directories, 0700. Raises InvalidArgument when a socket's path would be too long."""
+        longest = os.fsencode(self.run / "engine.sock")
+        if len(longest) > MAX_SOCKET_PATH_BYTES:
+            raise InvalidArgument(
+                f"{self.root}: a Unix socket below it would need {len(longest)} bytes of path, and the system allows "
+                f"{MAX_SOCKET_PATH_BYTES}; choose a shorter --home",
+                field="--home",
+            )
+        for directory in (self.root, self.run, self.logs, self.tokens):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if directory.stat().st_mode & 0o077:
+                raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
+
+    def running(self) -> Running | None:
+        """What a `kvasir up` of this home last said of itself; None when there is none."""
+        try:
+            return Running(**json.loads(self.running_file.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def write_running(self, running: Running) -> None:
+        new = self.running_file.with_suffix(".new")
+        new.write_text(json.dumps(asdict(running)))
+        new.chmod(0o600)
+        new.replace(self.running_file)
+
+    def endpoint(self, service: str) -> Endpoint:
+        """Where the service of this home listens: as `up.json` says, else its socket."""
+        running = self.running()
+        if running is None:
+            return Endpoint(self.socket_address(service))
+        address = running.store if service == "store" else running.engine
+        if address.startswith("unix:"):
+            return Endpoint(address)
+        return Endpoint(
+            address,
+            Path(running.token_file) if running.token_file else None,
+            Path(running.ca_file) if running.ca_file else None,
+        )

@@ -1,0 +1,89 @@
+"""The command lines of both services, as the supervisor, the demo and the self-test start them.
+
+The services are programs to the command line, never imports: `python -m cachestore_svc …`, `python -m inference_svc …`.
+"""
+
+import functools
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
+from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.supervisor import Service
+
+# A large model is read from disk and its weights are hashed the first time.
+STORE_READY_WITHIN_S = 60.0
+ENGINE_READY_WITHIN_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreProcess:
+    """A cache store to start."""
+
+    data_dir: Path
+    listen: str
+    endpoint: Endpoint  # how it is reached from here
+    log_file: Path
+    credentials_file: Path | None = None
+    peers_file: Path | None = None  # read if it exists
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+
+    def argv(self) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "cachestore_svc", "serve"),
+            *("--data-dir", str(self.data_dir), "--listen", self.listen),
+            *_option("--credentials-file", self.credentials_file),
+            *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
+            *_option("--tls-cert-file", self.tls_cert_file),
+            *_option("--tls-key-file", self.tls_key_file),
+        )
+
+    def service(self) -> Service:
+        return Service("store", self.argv(), self.log_file, _health(self.endpoint, STORE_SERVICE), STORE_READY_WITHIN_S)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """An inference service to start, with the store that it publishes to."""
+
+    listen: str
+    endpoint: Endpoint  # how it is reached from here
+    store: Endpoint
+    log_file: Path
+    state_dir: Path
+    model: str = ""  # the shipped model when empty
+    options: tuple[str, ...] = ()  # of the service, beside these
+    credentials_file: Path | None = None
+    service_admin: str = ""
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+
+    def argv(self) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "inference_svc", "serve"),
+            *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
+            *_option("--model", self.model),
+            *_option("--credentials-file", self.credentials_file),
+            *_option("--service-admin", self.service_admin),
+            *_option("--tls-cert-file", self.tls_cert_file),
+            *_option("--tls-key-file", self.tls_key_file),
+            *_option("--store-token-file", self.store.token_file),
+            *_option("--store-ca-file", self.store.ca_file),
+            *self.options,
+        )
+
+    def service(self) -> Service:
+        return Service(
+            "engine", self.argv(), self.log_file, _health(self.endpoint, ENGINE_SERVICE), ENGINE_READY_WITHIN_S
+        )
+
+
+def _health(endpoint: Endpoint, service: str) -> Callable[[], Awaitable[bool]]:
+    return functools.partial(is_ready, endpoint, service)
+
+
+def _option(name: str, value: Path | str | None) -> tuple[str, ...]:
+    return (name, str(value)) if value else ()

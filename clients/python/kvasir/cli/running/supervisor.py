@@ -1,0 +1,223 @@
+"""Keeps services running as one group: started in order, restarted when they crash, stopped together in reverse order.
+
+A service that crashes too often ends the group, because a loop of restarts hides the reason. Services write their
+logs to files themselves, so that a killed supervisor takes no log with it.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvasir.cli.running.logs import LogWatch, last_lines, rotate_log
+from kvasir.errors import Unavailable
+
+_POLL_S = 0.1
+_LOG_POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """One process to keep running."""
+
+    name: str
+    argv: tuple[str, ...]
+    log_file: Path
+    is_ready: Callable[[], Awaitable[bool]]
+    ready_within_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a service may crash. Delays double from the first to the longest."""
+
+    max_crashes: int = 5
+    within_s: float = 60.0
+    first_delay_s: float = 0.5
+    longest_delay_s: float = 8.0
+
+    def delay_s(self, crashes: int) -> float:
+        """How long to wait before the restart after this many recent crashes (1 or more)."""
+        return min(self.longest_delay_s, self.first_delay_s * 2.0 ** (crashes - 1))
+
+
+@dataclass
+class _Child:
+    service: Service
+    process: asyncio.subprocess.Process | None = None
+    log_start: int = 0  # where in its log this process began: what others said before is no reason of its own
+    crashes: deque[float] = field(default_factory=deque)
+
+
+class Supervisor:
+    """Runs a group of services. `say` gets one line for people at each event."""
+
+    def __init__(
+        self,
+        services: Sequence[Service],
+        *,
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        policy: RestartPolicy | None = None,
+        grace_s: float = 20.0,
+        keep_descriptor: int | None = None,
+    ) -> None:
+        """`keep_descriptor` is inherited by the services: a lock on it lasts as long as any of the group lives."""
+        self._children = [_Child(service) for service in services]
+        self._say = say
+        self._clock = clock
+        self._policy = policy or RestartPolicy()
+        self._grace_s = grace_s
+        self._keep = () if keep_descriptor is None else (keep_descriptor,)
+        self._stopping = asyncio.Event()
+        self._changed: Callable[[], None] = lambda: None
+
+    def pid(self, name: str) -> int:
+        """The process of a service; 0 when it does not run."""
+        child = next(child for child in self._children if child.service.name == name)
+        return child.process.pid if child.process is not None and child.process.returncode is None else 0
+
+    def stop(self) -> None:
+        """Ask for an orderly end. Safe to repeat."""
+        self._stopping.set()
+
+    async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
+        """Start everything, call `started` once all are ready, and keep it running until stop().
+
+        `changed` is called whenever a process was started: its pid is new.
+        Raises Unavailable, with the last log lines, when a service does not start or crashes too often; the others are
+        stopped by then.
+        """
+        self._changed = changed
+        watching = asyncio.create_task(self._watch_logs())
+        try:
+            for child in self._children:
+                await self._until_stopped(self._start(child))
+            if not self._stopping.is_set():
+                started()
+            async with asyncio.TaskGroup() as watchers:
+                for child in self._children:
+                    watchers.create_task(self._until_stopped(self._keep_running(child)))
+        except* Unavailable as group:
+            raise group.exceptions[0] from None
+        finally:
+            watching.cancel()
+            await self._stop_all()
+
+    async def _watch_logs(self) -> None:
+        """Say what services write of warnings and errors."""
+        watches = [(child.service.name, LogWatch(child.service.log_file)) for child in self._children]
+        while True:
+            await asyncio.sleep(_LOG_POLL_S)
+            for name, watch in watches:
+                for line in watch.important_lines():
+                    self._say(f"{name}: {line}")
+
+    async def _until_stopped(self, work: Awaitable[None]) -> None:
+        """Do the work, unless a stop comes first."""
+        task, stop = asyncio.ensure_future(work), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+        finally:
+            for pending in (task, stop):
+                pending.cancel()
+            await asyncio.gather(task, stop, return_exceptions=True)  # their ends, not our own cancel
+
+    async def _start(self, child: _Child) -> None:
+        service = child.service
+        rotate_log(service.log_file)
+        with service.log_file.open("ab") as log:
+            service.log_file.chmod(0o600)
+            child.log_start = log.tell()
+            # A session of its own: the terminal's Ctrl-C comes here only, and the group ends in order.
+            child.process = await asyncio.create_subprocess_exec(
+                *service.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                pass_fds=self._keep,
+                umask=0o077,
+            )
+        self._changed()
+        began = self._clock()
+        while not await service.is_ready():
+            if child.process.returncode is not None:
+                raise self._failed(child, f"{service.name} ended with {ending(child.process.returncode)} at its start")
+            if self._clock() - began > service.ready_within_s:
+                child.process.kill()
+                await child.process.wait()
+                raise self._failed(child, f"{service.name} was not ready within {service.ready_within_s:g} s")
+            await asyncio.sleep(_POLL_S)
+        self._say(f"{service.name} is ready (pid {child.process.pid}, {self._clock() - began:.1f} s)")
+
+    async def _keep_running(self, child: _Child) -> None:
+        while True:
+            assert child.process is not None
+            code = await child.process.wait()
+            delay_s = self._next_delay_s(child, f"{child.service.name} ended with {ending(code)}")
+            self._say(f"{child.service.name} ended with {ending(code)}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            with contextlib.suppress(Unavailable):  # counted as one more crash when the loop comes round
+                await self._start(child)
+
+    def _next_delay_s(self, child: _Child, what: str) -> float:
+        """How long to wait before a restart. Raises Unavailable when there were too many."""
+        now = self._clock()
+        child.crashes.append(now)
+        while child.crashes[0] < now - self._policy.within_s:
+            child.crashes.popleft()
+        if len(child.crashes) > self._policy.max_crashes:
+            raise self._failed(child, f"{what}, {len(child.crashes)} times within {self._policy.within_s:g} s")
+        return self._policy.delay_s(len(child.crashes))
+
+    def _failed(self, child: _Child, what: str) -> Unavailable:
+        lines = last_lines(child.service.log_file, since=child.log_start)
+        shown = "; its last words: " + " | ".join(lines) if lines else ""
+        return Unavailable(f"{what}{shown} (log: {child.service.log_file})", reason="SERVICE_DID_NOT_START")
+
+    async def _stop_all(self) -> None:
+        """Last started, first stopped: the engine may still want to tell the store something."""
+        for child in reversed(self._children):
+            await self._stop(child)
+
+    async def _stop(self, child: _Child) -> None:
+        process = child.process
+        if process is None or process.returncode is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(process.wait(), self._grace_s)
+        except TimeoutError:
+            self._say(f"{child.service.name} did not stop within {self._grace_s:g} s and is killed")
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def ending(code: int) -> str:
+    """How a process ended, for people."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def process_exists(pid: int) -> bool:
+    """True when a process of this id lives, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,1 @@
+"""The clients of both services, blocking and asynchronous."""

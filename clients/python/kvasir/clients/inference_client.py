@@ -1,0 +1,217 @@
+"""The inference service's blocking client: turns as streams of events, and what was kept when one breaks.
+
+Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Every turn has a request id, so
+that it can be asked again after a break without being done twice. One client may be used by many threads.
+"""
+
+import uuid
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import grpc
+
+from kvasir.clients.channel import Tls, sync_channel
+from kvasir.clients.inference_client_turns import (
+    READS,
+    Input,
+    JsonSchema,
+    KnownVersions,
+    Messages,
+    Reply,
+    ResponseFormat,
+    Sampling,
+    count_request,
+    turn_request,
+    warm_request,
+)
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.status import from_rpc_error
+
+_Response = TypeVar("_Response")
+
+
+class InferenceClient:
+    """An inference service, over one channel. Use as an `with`, or close()."""
+
+    def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
+        self._channel = channel
+        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._timeout_s = timeout_s
+        self._known = KnownVersions()
+
+    @classmethod
+    def connect(
+        cls, address: str, *, token: str | None = None, tls: Tls | None = None, timeout_s: float = 10.0
+    ) -> Self:
+        """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
+        return cls(sync_channel(address, tls, READS), token=token, timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        append_messages: Messages | None = None,
+        agent_id: str = "",
+        parent_version: int | None = None,
+        sampling: Sampling | None = None,
+        json_schema: JsonSchema | None = None,
+        regex: str | None = None,
+        tools: Sequence[pb.Tool] = (),
+        keep_partial: bool = False,
+        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Generator[pb.GenerateResponse, None, None]:
+        """Continue a text, and stream the events: started, prefill_progress, delta…, finished.
+
+        Exactly one of `prompt`, `messages` and `append_messages` (what follows those that the agent remembers). The
+        reply matches `json_schema` or `regex`, if one is given. Closing the generator cancels the turn. Raises what
+        `errors` names; when a turn of an agent breaks, the error's metadata says what was kept: request_id (ask again
+        with it: nothing is done twice) and remembered_version.
+        """
+        request = turn_request(
+            Input(prompt, messages, append_messages),
+            agent_id=agent_id,
+            parent_version=parent_version,
+            sampling=sampling,
+            response_format=ResponseFormat(json_schema, regex),
+            tools=tools,
+            keep_partial=keep_partial,
+            priority=priority,
+            model=model,
+            request_id=request_id or str(uuid.uuid4()),
+        )
+        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            for response in call:
+                self._known.note(agent_id, response)
+                yield response
+        except grpc.RpcError as error:
+            raise self._known.explained(from_rpc_error(error), request) from None
+        finally:
+            call.cancel()
+
+    def reply(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        append_messages: Messages | None = None,
+        agent_id: str = "",
+        parent_version: int | None = None,
+        sampling: Sampling | None = None,
+        json_schema: JsonSchema | None = None,
+        regex: str | None = None,
+        tools: Sequence[pb.Tool] = (),
+        keep_partial: bool = False,
+        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
+        model: str = "",
+        request_id: str = "",
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """As generate, to its end."""
+        reply = Reply()
+        turn = self.generate(
+            prompt=prompt,
+            messages=messages,
+            append_messages=append_messages,
+            agent_id=agent_id,
+            parent_version=parent_version,
+            sampling=sampling,
+            json_schema=json_schema,
+            regex=regex,
+            tools=tools,
+            keep_partial=keep_partial,
+            priority=priority,
+            model=model,
+            request_id=request_id,
+            timeout_s=timeout_s,
+        )
+        with closing(turn) as events:
+            for event in events:
+                reply.add(event)
+        return reply
+
+    def warm(
+        self,
+        *,
+        agent_id: str,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        append_messages: Messages | None = None,
+        tools: Sequence[pb.Tool] = (),
+        model: str = "",
+        timeout_s: float | None = None,
+    ) -> pb.WarmResponse:
+        """Put an agent's memory into the engine ahead of its next turn, and with an input compute that prompt too."""
+        request = warm_request(Input(prompt, messages, append_messages), agent_id=agent_id, tools=tools, model=model)
+        return self._call(pb.WarmResponse, request, timeout_s)
+
+    def count_tokens(
+        self,
+        *,
+        prompt: str | None = None,
+        messages: Messages | None = None,
+        tools: Sequence[pb.Tool] = (),
+        model: str = "",
+    ) -> int:
+        """Tokens of a prompt, or of messages after the chat template."""
+        request = count_request(Input(prompt, messages, None), tools=tools, model=model)
+        return (self._call(pb.CountTokensResponse, request, self._timeout_s)).tokens
+
+    def list_models(self) -> Sequence[pb.Model]:
+        """The models that the engine may load; one at most is loaded."""
+        return (self._call(pb.ListModelsResponse, pb.ListModelsRequest(), self._timeout_s)).models
+
+    def get_model(self, name: str = "") -> pb.Model:
+        """One model; the loaded one when no name is given. Raises NotFound."""
+        return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name), self._timeout_s)).model
+
+    def load_model(
+        self, name: str, *, drop_unstored: bool = False, timeout_s: float | None = None
+    ) -> pb.LoadModelResponse:
+        """Make this the loaded model; another is unloaded first. Takes as long as loading does. Raises NotFound, and
+        FailedPrecondition when hot memories could not be stored.
+        """
+        request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
+        return self._call(pb.LoadModelResponse, request, timeout_s)
+
+    def unload_model(
+        self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None
+    ) -> pb.UnloadModelResponse:
+        """Store what is hot, and free the model. Raises as load_model does."""
+        request = pb.UnloadModelRequest(model=name, drop_unstored=drop_unstored)
+        return self._call(pb.UnloadModelResponse, request, timeout_s)
+
+    def get_capabilities(self) -> pb.GetCapabilitiesResponse:
+        """Limits of the engine, whether it reaches its store, and misses since its start."""
+        return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest(), self._timeout_s)
+
+    def get_stats(self) -> pb.GetStatsResponse:
+        """Counters since the start, and what is under way."""
+        return self._call(pb.GetStatsResponse, pb.GetStatsRequest(), self._timeout_s)
+
+    def _call(self, response_type: type[_Response], request: Any, timeout_s: float | None) -> _Response:
+        """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
+        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
+        try:
+            return cast("_Response", method(request, timeout=timeout_s, metadata=self._metadata))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

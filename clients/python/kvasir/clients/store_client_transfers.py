@@ -1,0 +1,100 @@
+"""The bookkeeping of uploads, shared by the synchronous and the asynchronous client; it knows no channel."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.errors import DataLoss
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FRAME_BYTES, frames_of
+from kvasir.formats.manifest import MAX_MANIFEST_BYTES
+
+Buffer = bytes | bytearray | memoryview
+OnProgress = Callable[[pb.TransferProgress], None]
+
+READS = tuple(
+    f"kvasir.cachestore.v1.CacheStoreService/{name}"
+    for name in (
+        "FindMissingBlobs",
+        "QueryWriteStatus",
+        "GetSnapshot",
+        "ListSnapshots",
+        "ListAgents",
+        "GetAgent",
+        "FindPrefix",
+        "GetCapabilities",
+        "GetStats",
+    )
+)
+MAX_DIGESTS = 10_000
+
+
+class Upload:
+    """Which blobs a store still lacks, the requests that send them, and how far it is. Survives a cut stream."""
+
+    def __init__(
+        self,
+        blobs: Mapping[Digest, Buffer],
+        kind: "pb.BlobKind",
+        missing: Sequence[Digest],
+        on_progress: OnProgress | None,
+    ) -> None:
+        self._blobs = blobs
+        self._kind = kind
+        self._on_progress = on_progress
+        self._pending = dict.fromkeys(missing)
+        self.progress = pb.TransferProgress(
+            blobs_total=len(blobs),
+            bytes_total=sum(digest.size_bytes for digest in blobs),
+            blobs_done=len(blobs) - len(self._pending),
+            blobs_skipped=len(blobs) - len(self._pending),
+        )
+        self.progress.bytes_done = self.progress.bytes_total - sum(digest.size_bytes for digest in self._pending)
+        self._report()
+
+    @property
+    def pending(self) -> Sequence[Digest]:
+        """Blobs without an acknowledgement, in the order in which they are sent."""
+        return tuple(self._pending)
+
+    def requests(self, first_offset: int) -> Iterator[pb.WriteBlobsRequest]:
+        """Everything that is pending, the first blob from `first_offset` on."""
+        for digest in self.pending:
+            for frame in frames_of(digest, self._blobs[digest], self._kind, first_offset):
+                yield pb.WriteBlobsRequest(frame=frame)
+            first_offset = 0
+
+    def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
+        """The store has this blob, durable."""
+        digest = Digest.from_proto(response.digest)
+        if digest in self._pending:
+            del self._pending[digest]
+            self.progress.blobs_done += 1
+            self.progress.blobs_skipped += response.existed
+            self.progress.bytes_done += digest.size_bytes
+            self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(self.progress)
+
+
+def import_requests(agent_id: str, replace: bool, archive: Iterable[bytes]) -> Iterator[pb.ImportAgentRequest]:
+    """The header, then the archive in pieces of at most 1 MiB."""
+    yield pb.ImportAgentRequest(header=pb.ImportAgentHeader(agent_id=agent_id, replace=replace))
+    for piece in archive:
+        for offset in range(0, len(piece), FRAME_BYTES):
+            yield pb.ImportAgentRequest(data=piece[offset : offset + FRAME_BYTES])
+
+
+def batches(digests: Sequence[Digest]) -> Iterator[Sequence[Digest]]:
+    """As many as one request may name."""
+    for start in range(0, len(digests), MAX_DIGESTS):
+        yield digests[start : start + MAX_DIGESTS]
+
+
+def manifest_digest(snapshot: pb.SnapshotVersion) -> Digest:
+    """Of the manifest of a version that a store told. Raises DataLoss for a size that no manifest has."""
+    digest = Digest.from_proto(snapshot.manifest)
+    if digest.size_bytes > MAX_MANIFEST_BYTES:
+        raise DataLoss(f"manifest {digest}: expected at most {MAX_MANIFEST_BYTES} bytes", reason="MANIFEST_REFUSED")
+    return digest

@@ -1,0 +1,348 @@
+"""The seed's single-file form (its Appendix A): an agent's whole memory in one safetensors file, to and from blocks.
+
+In it every tensor is `[1, seq_len, kv_heads, …]`; ours are `[kv_heads, rows, …]` per block. Only the order of rows
+changes, so the way there and back is exact to the bit. The seed's metadata (agent_id, model_id, total_tokens,
+prompt_text, token_sequence) says neither which weights made the KV nor where each token ends in the text: a `kvasir`
+key beside it does. A file without that key is read only for a KV identity that the caller names.
+"""
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+from google.protobuf import json_format
+
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.errors import FailedPrecondition, InvalidArgument
+from kvasir.formats import block_file
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_file import FileIdentity, TensorSpec, expected_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, differing_field, kv_identity_hash
+from kvasir.formats.digest import Digest
+
+# A long conversation's text and tokens stand in the header; the safetensors library stops at 100 MB.
+MAX_HEADER_BYTES = 64 << 20
+METADATA_KEY = "kvasir"
+_SEED_KEYS = ("agent_id", "model_id", "total_tokens", "prompt_text", "token_sequence")
+# What the file says elsewhere, or what is built afresh on the way back.
+_REBUILT_FIELDS = ("token_ids", "text", "blocks", "tail", "states", "shareable_tokens", "parent_manifest")
+
+
+@dataclass(frozen=True, slots=True)
+class SeedFile:
+    """What a file of the seed's form holds, as Kvasir keeps it."""
+
+    agent_id: str
+    model_id: str
+    manifest: manifest_pb2.Manifest
+    blobs: Mapping[Digest, bytes]  # blocks and tail, in the manifest's order
+
+
+def to_seed_file(
+    manifest: manifest_pb2.Manifest, read_blob: Callable[[Digest], bytes], *, agent_id: str, model_id: str
+) -> Iterator[bytes]:
+    """Yield the bytes of one safetensors file, tensor by tensor.
+
+    `read_blob` is asked for every block and the tail, once each; all of them are held in memory. Raises
+    FailedPrecondition for a memory with layers that do not keep all their tokens: the form has no place for them.
+    """
+    identity = manifest.kv_identity
+    tokens = len(manifest.token_ids)
+    specs = _kept_tensors(identity, tokens)
+    parts = [_open_blob(read_blob(Digest.from_proto(digest)), identity) for digest in _blob_digests(manifest)]
+    yield _header((_seed_spec(spec, tokens) for spec in specs), _metadata(manifest, agent_id, model_id))
+    for ours in specs:
+        tensor = bytearray(ours.size_bytes)
+        start = 0
+        for rows, tensors in parts:
+            _copy_rows(tensors[ours.name], rows, memoryview(tensor), start, heads=ours.shape[0], to_seed=True)
+            start += rows
+        yield bytes(tensor)
+
+
+def from_seed_file(data: bytes | memoryview, *, identity: identity_pb2.KvIdentity | None = None) -> SeedFile:
+    """Read a file of the seed's form.
+
+    `identity` is what the memory is to be used with. A file without Kvasir's metadata needs it; its token ends are
+    unknown then, so the memory can be continued whole but not cut. Raises InvalidArgument for a malformed file,
+    FailedPrecondition when the file belongs to another KV identity or none is known.
+    """
+    tensors, metadata = _parse(memoryview(data).cast("B"))
+    manifest = _manifest(metadata, identity)
+    tokens = len(manifest.token_ids)
+    wanted = [_seed_spec(spec, tokens) for spec in _kept_tensors(manifest.kv_identity, tokens)]
+    _check_tensors({name: spec for name, (spec, _) in tensors.items()}, {spec.name: spec for spec in wanted})
+    rows = {name: data for name, (_, data) in tensors.items()}
+    blobs: dict[Digest, bytes] = {}
+    for file_identity in _file_identities(manifest):
+        blob = _block(file_identity, manifest.kv_identity, rows)
+        digest = Digest.of(blob)
+        blobs[digest] = blob
+        if file_identity.kind == "block":
+            manifest.blocks.append(digest.to_proto())
+        else:
+            manifest.tail.CopyFrom(digest.to_proto())
+    manifests.check(manifest)
+    return SeedFile(metadata["agent_id"], metadata["model_id"], manifest, blobs)
+
+
+def _kept_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
+    """Tensors of a whole memory. Raises FailedPrecondition unless every layer keeps all its tokens."""
+    specs = expected_tensors(identity, tokens)
+    if len({spec.name.split("_")[1] for spec in specs}) != len(identity.layers):
+        raise FailedPrecondition(
+            "the seed's form holds only layers that keep all their tokens; use the archive form", reason="NO_SEED_FORM"
+        )
+    return specs
+
+
+# --- rows ---
+
+
+def _copy_rows(block: memoryview, rows: int, seed: memoryview, start: int, *, heads: int, to_seed: bool) -> None:
+    """Copy one tensor's rows between `[heads, rows, …]` and their place in `[1, seq_len, heads, …]`.
+
+    One strided copy per head and machine word moves all rows at once: without numpy, and without a loop over rows.
+    """
+    row_bytes = len(block) // (heads * rows)
+    ours, theirs, word_bytes = _as_words(block, seed, row_bytes)
+    words = row_bytes // word_bytes
+    for head in range(heads):
+        for word in range(words):
+            here = slice(head * rows * words + word, (head + 1) * rows * words, words)
+            first = (start * heads + head) * words + word
+            there = slice(first, first + (rows - 1) * heads * words + 1, heads * words)
+            if to_seed:
+                theirs[there] = ours[here]
+            else:
+                ours[here] = theirs[there]
+
+
+def _as_words(block: memoryview, seed: memoryview, row_bytes: int) -> tuple[memoryview, memoryview, int]:
+    """Both buffers as the widest words that divide a row, and those words' bytes."""
+    if row_bytes % 8 == 0:
+        return block.cast("Q"), seed.cast("Q"), 8
+    if row_bytes % 4 == 0:
+        return block.cast("I"), seed.cast("I"), 4
+    return block.cast("H"), seed.cast("H"), 2
+
+
+def _block(file_identity: FileIdentity, identity: identity_pb2.KvIdentity, rows: Mapping[str, memoryview]) -> bytes:
+    tokens, start = file_identity.tokens, file_identity.start
+    tensors = []
+    for spec in expected_tensors(identity, tokens):
+        buffer = bytearray(spec.size_bytes)
+        _copy_rows(memoryview(buffer), tokens, rows[spec.name], start, heads=spec.shape[0], to_seed=False)
+        tensors.append((spec, buffer))
+    return block_file.encode(file_identity, tensors)
+
+
+def _file_identities(manifest: manifest_pb2.Manifest) -> Iterator[FileIdentity]:
+    identity_hash = kv_identity_hash(manifest.kv_identity)
+    chain = ""
+    for start in range(0, len(manifest.token_ids), BLOCK_TOKENS):
+        tokens = manifest.token_ids[start : start + BLOCK_TOKENS]
+        chain = chain_hash(identity_hash, chain, tokens)
+        kind = "block" if len(tokens) == BLOCK_TOKENS else "tail"
+        yield FileIdentity(kind, identity_hash, start, len(tokens), chain)
+
+
+def _blob_digests(manifest: manifest_pb2.Manifest) -> Iterator[manifest_pb2.Digest]:
+    yield from manifest.blocks
+    if manifest.HasField("tail"):
+        yield manifest.tail
+
+
+def _open_blob(blob: bytes, identity: identity_pb2.KvIdentity) -> tuple[int, dict[str, memoryview]]:
+    """Rows of a block or tail, and its tensors' bytes by name."""
+    header = block_file.parse_header(blob, len(blob))
+    block_file.check_schema(header, identity)
+    view, offset = memoryview(blob), header.data_offset
+    tensors: dict[str, memoryview] = {}
+    for spec in header.tensors:
+        tensors[spec.name] = view[offset : offset + spec.size_bytes]
+        offset += spec.size_bytes
+    return header.identity.tokens, tensors
+
+
+# --- writing the header ---
+
+
+def _seed_spec(spec: TensorSpec, seq_len: int) -> TensorSpec:
+    heads, _, width = spec.shape
+    return TensorSpec(spec.name, spec.dtype, (1, seq_len, heads, width))
+
+
+def _header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for spec in specs:
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [offset, offset + spec.size_bytes],
+        }
+        offset += spec.size_bytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _metadata(manifest: manifest_pb2.Manifest, agent_id: str, model_id: str) -> dict[str, str]:
+    rest = manifest_pb2.Manifest()
+    rest.CopyFrom(manifest)
+    for field in _REBUILT_FIELDS:
+        rest.ClearField(field)  # type: ignore[arg-type]
+    return {
+        "agent_id": agent_id,
+        "model_id": model_id,
+        "total_tokens": str(len(manifest.token_ids)),
+        "prompt_text": manifest.text,
+        "token_sequence": json.dumps(list(manifest.token_ids)),
+        METADATA_KEY: json_format.MessageToJson(rest, preserving_proto_field_name=True, indent=None),
+    }
+
+
+# --- reading the header ---
+
+
+def _malformed(message: str) -> InvalidArgument:
+    return InvalidArgument(f"seed file: {message}", reason="SEED_FILE_MALFORMED", field="file")
+
+
+def _parse(data: memoryview) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, str]]:
+    """Check the header of a stranger's file; its tensors by name, and its metadata."""
+    if len(data) < 8:
+        raise _malformed(f"expected at least 8 bytes, got {len(data)}")
+    (length,) = struct.unpack_from("<Q", data)
+    if not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8):
+        raise _malformed(f"header length: expected 2 to {min(MAX_HEADER_BYTES, len(data) - 8)}, got {length}")
+    entries = _json_object(bytes(data[8 : 8 + length]), "header")
+    metadata = entries.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _malformed("__metadata__: expected an object of strings")
+    if missing := [key for key in _SEED_KEYS if key not in metadata]:
+        raise _malformed(f"__metadata__ lacks {', '.join(missing)}")
+    if len(entries) > block_file.MAX_TENSORS:
+        raise _malformed(f"expected at most {block_file.MAX_TENSORS} tensors, got {len(entries)}")
+    return _tensors(entries, data[8 + length :]), metadata
+
+
+def _tensors(entries: Mapping[str, object], data: memoryview) -> dict[str, tuple[TensorSpec, memoryview]]:
+    """Tensors by name. Their ranges must cover the data exactly, in any order."""
+    found = [(*_offsets(name, entry), name, cast("dict[str, object]", entry)) for name, entry in entries.items()]
+    tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
+    expected_begin = 0
+    for begin, end, name, entry in sorted(found, key=lambda item: item[:2]):
+        try:
+            spec = block_file.tensor_spec(name, entry["dtype"], entry["shape"])
+        except block_file.HeaderError as error:
+            raise _malformed(str(error)) from None
+        if begin != expected_begin or end - begin != spec.size_bytes:
+            raise _malformed(
+                f"{name[:80]}: data_offsets: expected [{expected_begin}, {expected_begin + spec.size_bytes}], "
+                f"got [{begin}, {end}]"
+            )
+        tensors[name] = (spec, data[begin:end])
+        expected_begin = end
+    if expected_begin != len(data):
+        raise _malformed(f"expected {expected_begin} bytes of tensors by its header, got {len(data)}")
+    return tensors
+
+
+def _offsets(name: str, entry: object) -> tuple[int, int]:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _malformed(f"{name[:80]}: expected exactly dtype, shape and data_offsets")
+    offsets = entry["data_offsets"]
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
+        raise _malformed(f"{name[:80]}: data_offsets: expected two whole numbers")
+    return offsets[0], offsets[1]
+
+
+def _check_tensors(found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:
+    for name, spec in wanted.items():
+        if found.get(name) != spec:
+            got = f"{found[name].dtype} {list(found[name].shape)}" if name in found else "none"
+            raise FailedPrecondition(
+                f"seed file: {name}: expected {spec.dtype} {list(spec.shape)} of this KV identity's layout, got {got}",
+                reason="KV_IDENTITY_DIFFERS",
+            )
+    if extra := sorted(set(found) - set(wanted)):
+        raise FailedPrecondition(
+            f"seed file: {extra[0][:80]} and {len(extra) - 1} more tensors are not in this KV identity's layout",
+            reason="KV_IDENTITY_DIFFERS",
+        )
+
+
+def _manifest(metadata: Mapping[str, str], identity: identity_pb2.KvIdentity | None) -> manifest_pb2.Manifest:
+    """The manifest that a file's metadata tells, without blocks and tail."""
+    token_ids = _token_ids(metadata)
+    text = metadata["prompt_text"]
+    if METADATA_KEY in metadata:
+        manifest = _own_manifest(metadata[METADATA_KEY])
+        if identity is not None and (difference := differing_field(identity, manifest.kv_identity)):
+            raise FailedPrecondition(f"seed file: {difference}", reason="KV_IDENTITY_DIFFERS")
+    elif identity is None:
+        raise FailedPrecondition(
+            "seed file: it does not say which weights, layout and KV policy made it, and model_id "
+            f"{metadata['model_id'][:80]!r} is only a name; name the model that it belongs to",
+            reason="KV_IDENTITY_UNKNOWN",
+        )
+    else:
+        # Where each token ends in the text is unknown: as if the last one completed all of it.
+        ends = [0] * (len(token_ids) - 1) + [len(text)]
+        manifest = manifest_pb2.Manifest(format=1, kv_identity=identity, token_chars=ends)
+    if len(manifest.token_chars) != len(token_ids) or sum(manifest.token_chars) != len(text):
+        raise _malformed(f"token_chars: expected {len(token_ids)} numbers that add up to {len(text)}")
+    try:
+        manifest.text = text
+        manifest.token_ids.extend(token_ids)
+    except (ValueError, UnicodeError) as error:
+        raise _malformed(f"prompt_text or token_sequence: {type(error).__name__}") from None
+    return manifest
+
+
+def _own_manifest(text: str) -> manifest_pb2.Manifest:
+    try:
+        manifest = json_format.Parse(text, manifest_pb2.Manifest())
+    except (json_format.ParseError, ValueError, RecursionError) as error:
+        raise _malformed(f"__metadata__.{METADATA_KEY}: {type(error).__name__}") from None
+    manifests.check_kv_identity(manifest.kv_identity)
+    if manifest.format != 1 or any(_is_set(manifest, field) for field in _REBUILT_FIELDS):
+        raise _malformed(f"__metadata__.{METADATA_KEY}: expected format 1 and none of {', '.join(_REBUILT_FIELDS)}")
+    return manifest
+
+
+def _is_set(manifest: manifest_pb2.Manifest, field: str) -> bool:
+    return any(descriptor.name == field for descriptor, _ in manifest.ListFields())
+
+
+def _token_ids(metadata: Mapping[str, str]) -> list[int]:
+    tokens = _json(metadata["token_sequence"].encode("utf-8", "surrogatepass"), "token_sequence")
+    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token < 1 << 32 for token in tokens):
+        raise _malformed("token_sequence: expected a JSON list of token ids")
+    if not tokens or metadata["total_tokens"] != str(len(tokens)):
+        raise _malformed(f"total_tokens: expected {len(tokens)} by token_sequence, at least 1")
+    return tokens
+
+
+def _json_object(data: bytes, what: str) -> dict[str, object]:
+    value = _json(data, what)
+    if not isinstance(value, dict):
+        raise _malformed(f"{what}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _json(data: bytes, what: str) -> object:
+    def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise _malformed(f"{what}: a key appears twice")
+        return result
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise _malformed(f"{what} is not JSON: {type(error).__name__}") from None

@@ -1,0 +1,316 @@
+"""The safetensors files of blocks, tails and states: how they are written, and how strangers' headers are checked.
+
+One file holds every layer's K and V for a run of tokens, in the block pool's own layout `[kv_heads, rows, …]`, so bytes
+move without transposing. Any safetensors library reads them. The encoder is ours because equal tensors must give equal
+bytes: tensors in schema order, one metadata key, header padded to 64 bytes. The checker runs before anything
+else looks at bytes that came from outside; it reads the header only and never computes on tensors.
+"""
+
+import json
+import math
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 4096
+METADATA_KEY = "kvasir"
+_ALIGNMENT = 64
+
+_NAME = re.compile(r"layer_(0|[1-9][0-9]{0,3})_(?:[kv](?:_weights|_scales|_biases)?|state_(0|[1-9][0-9]?))")
+_ITEM_BYTES = {"U32": 4, "F16": 2, "BF16": 2, "F32": 4}
+_SCALE_DTYPE = {identity_pb2.SCALE_TYPE_FLOAT16: "F16", identity_pb2.SCALE_TYPE_BFLOAT16: "BF16"}
+_STATE_DTYPE = {
+    identity_pb2.TENSOR_TYPE_FLOAT32: "F32",
+    identity_pb2.TENSOR_TYPE_FLOAT16: "F16",
+    identity_pb2.TENSOR_TYPE_BFLOAT16: "BF16",
+}
+_KINDS = ("block", "tail", "state")
+
+
+class HeaderError(ValueError):
+    """A tensor file's header is not one that Kvasir would write. Says what was found and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a file: its name, safetensors dtype, and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """What a tensor file says it holds."""
+
+    kind: str  # "block", "tail" or "state"
+    kv_identity_hash: str
+    start: int  # first token's position; for a state, 0
+    tokens: int  # rows of a block or tail; tokens seen by a state
+    chain: str  # chain_hash of these tokens and all before them
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "chain": self.chain,
+                "format": 1,
+                "kind": self.kind,
+                "kv_identity": self.kv_identity_hash,
+                "start": self.start,
+                "tokens": self.tokens,
+            },
+            separators=(",", ":"),
+            sort_keys=True,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A checked header: identity, tensors in file order, and where their bytes begin."""
+
+    identity: FileIdentity
+    tensors: tuple[TensorSpec, ...]
+    data_offset: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Size that the whole file must have."""
+        return self.data_offset + sum(tensor.size_bytes for tensor in self.tensors)
+
+
+def expected_tensors(identity: identity_pb2.KvIdentity, rows: int) -> tuple[TensorSpec, ...]:
+    """Tensors of a block or tail with `rows` tokens: every layer that keeps all its tokens, in order."""
+    kept = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
+    specs: list[TensorSpec] = []
+    for index, layer in enumerate(identity.layers):
+        if layer.kind in kept:
+            specs += layer_tensors(identity, index, rows)
+    return tuple(specs)
+
+
+def expected_state_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
+    """Tensors of a state after `tokens` tokens, of the layers that do not keep all tokens, in order: the rows of a
+    window that the next token sees, and recurrent states.
+
+    Raises HeaderError when the identity does not describe a recurrent layer's state: then no file can be one.
+    """
+    specs: list[TensorSpec] = []
+    for index, layer in enumerate(identity.layers):
+        if layer.kind == identity_pb2.LAYER_KIND_WINDOW:
+            if rows := window_rows(layer.window, tokens):
+                specs += layer_tensors(identity, index, rows)
+        elif layer.kind == identity_pb2.LAYER_KIND_STATE:
+            specs += recurrent_tensors(layer, index)
+    return tuple(specs)
+
+
+def window_rows(window: int, tokens: int) -> int:
+    """Rows that a window layer keeps after `tokens` tokens: those that the next token sees besides itself."""
+    return min(window - 1, tokens)
+
+
+def recurrent_tensors(layer: identity_pb2.LayerLayout, index: int) -> list[TensorSpec]:
+    """One recurrent layer's state, as `layer_N_state_M`. Raises HeaderError when the layout does not describe it."""
+    if not layer.state_tensors:
+        raise HeaderError(f"layer {index}: the layout does not describe its recurrent state")
+    return [
+        TensorSpec(f"layer_{index}_state_{part}", _STATE_DTYPE[tensor.type], tuple(tensor.shape))
+        for part, tensor in enumerate(layer.state_tensors)
+    ]
+
+
+def layer_tensors(identity: identity_pb2.KvIdentity, index: int, rows: int) -> list[TensorSpec]:
+    """K and V of one layer for `rows` tokens, as `[kv_heads, rows, …]`."""
+    layer, policy = identity.layers[index], identity.policy
+    specs: list[TensorSpec] = []
+    for letter, dim, bits in (("k", layer.key_dim, policy.key_bits), ("v", layer.value_dim, policy.value_bits)):
+        if dim:
+            name = f"layer_{index}_{letter}"
+            is_exact = bits == 16 or index in policy.exact_layers
+            specs += (
+                _exact(name, layer.kv_heads, rows, dim, policy)
+                if is_exact
+                else _quantized(name, layer.kv_heads, rows, dim, bits, policy)
+            )
+    return specs
+
+
+def _exact(name: str, heads: int, rows: int, dim: int, policy: identity_pb2.KvPolicy) -> list[TensorSpec]:
+    return [TensorSpec(name, _SCALE_DTYPE[policy.scale_type], (heads, rows, dim))]
+
+
+def _quantized(
+    name: str, heads: int, rows: int, dim: int, bits: int, policy: identity_pb2.KvPolicy
+) -> list[TensorSpec]:
+    scale_shape = (heads, rows, dim // policy.group_size)
+    scale_dtype = _SCALE_DTYPE[policy.scale_type]
+    return [
+        TensorSpec(f"{name}_weights", "U32", (heads, rows, dim * bits // 32)),
+        TensorSpec(f"{name}_scales", scale_dtype, scale_shape),
+        TensorSpec(f"{name}_biases", scale_dtype, scale_shape),
+    ]
+
+
+def encode(identity: FileIdentity, tensors: Sequence[tuple[TensorSpec, bytes | bytearray | memoryview]]) -> bytes:
+    """Bytes of a tensor file. Tensors keep the order given; each buffer must have its spec's size."""
+    for spec, data in tensors:
+        if memoryview(data).nbytes != spec.size_bytes:
+            raise ValueError(f"{spec.name}: expected {spec.size_bytes} bytes, got {memoryview(data).nbytes}")
+    header = encode_header(identity, [spec for spec, _ in tensors])
+    return b"".join([header, *(data for _, data in tensors)])
+
+
+def encode_header(identity: FileIdentity, specs: Iterable[TensorSpec]) -> bytes:
+    """The first bytes of a tensor file, length prefix included: who knows what a file must be can compare them."""
+    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: identity.to_json()}}
+    offset = 0
+    for spec in specs:
+        end = offset + spec.size_bytes
+        entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
+        offset = end
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
+
+
+def header_size(first_bytes: bytes | memoryview) -> int:
+    """Bytes of the length prefix and header, from a file's first 8 bytes. Raises HeaderError if absurd."""
+    if len(first_bytes) < 8:
+        raise HeaderError(f"file is truncated: expected at least 8 bytes, got {len(first_bytes)}")
+    (length,) = struct.unpack_from("<Q", first_bytes)
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise HeaderError(f"header length: expected 2 to {MAX_HEADER_BYTES}, got {length}")
+    return 8 + int(length)
+
+
+def parse_header(data: bytes | memoryview, file_size_bytes: int) -> Header:
+    """Check the header of a tensor file whose first bytes are `data`, and return it.
+
+    Refuses (HeaderError): truncation, duplicate keys, unknown fields, names outside the schema, too many tensors,
+    offsets that are not exactly contiguous, a total that is not the file's size, and foreign or missing metadata.
+    """
+    data_offset = header_size(data[:8])
+    if len(data) < data_offset:
+        raise HeaderError(f"header is truncated: expected {data_offset} bytes, got {len(data)}")
+    entries = _load_json(bytes(data[8:data_offset]))
+    identity = _file_identity(entries.pop("__metadata__", None))
+    if not 1 <= len(entries) <= MAX_TENSORS:
+        raise HeaderError(f"tensors: expected 1 to {MAX_TENSORS}, got {len(entries)}")
+    tensors = tuple(_contiguous_tensors(entries))
+    header = Header(identity, tensors, data_offset)
+    if header.size_bytes != file_size_bytes:
+        raise HeaderError(f"file size: expected {header.size_bytes} bytes by its header, got {file_size_bytes}")
+    _check_rows(header)
+    return header
+
+
+def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
+    """Raise HeaderError unless a file's tensors are exactly those of the KV identity."""
+    schema = expected_state_tensors if header.identity.kind == "state" else expected_tensors
+    expected = schema(identity, header.identity.tokens)
+    if header.tensors != expected:
+        wrong = next((f for f, e in zip(header.tensors, expected, strict=False) if f != e), None)
+        raise HeaderError(f"tensors: expected {len(expected)} of the layout, got {len(header.tensors)}; first: {wrong}")
+
+
+def _load_json(data: bytes) -> dict[str, object]:
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (UnicodeDecodeError, RecursionError, ValueError) as error:
+        raise HeaderError(f"header is not the JSON expected: {error}") from None
+    if not isinstance(value, dict):
+        raise HeaderError(f"header: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _unique(pairs: Iterable[tuple[str, object]]) -> dict[str, object]:
+    result: dict[str, object] = {}
+    for key, value in pairs:
+        if key in result:
+            raise HeaderError(f"header: key {key[:80]!r} appears twice")
+        result[key] = value
+    return result
+
+
+def _refuse_constant(text: str) -> object:
+    raise HeaderError(f"header: {text} is not a number")
+
+
+def _file_identity(metadata: object) -> FileIdentity:
+    if not isinstance(metadata, dict) or set(metadata) != {METADATA_KEY} or not isinstance(metadata[METADATA_KEY], str):
+        raise HeaderError(f"__metadata__: expected the one key {METADATA_KEY!r} with a string")
+    # A lone surrogate, which JSON can spell, is no UTF-8: it is refused as the JSON that it is not.
+    fields = _load_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
+    if set(fields) != {"chain", "format", "kind", "kv_identity", "start", "tokens"} or not _are_exactly(
+        [fields["format"]], [1]
+    ):
+        raise HeaderError("__metadata__.kvasir: expected format 1 with chain, kind, kv_identity, start, tokens")
+    kind, start, tokens = fields["kind"], fields["start"], fields["tokens"]
+    if kind not in _KINDS:
+        raise HeaderError(f"kind: expected one of {_KINDS}, got {str(kind)[:80]!r}")
+    for name in ("chain", "kv_identity"):
+        if not isinstance(fields[name], str) or re.fullmatch(r"[0-9a-f]{64}", str(fields[name])) is None:
+            raise HeaderError(f"{name}: expected 64 lower-case hex digits")
+    if not _is_count(start) or not _is_count(tokens) or tokens == 0:
+        raise HeaderError("start, tokens: expected whole numbers, tokens at least 1")
+    if (kind == "block" and tokens != BLOCK_TOKENS) or (kind == "tail" and tokens >= BLOCK_TOKENS):  # type: ignore[operator]
+        raise HeaderError(f"tokens: expected {BLOCK_TOKENS} for a block and fewer for a tail, got {tokens}")
+    if start % BLOCK_TOKENS:  # type: ignore[operator]
+        raise HeaderError(f"start: expected a multiple of {BLOCK_TOKENS}, got {start}")
+    return FileIdentity(str(kind), str(fields["kv_identity"]), start, tokens, str(fields["chain"]))  # type: ignore[arg-type]
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 40
+
+
+def _are_exactly(found: object, expected: Sequence[int]) -> bool:
+    """Whether it is this list of whole numbers. `[False, 4096.0] == [0, 4096]` holds in Python and nowhere else."""
+    return (
+        isinstance(found, list)
+        and len(found) == len(expected)
+        and all(type(number) is int for number in found)
+        and found == list(expected)
+    )
+
+
+def _contiguous_tensors(entries: Mapping[str, object]) -> Iterable[TensorSpec]:
+    offset = 0
+    for name, entry in entries.items():
+        if _NAME.fullmatch(name) is None:
+            raise HeaderError(f"tensor name: expected layer_N_k…, layer_N_v… or layer_N_state_M, got {name[:80]!r}")
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise HeaderError(f"{name}: expected exactly dtype, shape and data_offsets")
+        spec = tensor_spec(name, entry["dtype"], entry["shape"])
+        if not _are_exactly(entry["data_offsets"], [offset, offset + spec.size_bytes]):
+            raise HeaderError(f"{name}: data_offsets: expected [{offset}, {offset + spec.size_bytes}]")
+        offset += spec.size_bytes
+        yield spec
+
+
+def tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
+    """A header entry's dtype and shape, checked. Raises HeaderError."""
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise HeaderError(f"{name}: dtype: expected one of {sorted(_ITEM_BYTES)}, got {str(dtype)[:20]!r}")
+    if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or not all(_is_count(n) and n > 0 for n in shape):
+        raise HeaderError(f"{name}: shape: expected 1 to 8 positive numbers")
+    return TensorSpec(name, dtype, tuple(shape))
+
+
+def _check_rows(header: Header) -> None:
+    """K and V of blocks and tails are `[kv_heads, rows, …]` with the rows that the file says."""
+    if header.identity.kind == "state":
+        return
+    for tensor in header.tensors:
+        if "_state_" in tensor.name or len(tensor.shape) != 3 or tensor.shape[1] != header.identity.tokens:
+            raise HeaderError(f"{tensor.name}: shape: expected [kv_heads, {header.identity.tokens}, …]")

@@ -1,0 +1,268 @@
+"""Manifests: building one, and checking one that came from anywhere, field by field.
+
+A manifest's bytes are kept as they came and never serialized again; `parse` reads them for use. Every refusal is an
+InvalidArgument that names the field ("manifest.token_chars").
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from google.protobuf.message import DecodeError
+
+from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
+from kvasir.errors import InvalidArgument
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.manifest_scan import ScanError, count_records
+from kvasir.names import check_request_id
+
+FORMAT = 1
+# Half a million tokens with their text and their messages are 7 MiB.
+MAX_MANIFEST_BYTES = 16 << 20
+# Fields of a manifest and of the messages inside it: parsed, each may take a hundred bytes.
+MAX_RECORDS = 500_000
+MAX_TOKENS = 4_000_000
+MAX_LAYERS = 1024
+MAX_STATES = 1024
+MAX_MESSAGES = 100_000
+MAX_DIMENSION = 1 << 20
+MAX_STATE_TENSORS = 16
+MAX_STATE_AXES = 7
+ROLES = frozenset({"system", "user", "assistant", "tool"})
+FINISH_REASONS = frozenset({"", "stop", "length", "stop_sequence", "tool_calls", "cancelled"})
+_BITS = (4, 8, 16)
+
+_KEEPS_ALL = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
+_KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
+_STATE_TYPES = (
+    identity_pb2.TENSOR_TYPE_FLOAT32,
+    identity_pb2.TENSOR_TYPE_FLOAT16,
+    identity_pb2.TENSOR_TYPE_BFLOAT16,
+)
+
+
+def build(
+    *,
+    kv_identity: identity_pb2.KvIdentity,
+    token_ids: Sequence[int],
+    text: str,
+    token_chars: Sequence[int],
+    blocks: Iterable[Digest] = (),
+    tail: Digest | None = None,
+    states: Iterable[tuple[int, Digest]] = (),
+    shareable_tokens: int = 0,
+    messages: Iterable[manifest_pb2.Message] = (),
+    tokenizer_digest: str = "",
+    template_digest: str = "",
+    parent_manifest: str = "",
+    turn: manifest_pb2.Turn | None = None,
+    created_unix_ms: int,
+) -> bytes:
+    """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending."""
+    manifest = manifest_pb2.Manifest(
+        format=FORMAT,
+        kv_identity=kv_identity,
+        tokenizer_digest=tokenizer_digest,
+        template_digest=template_digest,
+        token_ids=token_ids,
+        text=text,
+        token_chars=token_chars,
+        messages=messages,
+        blocks=[digest.to_proto() for digest in blocks],
+        tail=None if tail is None else tail.to_proto(),
+        states=[manifest_pb2.StatePoint(tokens=tokens, digest=digest.to_proto()) for tokens, digest in states],
+        shareable_tokens=shareable_tokens,
+        parent_manifest=parent_manifest,
+        turn=turn,
+        created_unix_ms=created_unix_ms,
+    )
+    check(manifest)
+    return manifest.SerializeToString(deterministic=True)
+
+
+def parse(data: bytes | bytearray | memoryview) -> manifest_pb2.Manifest:
+    """Read and check a manifest's bytes. Raises InvalidArgument naming the first wrong field."""
+    size_bytes = memoryview(data).nbytes
+    if size_bytes > MAX_MANIFEST_BYTES:
+        raise _wrong("", f"expected at most {MAX_MANIFEST_BYTES} bytes, got {size_bytes}")
+    held = bytes(data)
+    try:
+        count_records(held, manifest_pb2.Manifest.DESCRIPTOR, MAX_RECORDS)
+        manifest = manifest_pb2.Manifest.FromString(held)
+    except (DecodeError, ScanError) as error:
+        raise _wrong("", f"not a serialized kvasir.cachestore.v1.Manifest: {error}") from None
+    check(manifest)
+    return manifest
+
+
+def check(manifest: manifest_pb2.Manifest) -> None:
+    """Raise InvalidArgument, naming the field, unless the manifest agrees with itself and keeps the limits."""
+    if manifest.format != FORMAT:
+        raise _wrong("format", f"expected {FORMAT}, got {manifest.format}")
+    check_kv_identity(manifest.kv_identity)
+    _check_tokens(manifest)
+    _check_blobs(manifest)
+    for name in ("tokenizer_digest", "template_digest", "parent_manifest"):
+        _check_optional_hash(name, getattr(manifest, name))
+    _check_messages(manifest)
+    if manifest.HasField("turn"):
+        _check_turn(manifest)
+    if manifest.created_unix_ms < 0:
+        raise _wrong("created_unix_ms", f"expected 0 or more, got {manifest.created_unix_ms}")
+
+
+def check_kv_identity(identity: identity_pb2.KvIdentity) -> None:
+    """Raise InvalidArgument unless the identity describes KV that could exist."""
+    if not is_hash(identity.weights_digest):
+        raise _wrong("kv_identity.weights_digest", "expected 64 lower-case hex digits")
+    if not 1 <= len(identity.layers) <= MAX_LAYERS:
+        raise _wrong("kv_identity.layers", f"expected 1 to {MAX_LAYERS}, got {len(identity.layers)}")
+    policy = identity.policy
+    for name in ("key_bits", "value_bits"):
+        if getattr(policy, name) not in _BITS:
+            raise _wrong(f"kv_identity.policy.{name}", f"expected one of {_BITS}, got {getattr(policy, name)}")
+    is_quantized = min(policy.key_bits, policy.value_bits) < 16
+    if is_quantized != (policy.group_size > 0):
+        raise _wrong("kv_identity.policy.group_size", "expected above 0 when quantized, else 0")
+    if policy.scale_type not in (identity_pb2.SCALE_TYPE_FLOAT16, identity_pb2.SCALE_TYPE_BFLOAT16):
+        raise _wrong("kv_identity.policy.scale_type", "expected FLOAT16 or BFLOAT16")
+    if policy.key_rotation not in (identity_pb2.KEY_ROTATION_NONE, identity_pb2.KEY_ROTATION_HADAMARD):
+        raise _wrong("kv_identity.policy.key_rotation", "expected NONE or HADAMARD")
+    exact = list(policy.exact_layers)
+    if exact != sorted(set(exact)) or (exact and exact[-1] >= len(identity.layers)):
+        raise _wrong("kv_identity.policy.exact_layers", "expected ascending indexes of layers")
+    for index, layer in enumerate(identity.layers):
+        _check_layer(f"kv_identity.layers[{index}]", layer)
+
+
+def keeps_all_tokens(identity: identity_pb2.KvIdentity) -> bool:
+    """Whether any layer keeps every token, so that there are blocks and a tail."""
+    return any(layer.kind in _KEEPS_ALL for layer in identity.layers)
+
+
+def keeps_states(identity: identity_pb2.KvIdentity) -> bool:
+    """Whether any layer keeps a window or a recurrent state, so that there are state blobs."""
+    return any(layer.kind in _KEEPS_STATE for layer in identity.layers)
+
+
+def digests(manifest: manifest_pb2.Manifest) -> list[Digest]:
+    """The blobs that a manifest names, each once: blocks, tail, states."""
+    named = [*manifest.blocks, *((manifest.tail,) if manifest.HasField("tail") else ())]
+    return list(dict.fromkeys(Digest.from_proto(each) for each in [*named, *(s.digest for s in manifest.states)]))
+
+
+def tokens_within_chars(token_chars: Sequence[int], chars: int) -> int:
+    """How many leading tokens lie wholly inside the first `chars` code points.
+
+    A token that completes nothing begins a character that a later one ends: the cut is never behind such a token.
+    """
+    tokens = bisect_right(list(accumulate(token_chars)), chars)
+    while tokens and token_chars[tokens - 1] == 0:
+        tokens -= 1
+    return tokens
+
+
+def _check_tokens(manifest: manifest_pb2.Manifest) -> None:
+    count = len(manifest.token_ids)
+    if not 1 <= count <= MAX_TOKENS:
+        raise _wrong("token_ids", f"expected 1 to {MAX_TOKENS}, got {count}")
+    if len(manifest.token_chars) != count:
+        raise _wrong("token_chars", f"expected {count}, one per token, got {len(manifest.token_chars)}")
+    if sum(manifest.token_chars) != len(manifest.text):
+        raise _wrong(
+            "token_chars", f"expected a sum of {len(manifest.text)}, the text's length, got {sum(manifest.token_chars)}"
+        )
+    if manifest.shareable_tokens > count:
+        raise _wrong("shareable_tokens", f"expected at most {count}, got {manifest.shareable_tokens}")
+
+
+def _check_blobs(manifest: manifest_pb2.Manifest) -> None:
+    count = len(manifest.token_ids) if keeps_all_tokens(manifest.kv_identity) else 0
+    if len(manifest.blocks) != count // BLOCK_TOKENS:
+        raise _wrong("blocks", f"expected {count // BLOCK_TOKENS}, got {len(manifest.blocks)}")
+    if manifest.HasField("tail") != bool(count % BLOCK_TOKENS):
+        expected = f"one, for {count % BLOCK_TOKENS} tokens" if count % BLOCK_TOKENS else "none"
+        raise _wrong("tail", f"expected {expected}")
+    for index, block in enumerate(manifest.blocks):
+        _check_digest(f"blocks[{index}]", block)
+    if manifest.HasField("tail"):
+        _check_digest("tail", manifest.tail)
+    if manifest.states and not keeps_states(manifest.kv_identity):
+        raise _wrong("states", "expected none: every layer keeps all its tokens")
+    if len(manifest.states) > MAX_STATES:
+        raise _wrong("states", f"expected at most {MAX_STATES}, got {len(manifest.states)}")
+    seen = 0
+    for index, point in enumerate(manifest.states):
+        if not seen < point.tokens <= len(manifest.token_ids):
+            raise _wrong(
+                f"states[{index}].tokens", f"expected {seen + 1} to {len(manifest.token_ids)}, got {point.tokens}"
+            )
+        _check_digest(f"states[{index}].digest", point.digest)
+        seen = point.tokens
+    named = [*manifest.blocks, *((manifest.tail,) if manifest.HasField("tail") else ())]
+    hashes = [digest.hash for digest in (*named, *(point.digest for point in manifest.states))]
+    if len(set(hashes)) != len(hashes):
+        raise _wrong("blobs", f"expected {len(hashes)} different ones, got {len(set(hashes))}")
+
+
+def _check_layer(field: str, layer: identity_pb2.LayerLayout) -> None:
+    if layer.kind not in (*_KEEPS_ALL, *_KEEPS_STATE):
+        raise _wrong(f"{field}.kind", f"expected FULL, WINDOW, LATENT or STATE, got {layer.kind}")
+    if (layer.window > 0) != (layer.kind == identity_pb2.LAYER_KIND_WINDOW):
+        raise _wrong(f"{field}.window", f"expected above 0 for a window layer and 0 for others, got {layer.window}")
+    smallest = 0 if layer.kind == identity_pb2.LAYER_KIND_STATE else 1
+    for name, least in (("kv_heads", smallest), ("key_dim", smallest), ("value_dim", 0)):
+        if not least <= getattr(layer, name) <= MAX_DIMENSION:
+            raise _wrong(f"{field}.{name}", f"expected {least} to {MAX_DIMENSION}, got {getattr(layer, name)}")
+    _check_state_tensors(f"{field}.state_tensors", layer)
+
+
+def _check_state_tensors(field: str, layer: identity_pb2.LayerLayout) -> None:
+    if layer.state_tensors and layer.kind != identity_pb2.LAYER_KIND_STATE:
+        raise _wrong(field, "expected none: the layer is not recurrent")
+    if len(layer.state_tensors) > MAX_STATE_TENSORS:
+        raise _wrong(field, f"expected at most {MAX_STATE_TENSORS}, got {len(layer.state_tensors)}")
+    for index, tensor in enumerate(layer.state_tensors):
+        if tensor.type not in _STATE_TYPES:
+            raise _wrong(f"{field}[{index}].type", f"expected FLOAT32, FLOAT16 or BFLOAT16, got {tensor.type}")
+        shape = list(tensor.shape)
+        if not 1 <= len(shape) <= MAX_STATE_AXES or not all(1 <= size <= MAX_DIMENSION for size in shape):
+            raise _wrong(f"{field}[{index}].shape", f"expected 1 to {MAX_STATE_AXES} sizes of 1 to {MAX_DIMENSION}")
+
+
+def _check_messages(manifest: manifest_pb2.Manifest) -> None:
+    if len(manifest.messages) > MAX_MESSAGES:
+        raise _wrong("messages", f"expected at most {MAX_MESSAGES}, got {len(manifest.messages)}")
+    for index, message in enumerate(manifest.messages):
+        if message.role not in ROLES:
+            raise _wrong(f"messages[{index}].role", f"expected one of {sorted(ROLES)}")
+
+
+def _check_turn(manifest: manifest_pb2.Manifest) -> None:
+    turn = manifest.turn
+    if turn.request_id:
+        check_request_id(turn.request_id, "manifest.turn.request_id")
+    for name, most in (("prompt_tokens", len(manifest.token_ids)), ("prompt_chars", len(manifest.text))):
+        if getattr(turn, name) > most:
+            raise _wrong(f"turn.{name}", f"expected at most {most}, got {getattr(turn, name)}")
+    if turn.finish_reason not in FINISH_REASONS:
+        raise _wrong("turn.finish_reason", f"expected one of {sorted(FINISH_REASONS - {''})}")
+    _check_optional_hash("turn.input_digest", turn.input_digest)
+
+
+def _check_optional_hash(field: str, text: str) -> None:
+    if text and not is_hash(text):
+        raise _wrong(field, "expected 64 lower-case hex digits or nothing")
+
+
+def _check_digest(field: str, message: manifest_pb2.Digest) -> None:
+    try:
+        Digest.from_proto(message)
+    except ValueError as error:
+        raise _wrong(field, str(error)) from None
+
+
+def _wrong(field: str, problem: str) -> InvalidArgument:
+    where = f"manifest.{field}" if field else "manifest"
+    return InvalidArgument(f"{where}: {problem}", reason="MANIFEST_REFUSED", field=where)

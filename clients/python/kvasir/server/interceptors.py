@@ -1,0 +1,304 @@
+"""What stands around every handler of both services: who calls, may they, and what their error becomes.
+
+`Authentication` tells the handler its caller, or refuses, and counts the calls of each credential and namespace.
+`Errors` turns typed errors into statuses; what is not typed is a bug of ours: INTERNAL with a request id and nothing
+else, logged without any payload. Handlers are coroutines, or asynchronous generators of responses.
+"""
+
+import contextvars
+import gc
+import inspect
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from kvasir import errors
+from kvasir.credentials import OWNER, Credentials, Principal
+from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
+from kvasir.server.fair_shares import Shares
+from kvasir.server.log_errors import places
+from kvasir.server.shared_room import Place, SharedRoom
+from kvasir.status import abort
+
+_LOG = logging.getLogger("kvasir.rpc")
+_BEARER = "Bearer "
+_MAX_TOKEN_CHARS = 512
+# It says nothing of anyone's data and ends at once, and a load balancer has no token.
+_OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
+# Any caller that is known may use these; they may last, so strangers may not.
+_COMMON_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
+# Calls of known callers that run at once. They are shared by namespace; a stranger's call is refused and holds nothing.
+MAX_CALLS = 1024
+# A quarter of them: no one credential shuts the others of its namespace out.
+MAX_RPCS_PER_PRINCIPAL = 256
+# A large prompt on a slow line takes its time; whoever sends nothing holds one of its own places, not for long.
+FIRST_MESSAGE_S = 20.0
+# Messages that are arriving, each counted as the largest that the service takes: shared by namespace. One that comes
+# whole holds its place for microseconds.
+MAX_ARRIVING_BYTES = 256 << 20
+_FEWEST_ARRIVING = 16
+# Of requests that are one message. They come whole, or their sender is slow; and the event loop reads all that have
+# come before it does anything else, which takes ten milliseconds for one that names ten thousand blobs.
+MAX_ARRIVING_ALONE = 12
+# Calls that are being answered. Each step of a call waits for one step of all others that go on: those of a namespace
+# that asks for hundreds at once wait here, and nobody waits for them.
+MAX_ANSWERING = 16
+# What lasts longer waits for something else, a disk or a lease, which may be given back by a call that waits here.
+_ANSWERING_S = 0.05
+# The same of a stream, which may last for hours.
+_BEGINNING_S = 0.02
+_MAX_UNCOLLECTED_BYTES = 32 << 20
+
+_principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
+
+# Entered around a handler with its ServicerContext.
+Guard = Callable[[Any], AbstractAsyncContextManager[None]]
+# From the messages that arrive to what the handler is given while it runs: the only one, or all.
+Take = Callable[[Any], AbstractAsyncContextManager[Any]]
+Continuation = Callable[[Any], Awaitable[Any]]
+
+
+def current_principal() -> Principal:
+    """Who calls the RPC that is running. Raises LookupError outside of one."""
+    return _principal.get()
+
+
+class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Wraps each RPC's handler once, and not for every call."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, tuple[Any, Any]] = {}
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        handler, method = await continuation(handler_call_details), handler_call_details.method
+        if handler is None:
+            return None
+        known, wrapped = self._wrapped.get(method, (None, None))
+        if known is not handler:
+            wrapped = self._wrap(method, handler)
+            self._wrapped[method] = (handler, wrapped)
+        return wrapped
+
+    def _wrap(self, method: str, handler: Any) -> Any:
+        raise NotImplementedError
+
+
+class Errors(_Interceptor):
+    """The outermost interceptor: the one place where an exception becomes a status."""
+
+    def __init__(self, new_request_id: Callable[[], str]) -> None:
+        super().__init__()
+        self._new_request_id = new_request_id
+
+    def _wrap(self, method: str, handler: Any) -> Any:
+        @asynccontextmanager
+        async def guard(context: Any) -> AsyncIterator[None]:
+            try:
+                yield
+            except grpc.aio.AbortError:
+                raise
+            except errors.KvasirError as error:
+                await abort(context, error)
+            # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
+            except Exception as error:  # noqa: BLE001  every bug ends here, once
+                request_id = self._new_request_id()
+                _log_bug(method, request_id, error)
+                await abort(context, errors.Internal(f"internal error; request {request_id}"))
+
+        return _guarded(handler, guard, nullcontext)
+
+
+class Authentication(_Interceptor):
+    """Knows the caller before the handler runs, and whether its roles allow the RPC.
+
+    `allowed_roles` has a row for every RPC of the service: "/package.Service/Rpc" → roles, any of which suffices. An
+    RPC without a row is refused to everybody.
+    """
+
+    def __init__(
+        self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]], max_message_bytes: int
+    ) -> None:
+        """On the event loop that serves. `max_message_bytes`: the largest message that gRPC takes."""
+        super().__init__()
+        self._credentials = credentials
+        self._allowed_roles = allowed_roles
+        self._running: Counter[str] = Counter()
+        self.calls = Shares(MAX_CALLS)
+        places = max(MAX_ARRIVING_BYTES // max_message_bytes, _FEWEST_ARRIVING)
+        self.arriving = SharedRoom(places)
+        # A place is held while a message is waited for, too: one credential alone gets a quarter of them.
+        self.arriving_of_caller = _RoomsOfCallers(places)
+        self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
+        self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
+        self.answering = SharedRoom(MAX_ANSWERING)
+        self.doorstep = Doorstep()
+
+    def _wrap(self, method: str, handler: Any) -> Any:
+        @asynccontextmanager
+        async def guard(context: Any) -> AsyncIterator[None]:
+            caller = self._caller(context.peer(), context.invocation_metadata() or ())
+            self._check_role(method, caller)
+            with self._counted(caller):
+                _principal.set(caller)
+                yield
+
+        if method in _OPEN_METHODS:
+            return _guarded(handler, _no_guard, self.doorstep.begun)
+        if handler.request_streaming:
+            # Health and reflection have no time limits of their own.
+            bounds_each = method.startswith(_COMMON_SERVICES)
+            return _guarded(handler, guard, partial(self._all_in_time, bounds_each=bounds_each))
+        answering_s = _BEGINNING_S if handler.response_streaming else _ANSWERING_S
+        return _guarded(handler, guard, partial(self._begun, answering_s=answering_s))
+
+    @asynccontextmanager
+    async def _all_in_time(self, requests: Any, *, bounds_each: bool) -> AsyncIterator[Any]:
+        caller = current_principal()
+        of_caller = self.arriving_of_caller[caller.namespace]
+        place = Place((of_caller, caller.name), (self.arriving, caller.namespace))
+        yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each)
+
+    def _begun(self, requests: Any, *, answering_s: float) -> AbstractAsyncContextManager[Any]:
+        caller = current_principal()
+        of_caller = self.arriving_alone_of_caller[caller.namespace]
+        arriving = Place((of_caller, caller.name), (self.arriving_alone, caller.namespace))
+        answering = Place((self.answering, caller.namespace))
+        return begun(requests, FIRST_MESSAGE_S, arriving, answering, answering_s)
+
+    @contextmanager
+    def _counted(self, caller: Principal) -> Iterator[None]:
+        if self._running[caller.name] >= MAX_RPCS_PER_PRINCIPAL:
+            raise _too_many_calls(f"{caller.name!r} has {MAX_RPCS_PER_PRINCIPAL} calls running")
+        if not self.calls.take(caller.namespace, 1):
+            raise _too_many_calls(f"your namespace has {self.calls.held(caller.namespace)} calls running")
+        self._running[caller.name] += 1
+        try:
+            yield
+        finally:
+            self._running[caller.name] -= 1
+            self.calls.give_back(caller.namespace, 1)
+
+    def _caller(self, peer: str, metadata: Any) -> Principal:
+        presented = [value for key, value in metadata if key == "authorization"]
+        if not presented:
+            # The socket's mode lets its owner connect and nobody else.
+            if peer.startswith("unix:"):
+                return OWNER
+            raise errors.Unauthenticated("no credential: send `authorization: Bearer <token>`", reason="NO_CREDENTIAL")
+        text = presented[0]
+        if len(presented) > 1 or not isinstance(text, str) or not text.startswith(_BEARER):
+            raise errors.Unauthenticated("authorization: expected one `Bearer <token>`")
+        token = text.removeprefix(_BEARER)
+        caller = self._credentials.principal_of(token) if self._credentials and len(token) <= _MAX_TOKEN_CHARS else None
+        if caller is None:
+            raise errors.Unauthenticated("the token is not one of this service's credentials")
+        return caller
+
+    def _check_role(self, method: str, caller: Principal) -> None:
+        if method.startswith(_COMMON_SERVICES):
+            return
+        allowed = self._allowed_roles.get(method, frozenset())
+        if not allowed & caller.roles:
+            name = method.rpartition("/")[2]
+            raise errors.PermissionDenied(
+                f"{name} needs one of the roles {sorted(allowed)}; {caller.name!r} has {sorted(caller.roles)}",
+                metadata={"rpc": name, "roles": " ".join(sorted(allowed))},
+            )
+
+
+class _RoomsOfCallers(dict[str, SharedRoom]):
+    """For each namespace the room of its credentials, of which one alone gets a quarter. Namespaces share none of it:
+    whoever has a place here waits for one of its namespace's, and would keep others from theirs.
+    """
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self._units = units
+
+    def __missing__(self, namespace: str) -> SharedRoom:
+        room = self[namespace] = SharedRoom(self._units, generosity=1 / 3)
+        return room
+
+
+def _too_many_calls(problem: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(f"{problem}: let some end", reason="TOO_MANY_CALLS", retry_after_s=1)
+
+
+def _guarded(handler: Any, guard: Guard, take: Take) -> Any:
+    """The same handler, run inside the guard.
+
+    It takes its request as a stream of one, also where the RPC has no stream: gRPC would wait for a unary request
+    before it asks anybody, and whoever sends none would hold a place without a credential.
+    """
+    behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
+    guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
+    make = grpc.stream_stream_rpc_method_handler if handler.response_streaming else grpc.stream_unary_rpc_method_handler
+    read = handler.request_deserializer if isinstance(handler.request_deserializer, _Reader) else None
+    read = read or _Reader(handler.request_deserializer, is_stream=handler.request_streaming)
+    return make(guarded(behaviour, guard, take), read, handler.response_serializer)
+
+
+def settle_garbage() -> None:
+    """What is there now stays for good: collections look at what comes later, which takes a few milliseconds."""
+    gc.collect()
+    gc.freeze()
+
+
+class _Reader:
+    """Makes messages of bytes. gRPC itself would answer UNKNOWN to what is no message, from outside of every guard.
+
+    A request that was refused is left in a ring with the error that refused it and the frames that it came through.
+    Python's collector counts objects and not bytes: a hundred prompts of 8 MiB would wait for it, in nobody's budget.
+    """
+
+    uncollected_bytes = 0  # of all requests since the last collection
+
+    def __init__(self, deserialize: Callable[[bytes], Any], *, is_stream: bool) -> None:
+        self._deserialize = deserialize
+        self._is_stream = is_stream  # its messages are given up one by one
+
+    def __call__(self, data: bytes) -> Any:
+        if not self._is_stream:
+            _Reader.uncollected_bytes += len(data)
+            if _Reader.uncollected_bytes > _MAX_UNCOLLECTED_BYTES:
+                _Reader.uncollected_bytes = 0
+                gc.collect()
+        try:
+            return self._deserialize(data)
+        except DecodeError:
+            return UNREADABLE
+
+
+@asynccontextmanager
+async def _no_guard(_context: Any) -> AsyncIterator[None]:
+    yield
+
+
+def _guarded_coroutine(behaviour: Any, guard: Guard, take: Take) -> Any:
+    async def call(requests: Any, context: Any) -> Any:
+        async with guard(context), take(requests) as taken:
+            return await behaviour(taken, context)
+
+    return call
+
+
+def _guarded_generator(behaviour: Any, guard: Guard, take: Take) -> Any:
+    async def call(requests: Any, context: Any) -> AsyncIterator[Any]:
+        async with guard(context), take(requests) as taken, aclosing(behaviour(taken, context)) as responses:
+            async for response in responses:
+                yield response
+
+    return call
+
+
+def _log_bug(method: str, request_id: str, error: BaseException) -> None:
+    _LOG.error(
+        "rpc.failed method=%s request_id=%s error=%s at=%s", method, request_id, type(error).__name__, places(error)
+    )

@@ -1,0 +1,254 @@
+"""How both services are served: where they may listen, and the one grpc.aio server they run in.
+
+A Unix socket (0600 in a directory 0700), or loopback TCP with a credential file, or anything else with TLS and a
+credential file; otherwise the service does not start and says what to do. The server has caps on everything that a peer
+could make grow: message and metadata size, streams, idle time. It stops gracefully on SIGTERM and SIGINT.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import stat
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvasir.address import Address, AddressError, parse_address
+from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
+from kvasir.server.interceptors import Authentication, Errors
+
+# The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
+MAX_MESSAGE_BYTES = 2 << 20
+_MAX_ANSWER_BYTES = 4 << 20
+_UNASKED_BYTES = 256 << 10
+_MAX_METADATA_BYTES = 16 << 10
+_MAX_STREAMS_PER_CONNECTION = 128
+# gRPC counts a call before anybody has asked whose it is. What callers may have is counted by Authentication; this is
+# the backstop behind it, for a burst of strangers who are being refused.
+MAX_RPCS_AT_ALL = 8192
+
+MAX_CONNECTION_IDLE_S = 120
+MAX_HANDSHAKE_S = 10
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
+    ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
+    # What may come of a message that nobody has asked for yet. gRPC would measure the line and let megabytes of each.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _UNASKED_BYTES),
+    ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
+    ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
+    # A connection without calls is closed; a client that comes back connects again, in a millisecond.
+    ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_S * 1000),
+    # One that does not even say that it speaks HTTP/2.
+    ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_S * 1000),
+    # A peer that vanished without a FIN is found; a client may ping without being sent away.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Two services on one port would share its connections at random.
+    ("grpc.so_reuseport", 0),
+)
+
+
+class RefusedToStart(ValueError):
+    """The service must not listen as asked. The message says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listening:
+    """Where to listen, and what protects it. Files, because secrets have no place in arguments or the environment."""
+
+    # "unix:/path", "host:port" or "[v6]:port".
+    address: str
+    credentials_file: Path | None = None
+    tls_cert_file: Path | None = None
+    tls_key_file: Path | None = None
+    # Certificates of the clients that may connect (mutual TLS).
+    tls_client_ca_file: Path | None = None
+
+
+class EdgeServer:
+    """One grpc.aio server under Kvasir's rules. Register servicers on `.grpc`, then start() and run_until_stopped()."""
+
+    def __init__(
+        self,
+        listening: Listening,
+        service_names: Sequence[str],
+        allowed_roles: Mapping[str, frozenset[str]],
+        *,
+        new_request_id: Callable[[], str],
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
+
+        `max_message_bytes`: the largest request; gRPC itself refuses a larger one (RESOURCE_EXHAUSTED) unread.
+        """
+        self._listening = listening
+        self._service_names = tuple(service_names)
+        self._address, credentials = check_listening(listening)
+        self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
+        self.grpc = grpc.aio.server(
+            interceptors=(Errors(new_request_id), self.authentication),
+            options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
+            maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
+        )
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
+        reflection.enable_server_reflection(
+            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
+        )
+        # Set when a stop was asked for: streams without an end of their own watch it.
+        self.stopping = asyncio.Event()
+        self.address = str(self._address)
+
+    async def start(self) -> None:
+        """Listen. Live at once (health ""); ready at set_ready(True). Raises RefusedToStart if the address is taken."""
+        await self.set_ready(False)
+        if self._address.socket_path is None:
+            self.address = str(self._bind_tcp())
+        else:
+            self._bind_socket(self._address.socket_path)
+        await self.grpc.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def set_ready(self, is_ready: bool) -> None:
+        """What health answers for the service names: a supervisor and load balancers wait for it."""
+        serving = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in self._service_names:
+            await self._health.set(name, serving)
+
+    async def run_until_stopped(self, grace_s: float) -> None:
+        """Serve until SIGTERM, SIGINT or stop(); then let running RPCs end for `grace_s`, and cancel the rest."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            await self.stopping.wait()
+        finally:
+            await self._health.enter_graceful_shutdown()
+            await self.grpc.stop(grace_s)
+            if self._address.socket_path is not None:
+                self._address.socket_path.unlink(missing_ok=True)
+
+    def stop(self) -> None:
+        """Ask for a graceful stop. Safe to repeat."""
+        self.stopping.set()
+
+    def _bind_tcp(self) -> Address:
+        tls = _server_tls(self._listening)
+        try:
+            if tls:
+                port = self.grpc.add_secure_port(str(self._address), tls)
+            else:
+                port = self.grpc.add_insecure_port(str(self._address))
+        except RuntimeError:
+            raise RefusedToStart(f"cannot listen on {self._address}: is another process there?") from None
+        return Address(host=self._address.host, port=port)
+
+    def _bind_socket(self, path: Path) -> None:
+        prepare_socket_path(path)
+        # The directory keeps others out already; the mask leaves no moment in which the socket itself is open.
+        before = os.umask(0o177)
+        try:
+            self.grpc.add_insecure_port(f"unix:{path}")
+        except RuntimeError:
+            raise RefusedToStart(f"cannot listen on unix:{path}") from None
+        finally:
+            os.umask(before)
+        path.chmod(0o600)
+
+
+def check_listening(listening: Listening) -> tuple[Address, Credentials | None]:
+    """Where to listen and the credentials to ask for; None on a Unix socket without a file. Raises RefusedToStart."""
+    try:
+        address = parse_address(listening.address)
+        _check_protection(listening, address)
+        file = listening.credentials_file
+        return address, None if file is None else read_credentials(file)
+    except (AddressError, CredentialFileError) as error:
+        raise RefusedToStart(str(error)) from None
+
+
+def _check_protection(listening: Listening, address: Address) -> None:
+    has_tls = listening.tls_cert_file is not None and listening.tls_key_file is not None
+    if (listening.tls_cert_file is None) != (listening.tls_key_file is None):
+        raise RefusedToStart("TLS needs both a certificate and its key: give both files or neither")
+    if listening.tls_client_ca_file is not None and not has_tls:
+        raise RefusedToStart("a client CA needs TLS: give a certificate and its key too")
+    if address.socket_path is not None:
+        if has_tls:
+            raise RefusedToStart("a Unix socket has no TLS: leave out the certificate, or listen on host:port")
+        return
+    if listening.credentials_file is None:
+        raise RefusedToStart(
+            f"{address} is TCP, which any process here can reach: give a credential file, or listen on unix:/path"
+        )
+    if not address.is_loopback and not has_tls:
+        raise RefusedToStart(
+            f"{address} can be reached from other machines: give a TLS certificate and its key too, "
+            "or listen on 127.0.0.1 or unix:/path"
+        )
+
+
+def prepare_socket_path(path: Path) -> None:
+    """Make the directory (0700), and remove a socket that nobody listens on. Raises RefusedToStart otherwise."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    directory = path.parent.stat()
+    if directory.st_uid != os.getuid() or directory.st_mode & 0o077:
+        raise RefusedToStart(
+            f"{path.parent}: owner {directory.st_uid}, mode {stat.S_IMODE(directory.st_mode):04o}: others can enter; "
+            "the directory of a socket must be yours, with mode 0700"
+        )
+    if path.is_socket():
+        _remove_stale_socket(path)
+    elif os.path.lexists(path):
+        raise RefusedToStart(f"unix:{path}: something that is not a socket is there")
+
+
+def _remove_stale_socket(path: Path) -> None:
+    # gRPC would unlink it without asking, and leave a living service without its door.
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise RefusedToStart(f"unix:{path}: {error.strerror or error}") from None
+        else:
+            raise RefusedToStart(f"unix:{path}: another process is listening there")
+
+
+def _server_tls(listening: Listening) -> grpc.ServerCredentials | None:
+    if listening.tls_cert_file is None or listening.tls_key_file is None:
+        return None
+    try:
+        key = read_private_text(listening.tls_key_file).encode()
+        certificate = listening.tls_cert_file.read_bytes()
+        client_ca = None if listening.tls_client_ca_file is None else listening.tls_client_ca_file.read_bytes()
+    except (CredentialFileError, OSError) as error:
+        raise RefusedToStart(f"TLS: {error}") from None
+    return grpc.ssl_server_credentials(
+        [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None
+    )
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """Run a service's main coroutine: on uvloop where it is installed (twice the bytes per second), else on asyncio."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+    else:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(main)

@@ -1,0 +1,339 @@
+"""The wire's messages to plain data and back. Every field of a request is checked here, before anything is done."""
+
+from collections.abc import Callable, Sequence
+
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.names import check_agent_id, check_request_id
+
+from inference_svc.edge.sampling_messages import choice_count, sampling_params, settings
+from inference_svc.engine.api import Priority, SamplingParams, TokenLogprobs
+from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.text.conversation import (
+    Tool,
+    check_counts,
+    check_messages,
+    check_tool_count,
+    check_tools,
+    input_digest,
+    json_of_messages,
+    json_of_tools,
+    of_caller,
+    tool_bytes,
+)
+from inference_svc.text.given_json import GivenJson
+from inference_svc.text.literal_text import utf8_bytes
+from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns.turn_data import (
+    MessagesInput,
+    PromptInput,
+    TurnDelta,
+    TurnEvent,
+    TurnFinished,
+    TurnProgress,
+    TurnRequest,
+    TurnStarted,
+    Warmed,
+)
+
+_SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
+_MATCHES = {outcome: getattr(pb, f"PREFIX_MATCH_{outcome.name}") for outcome in Outcome}
+_STATES = {state: getattr(pb, f"SNAPSHOT_STATE_{state.name}") for state in SnapshotState}
+_FINISH_REASONS = {
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+    "stop_sequence": pb.FINISH_REASON_STOP_SEQUENCE,
+    "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+}
+
+
+def turn_request(
+    request: pb.GenerateRequest,
+    *,
+    namespace: str,
+    caller: str,
+    max_prompt_bytes: int,
+    new_request_id: Callable[[], str],
+    new_seed: Callable[[], int],
+) -> TurnRequest:
+    """A checked request; its model is not looked at. Raises InvalidArgument that names the field."""
+    request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
+    _check_agent_fields(request)
+    tools = _tools(request.tools)
+    given = _input(request, max_prompt_bytes)
+    objects = _objects(given, tools)
+    return TurnRequest(
+        request_id=request_id,
+        namespace=namespace,
+        agent_id=request.agent_id,
+        parent_version=request.parent_version if request.HasField("parent_version") else None,
+        input=given,
+        input_digest=_input_digest(request, given, tools),
+        sampling=sampling_params(request, new_seed),
+        choices=choice_count(request),
+        max_tokens_is_default=not request.sampling.HasField("max_tokens"),
+        tools=tools,
+        objects=objects,
+        keep_partial=request.keep_partial,
+        priority=_priority(request),
+        caller=caller,
+        input_bytes=_input_bytes(given, tools),
+    )
+
+
+def warm_request(
+    request: pb.WarmRequest,
+    *,
+    namespace: str,
+    caller: str,
+    max_prompt_bytes: int,
+    new_request_id: Callable[[], str],
+) -> TurnRequest:
+    """A turn that says nothing. Raises InvalidArgument that names the field."""
+    check_agent_id(request.agent_id)
+    tools = _tools(request.tools)
+    # An empty prompt stands for what the agent remembers.
+    given = PromptInput("") if request.WhichOneof("input") is None else _input(request, max_prompt_bytes)
+    objects = _objects(given, tools)
+    return TurnRequest(
+        request_id=new_request_id(),
+        namespace=namespace,
+        agent_id=request.agent_id,
+        parent_version=None,
+        input=given,
+        input_digest="",
+        sampling=SamplingParams(max_tokens=0),
+        max_tokens_is_default=False,
+        tools=tools,
+        objects=objects,
+        # Whoever waits for a reply comes first.
+        priority=Priority.BACKGROUND,
+        caller=caller,
+        input_bytes=_input_bytes(given, tools),
+        is_warming=True,
+    )
+
+
+def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.WarmResponse:
+    return pb.WarmResponse(
+        model=model_name,
+        tokens=warmed.tokens,
+        cached_tokens=warmed.cached_tokens,
+        computed_tokens=warmed.tokens - warmed.cached_tokens,
+        source=_SOURCES[started.source],
+        reason=started.miss.detail if started.miss is not None else "",
+        miss=_miss(started.miss),
+        match=_MATCHES[started.match],
+        version=warmed.version,
+        restore_s=warmed.restore_s,
+        prefill_s=warmed.prefill_s,
+    )
+
+
+def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
+    """A turn that is not to be done, only its prompt counted. Raises InvalidArgument that names the field."""
+    given, tools = _input(request, max_prompt_bytes), _tools(request.tools)
+    objects = _objects(given, tools)
+    return TurnRequest(
+        request_id="",
+        namespace=namespace,
+        agent_id="",
+        parent_version=None,
+        input=given,
+        input_digest="",
+        sampling=SamplingParams(max_tokens=0),
+        max_tokens_is_default=False,
+        tools=tools,
+        objects=objects,
+        caller=caller,
+        input_bytes=_input_bytes(given, tools),
+    )
+
+
+def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0) -> pb.GenerateResponse:
+    """An event of one choice as the stream's message."""
+    match event:
+        case TurnStarted():
+            return pb.GenerateResponse(started=_started(event, request_id, model_name))
+        case TurnProgress(done, total):
+            return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
+        case TurnDelta():
+            return pb.GenerateResponse(delta=_delta(event, choice))
+        case TurnFinished():
+            return pb.GenerateResponse(finished=_finished(event, choice))
+
+
+def model_message(model: ModelInfo) -> pb.Model:
+    """The loaded model as the wire describes it."""
+    return pb.Model(
+        name=model.name,
+        kv_identity=model.kv_identity,
+        kv_identity_hash=model.kv_identity_hash,
+        tokenizer_digest=model.tokenizer_digest,
+        template_digest=model.template_digest,
+        context_tokens=model.context_tokens,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_bytes_per_token_fp16=model.kv_bytes_per_token_fp16,
+        policy_applied_layers=model.policy_applied_layers,
+        kv_policy=model.policy_name,
+        kv_policy_why=model.policy_why,
+        layer_count=model.layer_count,
+        cell_tokens=model.cell_tokens,
+        compute_type=model.compute_type,
+        is_loaded=True,
+    )
+
+
+def _check_agent_fields(request: pb.GenerateRequest) -> None:
+    if request.agent_id:
+        check_agent_id(request.agent_id)
+    # A flag that would have no effect is refused, not ignored.
+    needs_agent = {
+        "parent_version": request.HasField("parent_version"),
+        "append_messages": request.WhichOneof("input") == "append_messages",
+        "keep_partial": request.keep_partial,
+    }
+    for field, is_given in needs_agent.items():
+        if is_given and not request.agent_id:
+            raise InvalidArgument(f"{field}: needs an agent_id", field=field)
+    if request.parent_version < 0:
+        raise InvalidArgument(
+            f"parent_version: expected 0 or more, got {request.parent_version}", field="parent_version"
+        )
+
+
+def _priority(request: pb.GenerateRequest) -> Priority:
+    known = {pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE, pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE}
+    known[pb.PRIORITY_BACKGROUND] = Priority.BACKGROUND
+    if request.priority not in known:
+        raise InvalidArgument(f"priority: expected one of the enum's, got {request.priority}", field="priority")
+    return known[request.priority]
+
+
+def _tools(given: Sequence[pb.Tool]) -> list[Tool]:
+    check_tool_count(len(given))
+    return [Tool(tool.name, tool.description, tool.parameters_json) for tool in given]
+
+
+def _objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> GivenJson:
+    """The JSON of an input, short enough to be parsed."""
+    if isinstance(given, PromptInput):
+        if tools:
+            raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
+        return GivenJson()
+    check_tools(tools)
+    objects = GivenJson([*json_of_messages(given.messages, given.field), *json_of_tools(tools)])
+    objects.check_size()
+    return objects
+
+
+def _input_bytes(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> int:
+    if isinstance(given, PromptInput):
+        return utf8_bytes(given.prompt)
+    return sum(message.ByteSize() for message in given.messages) + sum(map(tool_bytes, tools))
+
+
+def _input(
+    request: pb.GenerateRequest | pb.CountTokensRequest | pb.WarmRequest, max_prompt_bytes: int
+) -> PromptInput | MessagesInput:
+    kind = request.WhichOneof("input")
+    if kind is None:
+        raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")
+    if kind == "prompt":
+        prompt = request.prompt  # once: each time it is decoded anew
+        if not prompt:
+            raise InvalidArgument("prompt: expected text, got none", field="prompt")
+        _check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
+        return PromptInput(prompt)
+    check_counts(getattr(request, kind).messages, f"{kind}.messages")
+    given = MessagesInput(of_caller(getattr(request, kind).messages), is_append=kind == "append_messages")
+    check_messages(given.messages, given.field)
+    _check_size(kind, sum(message.ByteSize() for message in given.messages), max_prompt_bytes)
+    return given
+
+
+def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
+    if size_bytes > max_bytes:
+        raise InvalidArgument(
+            f"{field}: expected at most {max_bytes} bytes, got {size_bytes}",
+            reason="PROMPT_TOO_LARGE",
+            field=field,
+            metadata={"size_bytes": str(size_bytes), "max_prompt_bytes": str(max_bytes)},
+        )
+
+
+def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
+    """The input's digest, sampling included: other settings ask for another reply."""
+    given_settings = settings(request)
+    if isinstance(given, PromptInput):
+        return input_digest("prompt", given.prompt, (), tools, given_settings)
+    return input_digest("append" if given.is_append else "messages", "", given.messages, tools, given_settings)
+
+
+def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started:
+    return pb.Started(
+        request_id=request_id,
+        model=model_name,
+        prompt_tokens=event.prompt_tokens,
+        cached_tokens=event.cached_tokens,
+        source=_SOURCES[event.source],
+        reason=event.miss.detail if event.miss is not None else "",
+        miss=_miss(event.miss),
+        match=_MATCHES[event.match],
+        parent_version=event.parent_version,
+    )
+
+
+def _miss(miss: Miss | None) -> pb.MissReason:
+    if miss is None:
+        return pb.MISS_REASON_UNSPECIFIED
+    return getattr(pb, f"MISS_REASON_{miss.reason.name}")  # type: ignore[no-any-return]
+
+
+def _delta(event: TurnDelta, choice: int) -> pb.Delta:
+    return pb.Delta(
+        text=event.text,
+        token_ids=event.token_ids,
+        choice=choice,
+        logprobs=[_logprobs(each) for each in event.logprobs],
+        reasoning_text=event.reasoning,
+    )
+
+
+def _logprobs(told: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in told.top]
+    return pb.TokenLogprobs(logprob=told.logprob, top=top)
+
+
+def _finished(event: TurnFinished, choice: int) -> pb.Finished:
+    timings = event.timings
+    return pb.Finished(
+        reason=_FINISH_REASONS.get(event.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
+        matched_stop=event.matched_stop,
+        usage=pb.Usage(
+            prompt_tokens=event.prompt_tokens,
+            cached_tokens=event.cached_tokens,
+            completion_tokens=event.completion_tokens,
+        ),
+        timings=pb.Timings(
+            queue_s=timings.queue_s,
+            restore_s=timings.restore_s,
+            prefill_s=timings.prefill_s,
+            first_token_s=timings.first_token_s,
+            decode_s=timings.decode_s,
+        ),
+        snapshot=_snapshot(event.snapshot),
+        tool_calls=event.tool_calls,
+        choice=choice,
+    )
+
+
+def _snapshot(outcome: SnapshotOutcome) -> pb.SnapshotOutcome:
+    return pb.SnapshotOutcome(
+        state=_STATES[outcome.state],
+        version=outcome.version,
+        reason=outcome.reason,
+        manifest=outcome.manifest.to_proto() if outcome.manifest is not None else None,
+        written_bytes=outcome.written_bytes,
+    )

@@ -1,0 +1,232 @@
+"""The inference service on the wire: checks requests, streams turns, ends them when their reader goes away."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+from kvasir.credentials import ADMIN, OWNER
+from kvasir.errors import DeadlineExceeded, PermissionDenied, Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.server.interceptors import current_principal
+
+from inference_svc.edge import messages, stats_messages
+from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.service_stats import Standing
+from inference_svc.model.model_host import ModelHost
+from inference_svc.served_model import ServedModel
+from inference_svc.turns import choices
+from inference_svc.turns.admission import AdmissionLimits
+from inference_svc.turns.turn_data import TurnStarted
+
+SERVICE_NAME = "kvasir.inference.v1.InferenceService"
+_CALLERS = frozenset({"client", "admin", "engine"})
+_ADMINS = frozenset({ADMIN})
+_FOR_CALLERS = (
+    "Generate",
+    "Warm",
+    "CountTokens",
+    "ListModels",
+    "GetModel",
+    "GetCapabilities",
+    "GetStats",
+)
+ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
+    **{f"/{SERVICE_NAME}/{rpc}": _CALLERS for rpc in _FOR_CALLERS},
+    **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What callers are told of the service's limits."""
+
+    max_prompt_bytes: int
+    max_request_bytes: int
+    max_unread_bytes: int
+    reader_stall_s: float
+    admission: AdmissionLimits
+
+
+def new_request_id() -> str:
+    return secrets.token_hex(8)
+
+
+def new_seed() -> int:
+    return secrets.randbits(63)
+
+
+class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ignore[misc]
+    """The models of one host behind gRPC."""
+
+    def __init__(
+        self,
+        host: ModelHost[ServedModel],
+        stores: Mapping[str, RemoteCache],
+        formats: ReplyFormats,
+        standing: Callable[[], Standing],
+        *,
+        limits: ServiceLimits,
+        is_stopping: Callable[[], bool],
+        service_admins: Collection[str] = (),
+    ) -> None:
+        """`service_admins`: names of credentials with role admin that act for all namespaces; else only the owner of
+        the Unix socket does.
+        """
+        self._host = host
+        self._stores = stores
+        self._formats = formats
+        self._standing = standing
+        self._limits = limits
+        self._is_stopping = is_stopping
+        self._service_admins = frozenset(service_admins)
+
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: Any,
+    ) -> None:
+        self._check_serves()
+        caller = current_principal()
+        checked = messages.turn_request(
+            request,
+            namespace=caller.namespace,
+            caller=caller.name,
+            max_prompt_bytes=self._limits.max_prompt_bytes,
+            new_request_id=new_request_id,
+            new_seed=new_seed,
+        )
+        served = self._host.serving(request.model)
+        await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
+        running = choices.begin(self._host.serving(request.model).turns, checked)
+        try:
+            async for choice, event in running.events():
+                await self._send(context, messages.response(event, checked.request_id, served.name, choice))
+        finally:
+            # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
+            running.cancel()
+
+    async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
+        self._check_serves()
+        caller = current_principal()
+        checked = messages.warm_request(
+            request,
+            namespace=caller.namespace,
+            caller=caller.name,
+            max_prompt_bytes=self._limits.max_prompt_bytes,
+            new_request_id=new_request_id,
+        )
+        served = self._host.serving(request.model)
+        running = served.turns.begin(checked)
+        started: TurnStarted | None = None
+        try:
+            async for event in running.events():
+                started = event if isinstance(event, TurnStarted) else started
+        finally:
+            running.cancel()
+        warmed = running.warmed
+        assert started is not None
+        assert warmed is not None
+        return messages.warm_response(started, warmed, served.name)
+
+    async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
+        self._check_serves()
+        caller = current_principal()
+        checked = messages.count_request(
+            request,
+            namespace=caller.namespace,
+            caller=caller.name,
+            max_prompt_bytes=self._limits.max_prompt_bytes,
+        )
+        served = self._host.serving(request.model)
+        tokens = await served.turns.count_tokens(checked)
+        return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
+        return pb.ListModelsResponse(models=[self._model(name) for name in self._host.names])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:
+        name = request.model or self._host.serving("").name
+        return pb.GetModelResponse(model=self._model(self._host.check_known(name)))
+
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> pb.LoadModelResponse:
+        self._check_acts_for_all("LoadModel")
+        self._check_serves()
+        left = await self._host.load(request.model, drop_unstored=request.drop_unstored)
+        return pb.LoadModelResponse(model=self._model(request.model), left=stats_messages.memories_left(left))
+
+    async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.UnloadModelResponse:
+        self._check_acts_for_all("UnloadModel")
+        self._check_serves()
+        left = await self._host.unload(request.model, drop_unstored=request.drop_unstored)
+        return pb.UnloadModelResponse(left=stats_messages.memories_left(left))
+
+    async def GetCapabilities(
+        self,
+        request: pb.GetCapabilitiesRequest,
+        context: Any,
+    ) -> pb.GetCapabilitiesResponse:
+        caller, limits, served = current_principal(), self._limits, self._host.served
+        store, seen = self._stores.get(caller.namespace), self._seen()
+        return pb.GetCapabilitiesResponse(
+            version=version("kvasir"),
+            device=served.engine.device if served is not None else "",
+            blas=served.engine.blas if served is not None else "",
+            store_is_reachable=store is not None and await store.answers(),
+            max_prompt_bytes=limits.max_prompt_bytes,
+            max_request_bytes=limits.max_request_bytes,
+            max_unread_bytes=limits.max_unread_bytes,
+            max_turns=limits.admission.max_turns,
+            max_turns_per_namespace=limits.admission.max_turns_per_namespace,
+            max_turns_per_caller=limits.admission.max_turns_per_caller,
+            kv_memory_bytes=limits.admission.kv_memory_bytes,
+            kv_memory_used_bytes=seen.kv_memory_used_bytes,
+            misses=seen.misses,
+        )
+
+    async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
+        return stats_messages.stats(self._standing(), self._namespaces())
+
+    async def _send(self, context: Any, response: pb.GenerateResponse) -> None:
+        """Write a response. While its turn runs, a reader that stops is noticed by the turn; after that, here."""
+        try:
+            async with asyncio.timeout(self._limits.reader_stall_s):
+                await context.write(response)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"nothing was taken for {self._limits.reader_stall_s:g} s", reason="READER_STALLED"
+            ) from None
+
+    def _check_serves(self) -> None:
+        if self._is_stopping():
+            raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
+
+    def _model(self, name: str) -> pb.Model:
+        served = self._host.served
+        if served is None or served.name != name:
+            return pb.Model(name=name)
+        return messages.model_message(served.engine.model)
+
+    def _namespaces(self) -> str | None:
+        """The one namespace that the caller may know of; None for all."""
+        return None if self._acts_for_all() else current_principal().namespace
+
+    def _acts_for_all(self) -> bool:
+        """An admin is bound to a namespace, as every credential is; the model, and others' names, are all of theirs."""
+        caller = current_principal()
+        return caller is OWNER or (ADMIN in caller.roles and caller.name in self._service_admins)
+
+    def _check_acts_for_all(self, rpc: str) -> None:
+        if not self._acts_for_all():
+            raise PermissionDenied(
+                f"{rpc} changes the model of all namespaces: it needs the owner of its Unix socket, or an admin "
+                "that --service-admin names",
+                metadata={"rpc": rpc},
+            )
+
+    def _seen(self) -> stats_messages.Seen:
+        return stats_messages.seen(self._standing(), self._namespaces())

@@ -1,0 +1,84 @@
+"""What is told of a service's standing: to a caller of its own namespace, to an admin of the whole service
+of all."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from inference_svc.memory.service_stats import NamespaceCounters, Standing
+from inference_svc.model.model_host import MemoriesLeft
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Sums over the namespaces that a caller may know of."""
+
+    kv_memory_used_bytes: int
+    misses: Mapping[str, int]
+
+
+def seen(standing: Standing, namespace: str | None) -> Seen:
+    """`namespace`: the only one to be seen; None for all."""
+    counters = _visible(standing, namespace)
+    used = standing.engine.kv_memory_used_bytes if namespace is None else standing.engine.hot_bytes.get(namespace, 0)
+    misses = sum((each.misses for each in counters.values()), Counter())
+    return Seen(used, {reason.value: count for reason, count in misses.items()})
+
+
+def stats(standing: Standing, namespace: str | None) -> pb.GetStatsResponse:
+    """`namespace`: the only one to be seen; None for all, and for the engine."""
+    return pb.GetStatsResponse(
+        model=standing.engine.model,
+        uptime_s=standing.uptime_s,
+        namespaces=[
+            _namespace(name, counters, standing.engine.hot_bytes.get(name, 0))
+            for name, counters in sorted(_visible(standing, namespace).items())
+        ],
+        engine=_engine(standing) if namespace is None else None,
+    )
+
+
+def memories_left(left: MemoriesLeft) -> pb.MemoriesLeft:
+    return pb.MemoriesLeft(stored=left.stored, dropped=left.unstored)
+
+
+def _visible(standing: Standing, namespace: str | None) -> Mapping[str, NamespaceCounters]:
+    if namespace is None:
+        return standing.namespaces
+    return {namespace: standing.namespaces.get(namespace, NamespaceCounters())}
+
+
+def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int) -> pb.NamespaceStats:
+    return pb.NamespaceStats(
+        namespace=name,
+        turns=counters.turns,
+        turn_ends=counters.ends,
+        refusals=counters.refusals,
+        prefilled_tokens=counters.prefilled_tokens,
+        cached_tokens=counters.cached_tokens,
+        decoded_tokens=counters.decoded_tokens,
+        sources={source.value: count for source, count in counters.sources.items()},
+        misses={reason.value: count for reason, count in counters.misses.items()},
+        publications={state.value: count for state, count in counters.publications.items()},
+        published_bytes=counters.published_bytes,
+        waiting_turns=counters.waiting_turns,
+        running_turns=counters.running_turns,
+        kv_memory_used_bytes=hot_bytes,
+    )
+
+
+def _engine(standing: Standing) -> pb.EngineStats:
+    engine = standing.engine
+    return pb.EngineStats(
+        kv_memory_bytes=standing.kv_memory_bytes,
+        kv_memory_used_bytes=engine.kv_memory_used_bytes,
+        hot_memories=engine.hot_memories,
+        restoring_bytes=standing.restoring_bytes,
+        publishing_bytes=standing.publishing_bytes,
+        prompt_bytes=standing.prompt_bytes,
+        computed_tokens=engine.computed_tokens,
+        preemptions=engine.preemptions,
+        model_loads=standing.model_loads,
+    )

@@ -1,0 +1,264 @@
+"""What turn preparation and the engine say to each other: plain data, no tensors, no wire.
+
+Turn preparation makes a `TurnPlan`; the engine answers with events. Everything here is frozen and may cross threads.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TypeAlias
+
+from kvasir.errors import KvasirError
+from kvasir.formats.block_file import FileIdentity
+
+from inference_svc.formats.constraint import Constraint
+from inference_svc.text.sequence_state import SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceKey:
+    """Whose memory a sequence is. The namespace comes from the caller's credential."""
+
+    namespace: str
+    agent_id: str
+
+
+class Priority(Enum):
+    """Who is served first when not all can be. Waiting raises a turn: nobody waits for ever."""
+
+    INTERACTIVE = "interactive"  # a person waits for it
+    BACKGROUND = "background"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Already validated: the engine refuses only what does not fit the model."""
+
+    max_tokens: int
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    repetition_penalty: float = 1.0  # above 1, tokens among the last `repetition_tokens` become less likely
+    repetition_tokens: int = 64
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
+    logprobs: int | None = None  # tell each token's log probability and those of this many likeliest; None: neither
+    constraint: Constraint | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cold:
+    """Nothing is reused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hot:
+    """The engine's own memory of the plan's key is reused: its first `keep_tokens` tokens, which must equal the plan's.
+
+    `keep_tokens` may lie anywhere (DIVERGE). The engine refuses with FailedPrecondition, reason HOT_MEMORY_GONE, if the
+    memory was dropped in between; nothing has happened then, and the turn may be planned again.
+    """
+
+    keep_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """KV read from outside: `blobs` are tensor files' bytes, in order from position 0, the last one full or a tail.
+
+    `token_ids` are the tokens of the files, all of them (a block's chain hash covers the whole block). The first
+    `keep_tokens` of them are reused and must equal the plan's; `keep_tokens` may cut inside the last file (DIVERGE).
+    `shareable_tokens` is what the manifest says or, for blocks found by block hash, all of them. Every file is checked
+    before MLX sees it: DataLoss (reason BLOB_DAMAGED, metadata "blob" = its index) when one is not what it must be;
+    live state is untouched then, and the turn may be planned again.
+    """
+
+    blobs: tuple[bytes, ...]
+    token_ids: tuple[int, ...]
+    keep_tokens: int
+    shareable_tokens: int = 0
+    state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states cannot do without
+
+
+Reuse: TypeAlias = Cold | Hot | Restored
+
+
+@dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """One turn: the whole prompt as tokens, what of it need not be computed, and how to go on."""
+
+    token_ids: tuple[int, ...]
+    token_chars: tuple[int, ...]  # code points that each prompt token completes, as in manifest.proto
+    sampling: SamplingParams
+    reuse: Reuse = field(default_factory=Cold)
+    key: SequenceKey | None = None  # None: nothing is remembered
+    keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
+    priority: Priority = Priority.INTERACTIVE
+    namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody
+    # Prompt tokens after which a model with states makes a point: what the next prompt surely begins with too. None:
+    # all but the last, which is computed in any case.
+    point_tokens: int | None = None
+    # While another turn needs its room its KV may be given to its listener (`PutAside`) and, if it extends a hot
+    # memory, that memory be dropped: it is whole elsewhere.
+    can_be_put_aside: bool = False
+
+    @property
+    def speaks(self) -> bool:
+        """False, by max_tokens 0, of a turn that only leaves its prompt as the key's hot memory."""
+        return self.sampling.max_tokens > 0
+
+    @property
+    def most_reused(self) -> int:
+        """Prompt tokens that may be reused. Of a turn that speaks the last is computed: the reply begins behind it."""
+        return len(self.token_ids) - (1 if self.speaks else 0)
+
+
+class FinishReason(Enum):
+    """Why generation ended."""
+
+    STOP = "stop"  # an end token: the model's own or the request's
+    LENGTH = "length"
+    STOP_SEQUENCE = "stop_sequence"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds, on the engine's clock. `first_token_s` counts from submit."""
+
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    prefill_s: float = 0.0
+    first_token_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The turn has its memory and begins. `cached_tokens` is what was truly reused: they will not be computed.
+
+    `is_shared`: they are what another turn or memory of the namespace prefilled, not what the plan named.
+    """
+
+    cached_tokens: int
+    is_shared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """A cell of the prompt is computed. Both counts include the reused tokens."""
+
+    tokens_done: int
+    tokens_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksFull:
+    """The sequence now holds `count` full blocks, whose rows will not change during this turn: they may be published
+    meanwhile, by `Engine.snapshot(key, first_block)` with `blocks_only=True`.
+    """
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural log of a drawn token's probability before temperature and filters; the likeliest tokens with theirs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """Tokens generated since the last event, and the text that is now certain to belong to the reply (may lag behind: a
+    character or a possible stop string is held back until it is whole or ruled out). A stop token is among `ids`, its
+    text is not.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if they were asked for
+
+
+@dataclass(frozen=True, slots=True)
+class PutAside:
+    """The turn gave up its rows for another's. `files` are the tensor files of its first `tokens` tokens: full blocks,
+    and the tail. They are the listener's to keep, who says by `TurnHandle.files_stored` when they have left this
+    machine's memory. The turn goes on after `Wanted`.
+    """
+
+    files: tuple[bytes, ...]
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """There is room again for a turn that was put aside, and it is held until `TurnHandle.resume` brings the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A turn that was put aside goes on where it was. KV of its first `tokens` tokens came back; that of `lost_tokens`
+    more did not, and is computed again.
+    """
+
+    tokens: int
+    lost_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The turn is over and, with a key, is the key's hot memory. Also after a cancel with keep_partial; a cancel
+    without it is `Failed(Cancelled)`, and the memory is the one before the turn.
+
+    `state` is exactly what a snapshot taken now holds: the prompt, the reply, and its stop token; not tokens that only
+    spell a stop string. `generated_text` is the text of all tokens of `state` behind the prompt, special tokens
+    spelled, so that prompt text + generated_text is the text of the state. `text` is the whole reply as the client saw
+    it.
+    """
+
+    finish_reason: FinishReason
+    matched_stop: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    timings: Timings
+    text: str
+    generated_text: str
+    state: SequenceState
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The turn is over without effect on the key's hot memory."""
+
+    error: KvasirError
+
+
+Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | PutAside | Wanted | Resumed | Ended | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class HotMemory:
+    """An agent's memory in the engine, as of its last whole turn. `tag` is what `tag_hot` attached: opaque to the
+    engine.
+    """
+
+    state: SequenceState
+    tag: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if it was asked for and
+    there is one. Of a model with states also the state file of each of the sequence's points.
+    """
+
+    first_block: int
+    blocks: tuple[tuple[FileIdentity, bytes], ...]
+    tail: tuple[FileIdentity, bytes] | None
+    state: SequenceState  # as of the snapshot
+    states: tuple[tuple[FileIdentity, bytes], ...] = ()

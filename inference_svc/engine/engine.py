@@ -1,0 +1,338 @@
+"""The engine: turns in, events out, memories kept between them. Start here.
+
+Everything that computes lives on one thread (`mlx_thread`), which this class feeds through its mailbox. All methods may
+be called from any thread, do not block, and touch no tensor; what they return is plain data (`plan`) or a future of it.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+
+from inference_svc.engine.api import Ended, Event, Failed, HotMemory, SequenceKey, Snapshot, TurnPlan
+from inference_svc.engine.engine_worker import EngineWorker, OnEvents, turn_bytes
+from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.turn import Turn
+from inference_svc.formats.grammars import GrammarMatcher, Grammars
+from inference_svc.kv.policy import PolicyRequest
+from inference_svc.model.blas import load_optimized_blas
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.open_model import OpenedModel, open_model
+from inference_svc.text.token_text import TokenText
+
+ResultT = TypeVar("ResultT")
+# Decoded copies of what is being decoded may take this part of the budget, beside it.
+_DECODED_PART = 2
+
+
+class TurnHandle:
+    """A submitted turn."""
+
+    def __init__(self, turn: Turn, post: Callable[[Callable[[EngineWorker], None]], object]) -> None:
+        self._turn = turn
+        self._post = post
+
+    def cancel(self) -> None:
+        """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
+        self._turn.is_cancelled = True
+        self._post(lambda _worker: None)  # wakes it
+
+    def files_stored(self) -> None:
+        """The files of `PutAside` have left this machine's memory: others may be put aside."""
+        self._post(lambda worker: worker.files_stored(self._turn))
+
+    def resume(self, blobs: Sequence[bytes]) -> None:
+        """The answer to `Wanted`: the files of `PutAside`, or as many leading ones as could be had. They are checked;
+        what is missing or damaged is computed again. Without effect once the turn is over.
+        """
+        self._post(lambda worker: worker.resume(self._turn, blobs))
+
+
+class Engine:
+    """One model, its thread, and the hot memories of the agents that it served."""
+
+    def __init__(
+        self, opened: OpenedModel, thread: MlxThread[EngineWorker], worker: EngineWorker, max_open_turns: int
+    ) -> None:
+        self._opened = opened
+        self._thread = thread
+        self._worker = worker
+        self._max_open_turns = max_open_turns
+        self._open_turns = 0
+        self._lock = threading.Lock()  # of the count alone; never held around anything else
+        self._is_closed = False
+
+    @classmethod
+    def open(
+        cls,
+        model: str | Path,
+        *,
+        cache_dir: Path,
+        memory_budget_bytes: int,
+        policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
+        context_tokens: int | None = None,
+        compute_type: str | None = None,
+        max_open_turns: int = 256,
+        step_budget_s: float = 0.1,
+        name: str = "",
+    ) -> "Engine":
+        """Start the MLX thread and load a model on it; blocks until it can serve.
+
+        `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
+        by file identity, and what `auto` chose by weights digest. `memory_budget_bytes` bounds all KV, hot and running.
+        `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first, unless its
+        choice is known. `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: for so
+        long a step computes prompts while others speak, and a cell more. `name`: what callers know the
+        model by; empty: what its path says. Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT,
+        the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        """
+        load_optimized_blas()
+        made: list[tuple[OpenedModel, EngineWorker]] = []
+
+        def make_worker() -> EngineWorker:
+            opened, runner = open_model(
+                model, cache_dir=cache_dir, policy=policy, context_tokens=context_tokens, compute_type=compute_type
+            )
+            opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
+            worker = EngineWorker(
+                runner,
+                opened.info,
+                memory_budget_bytes,
+                memory_budget_bytes // _DECODED_PART,
+                _rules(opened.info, step_budget_s),
+                time.monotonic,
+            )
+            made.append((opened, worker))
+            return worker
+
+        thread = MlxThread(make_worker)
+        opened, worker = made[0]
+        return cls(opened, thread, worker, max_open_turns)
+
+    @property
+    def model(self) -> ModelInfo:
+        """The loaded model."""
+        return self._opened.info
+
+    @property
+    def tokenizer(self) -> object:
+        """mlx-lm's TokenizerWrapper (encode, apply_chat_template, eos_token_ids, tool parser). It holds no MLX arrays,
+        but may keep state while encoding: use it from one thread at a time.
+        """
+        return self._opened.tokenizer
+
+    @property
+    def token_text(self) -> TokenText:
+        """Bytes and code points of tokens, built once. Thread-safe."""
+        return self._opened.token_text
+
+    @property
+    def grammars(self) -> Grammars:
+        """Reply formats, compiled for this model's tokenizer. Thread-safe."""
+        return self._opened.grammars
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Token ids are below it."""
+        return self._opened.vocabulary_size
+
+    @property
+    def device(self) -> str:
+        """\"cpu\", \"metal\" or \"cuda\"."""
+        return self._opened.device
+
+    @property
+    def blas(self) -> str:
+        """File name of the optimized BLAS in use; empty when there is none."""
+        return load_optimized_blas() or ""
+
+    @property
+    def memory_budget_bytes(self) -> int:
+        return self._worker.memories.budget_bytes
+
+    @property
+    def memory_used_bytes(self) -> int:
+        """KV allocated after the last step, hot and running."""
+        return self._worker.memory_used_bytes
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that went through the model since it was loaded, of prompts and of replies."""
+        return self._worker.computed_tokens
+
+    @property
+    def preemptions(self) -> int:
+        """Turns that were put aside because others needed their room."""
+        return self._worker.preemptions
+
+    def hot_sizes(self) -> dict[SequenceKey, int]:
+        """Allocated KV bytes of each hot memory, those that running turns extend included."""
+        return self._worker.memories.sizes()
+
+    def hot_keys(self) -> set[SequenceKey]:
+        """Whose memories are hot. Cheaper than `hot_sizes`."""
+        return self._worker.memories.keys()
+
+    def needed_bytes(self, plan: TurnPlan) -> int:
+        """KV that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
+        return turn_bytes(plan, self.model)
+
+    def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
+        """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
+        since the last time, in order; it must return at once and not raise. The last event is `Ended` or `Failed`,
+        always exactly one of them.
+
+        Turns of different keys run interleaved; turns of one key run in the order of submission (but plan them one by
+        one: a plan depends on the memory that the turn before leaves). Raises ResourceExhausted at once when the prompt
+        and max_tokens cannot fit the context, or the KV budget even with all else dropped, or too many turns are open;
+        InvalidArgument for a plan that is none; Unavailable after close.
+        """
+        self._check(plan)
+        turn = Turn(
+            plan,
+            self.token_text,
+            frozenset(self.model.stop_token_ids) | frozenset(plan.sampling.stop_token_ids),
+            self.model.cell_tokens,
+            time.monotonic,
+            self.model.kv_identity_hash,
+            self._matcher(plan),
+            has_states=self.model.has_states,
+        )
+        self._count_turn()
+
+        def listen(events: list[Event]) -> None:
+            if isinstance(events[-1], Ended | Failed):
+                with self._lock:
+                    self._open_turns -= 1
+            on_events(events)
+
+        posted = self._thread.post(lambda worker: worker.submit(turn, listen))
+        posted.add_done_callback(lambda done: listen([Failed(_closed())]) if done.cancelled() else None)
+        return TurnHandle(turn, self._thread.post)
+
+    def hot_memory(self, key: SequenceKey) -> HotMemory | None:
+        """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
+        return self._worker.memories.described(key)
+
+    def hot_tag(self, key: SequenceKey) -> object:
+        """What is attached to the key's hot memory; None if there is none. Not counted as a use."""
+        memory = self._worker.memories.get(key)
+        return memory.tag if memory is not None else None
+
+    def tag_hot(self, key: SequenceKey, tag: object) -> None:
+        """Attach anything (say, the store version that equals this memory) to the key's hot memory. A turn that changes
+        the memory removes the tag. Without effect if there is no memory.
+        """
+        self._worker.memories.tag(key, tag)
+
+    def drop_hot(self, key: SequenceKey) -> "Future[bool]":
+        """Forget the key's memory, once no turn of it runs; True if there was one."""
+        return self._when_idle(key, lambda worker: worker.memories.drop(key))
+
+    def fork_hot(self, source: SequenceKey, target: SequenceKey) -> "Future[bool]":
+        """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
+        until no turn of `source` runs. False if there is none.
+        """
+        return self._when_idle(source, lambda worker: worker.fork(source, target))
+
+    def snapshot(
+        self, key: SequenceKey, first_block: int, *, blocks_only: bool = False, max_blocks: int | None = None
+    ) -> "Future[Snapshot | None]":
+        """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
+        of it runs.
+
+        With `max_blocks`, at most so many blocks, and the tail only if they are the last: a long memory is taken in
+        pieces, and other turns go on between them. With `blocks_only`, full blocks alone, at once, and of the running
+        turn if one runs. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may
+        differ from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
+        """
+        if blocks_only:
+            return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
+        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block, max_blocks))
+
+    def close(self) -> None:
+        """Fail what runs with Unavailable, free the model, end the thread cleanly; blocks until it has. Idempotent."""
+        self._is_closed = True
+        self._thread.close()
+
+    def _when_idle(self, key: SequenceKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
+        result: Future[ResultT] = Future()
+
+        def deliver(worker: EngineWorker) -> None:
+            worker.when_idle(key, lambda: _fulfil(result, lambda: work(worker)))
+
+        posted = self._thread.post(deliver)
+        posted.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
+        return result
+
+    def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
+        """Compiled by the edge already, or now, for who comes another way."""
+        sampling = plan.sampling
+        if sampling.constraint is None:
+            return None
+        return self.grammars.matcher(plan.namespace or "", sampling.constraint, sampling.stop_token_ids)
+
+    def _check(self, plan: TurnPlan) -> None:
+        if self._is_closed:
+            raise _closed()
+        if not plan.token_ids or len(plan.token_ids) != len(plan.token_chars):
+            raise InvalidArgument("prompt: expected at least one token, and a count of characters for each")
+        if max(plan.token_ids) >= self.vocabulary_size or min(plan.token_ids) < 0:
+            raise InvalidArgument(f"prompt: expected token ids below {self.vocabulary_size}")
+        biased = [token for token, _ in plan.sampling.logit_bias]
+        for field, given in (("logit_bias", biased), ("stop_token_ids", plan.sampling.stop_token_ids)):
+            if given and max(given) >= self.vocabulary_size:
+                raise InvalidArgument(
+                    f"sampling.{field}: expected token ids below {self.vocabulary_size}, got {max(given)}",
+                    field=f"sampling.{field}",
+                )
+        needed_tokens = len(plan.token_ids) + plan.sampling.max_tokens
+        if needed_tokens > self.model.context_tokens:
+            raise ResourceExhausted(
+                f"context: the prompt's {len(plan.token_ids)} tokens and max_tokens {plan.sampling.max_tokens} make "
+                f"{needed_tokens}; the model takes {self.model.context_tokens}",
+                reason="CONTEXT_EXCEEDED",
+                metadata={"needed_tokens": str(needed_tokens), "context_tokens": str(self.model.context_tokens)},
+            )
+        needed_bytes = self.needed_bytes(plan)
+        if needed_bytes > self.memory_budget_bytes:
+            raise ResourceExhausted(
+                f"memory: the turn's KV may need {needed_bytes} bytes; the engine has {self.memory_budget_bytes}",
+                reason="MEMORY_EXCEEDED",
+                metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
+            )
+
+    def _count_turn(self) -> None:
+        with self._lock:
+            if self._open_turns >= self._max_open_turns:
+                raise ResourceExhausted(
+                    f"queue: {self._open_turns} turns are open, and no more are taken",
+                    reason="QUEUE_FULL",
+                    retry_after_s=1.0,
+                )
+            self._open_turns += 1
+
+
+def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
+    rules = Rules(cell_tokens=model.cell_tokens, budget_s=step_budget_s)
+    # Layers that do not keep all tokens share nothing: who waited for a sibling would wait for nothing.
+    return replace(rules, gate_s=0) if model.has_states else rules
+
+
+def _closed() -> Unavailable:
+    return Unavailable("the engine is shutting down", retry_after_s=1.0)
+
+
+def _fulfil(result: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
+    if result.set_running_or_notify_cancel():
+        try:
+            result.set_result(work())
+        except Exception as error:  # noqa: BLE001 - it is the caller's
+            result.set_exception(error)

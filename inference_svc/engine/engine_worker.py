@@ -1,0 +1,446 @@
+"""What the MLX thread does: begins turns, steps them, ends them, and keeps what they leave.
+
+All turns that speak are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
+fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit. When an interactive turn finds
+no room, background turns are put aside for it (`putting_aside`).
+"""
+
+import logging
+from collections.abc import Callable, Collection, Hashable, Sequence
+
+from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
+from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+from inference_svc.engine.api import Event, SamplingParams, SequenceKey, Snapshot, TurnPlan
+from inference_svc.engine.putting_aside import PuttingAside
+from inference_svc.engine.running_turn import MOST_POINTS, RunningTurn, begin
+from inference_svc.engine.sampling import Sampler, sample
+from inference_svc.engine.scheduling.hot_memories import HotMemories, Memory
+from inference_svc.engine.scheduling.mask_budget import MaskBudget
+from inference_svc.engine.scheduling.room_shares import Room
+from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.scheduler import Scheduler
+from inference_svc.engine.turn import Turn
+from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.capacity import capacity_rows
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.tensor_files import chain_hashes, file_identities, state_identity
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.model_runner import ModelRunner
+
+OnEvents = Callable[[list[Event]], None]
+logger = logging.getLogger(__name__)
+# Files of turns that were put aside and are not stored yet may take this part of the budget, beside it.
+_UNSTORED_PART = 2
+
+
+def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
+    """KV bytes that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
+    rows_bytes = capacity_rows(len(plan.token_ids) + plan.sampling.max_tokens) * model.kv_bytes_per_token
+    return rows_bytes + model.live_state_bytes + MOST_POINTS * model.state_bytes
+
+
+class EngineWorker:
+    """The worker of the MLX thread. Only `memories`' tags and uses, and the byte counts, are for other threads."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        model: ModelInfo,
+        memory_budget_bytes: int,
+        decoded_budget_bytes: int,
+        rules: Rules,
+        clock: Callable[[], float],
+    ) -> None:
+        self.memories: HotMemories[SequenceKV] = HotMemories(memory_budget_bytes)
+        self.memory_used_bytes = 0
+        self.computed_tokens = 0  # that went through the model: what is reused is not among them
+        self.preemptions = 0
+        self.decoded_bytes = 0
+        self._runner = runner
+        self._model = model
+        self._clock = clock
+        self._rules = rules
+        room = Room(memory_budget_bytes, self.memories.ledger.reserved_by, self._needed_bytes)
+        self._scheduler: Scheduler[Turn] = Scheduler(room, rules)
+        self._masks: MaskBudget[Turn] = MaskBudget()
+        self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
+        self._running: dict[Turn, RunningTurn] = {}
+        self._aside = PuttingAside(runner, model, memory_budget_bytes // _UNSTORED_PART)
+        self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
+        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
+        self._listeners: dict[Turn, OnEvents] = {}
+        self._when_idle: dict[SequenceKey, list[Callable[[], None]]] = {}
+
+    def submit(self, turn: Turn, on_events: OnEvents) -> None:
+        self._listeners[turn] = on_events
+        self._scheduler.submit(turn, self._clock())
+
+    def step(self, take_mail: Callable[[], None]) -> bool:
+        """One step of all that runs; False if there was nothing to do. `take_mail` is called between cells, so that
+        whoever comes or goes does not wait for a whole step.
+        """
+        for turn in self._scheduler.cancelled():
+            self._guarded(turn, self._cancel)
+        before_s = self._clock()
+        self._begin_waiting()
+        spent_s = self._clock() - before_s
+        has_ended = self._finish_spoken()  # whose memory is whole and who says nothing
+        speaking = self._scheduler.begin_step(self._clock())
+        present = {*self._scheduler.running, *self._scheduler.waiting}
+        if may_speak := self._masks.begin_step(speaking, present):
+            self._decode(may_speak)
+            self._tell()
+        has_prefilled = self._prefill(take_mail, spent_s)
+        self._finish_spoken()
+        self._masks.end_step(self._clock() - before_s)
+        self._count_bytes()
+        if not self._running:
+            self._runner.release_unused()
+        return bool(speaking) or has_prefilled or has_ended  # who ended may have left room for another
+
+    def close(self) -> None:
+        for turn in list(self._listeners):
+            self._abandon(turn, Unavailable("the engine is shutting down", retry_after_s=1.0))
+        self._tell()
+
+    def when_idle(self, key: SequenceKey, work: Callable[[], None]) -> None:
+        """Do `work` now, or as soon as no turn of the key runs or is put aside."""
+        if not self._is_used(key):
+            work()
+        else:
+            self._when_idle.setdefault(key, []).append(work)
+
+    def resume(self, turn: Turn, blobs: Sequence[bytes]) -> None:
+        """The files of a turn that was put aside and is wanted, as far as they could be had."""
+        if turn.is_restoring and turn in self._aside:
+            self._guarded(turn, lambda _: self._running.update({turn: self._aside.take_back(turn, blobs)}))
+            self._tell()
+
+    def files_stored(self, turn: Turn) -> None:
+        """The files of a turn that was put aside are not held in memory any more."""
+        self._aside.stored(turn)
+
+    # --- memories ---
+
+    def fork(self, source: SequenceKey, target: SequenceKey) -> bool:
+        """Give `target` the memory of `source`, untagged: a tag is one agent's. False if there is none."""
+        memory = self.memories.get(source)
+        return memory is not None and self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
+
+    def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+        """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail and
+        the states.
+        """
+        memory = self.memories.get(key)
+        if memory is None:
+            return None
+        tokens, last_block = memory.state.token_ids, len(memory.chain)
+        if max_blocks is not None and first_block + max_blocks < last_block:
+            last_block = first_block + max_blocks
+            tokens = tokens[: last_block * BLOCK_TOKENS]
+        files = self._files(memory.kv, tokens, memory.chain[:last_block], first_block)
+        if last_block < len(memory.chain):
+            return Snapshot(first_block, tuple(files), None, memory.state)
+        tail = files.pop() if files and files[-1][0].kind == "tail" else None
+        return Snapshot(first_block, tuple(files), tail, memory.state, self._states(memory))
+
+    def running_blocks(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+        """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
+        running = self._running_of(key)
+        if running is None and self._is_used(key):
+            return None  # its turn is put aside: the memory is another's blocks
+        if running is None:
+            whole = self.snapshot(key, first_block, max_blocks)
+            return whole and Snapshot(first_block, whole.blocks, None, whole.state)
+        turn = running.turn
+        tokens = turn.token_ids[: turn.full_blocks * BLOCK_TOKENS]
+        running.chain = chain_hashes(self._model.kv_identity_hash, tokens, running.chain)
+        last_block = len(running.chain) if max_blocks is None else min(first_block + max_blocks, len(running.chain))
+        self._batch.settle(running.kv)
+        files = self._files(running.kv, tokens[: last_block * BLOCK_TOKENS], running.chain[:last_block], first_block)
+        return Snapshot(first_block, tuple(files), None, turn.state())
+
+    def _files(
+        self, kv: SequenceKV, token_ids: Sequence[int], chain: Sequence[str], first_block: int
+    ) -> list[tuple[FileIdentity, bytes]]:
+        if not kv.row_layers:
+            return []  # nothing is in blocks
+        identities = file_identities(self._model.kv_identity_hash, token_ids, chain, first_block)
+        return [(identity, kv.to_file(self._model.kv_identity, identity)) for identity in identities]
+
+    def _states(self, memory: Memory[SequenceKV]) -> tuple[tuple[FileIdentity, bytes], ...]:
+        tokens, hash_ = memory.state.token_ids, self._model.kv_identity_hash
+        identities = [state_identity(hash_, tokens[:point], memory.chain) for point in memory.kv.points]
+        return tuple((identity, memory.kv.to_file(self._model.kv_identity, identity)) for identity in identities)
+
+    # --- beginning ---
+
+    def _begin_waiting(self) -> None:
+        """To bring a memory back takes time: while somebody speaks, it counts with the prefill of the step."""
+        self._refused.clear()
+        before_s = self._clock()
+
+        def has_time() -> bool:
+            speaks = any(not turn.is_prefilling for turn in self._running)
+            return not speaks or self._clock() - before_s < self._rules.budget_s
+
+        blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
+        if any(self._make_room(turn) for turn in blocked):
+            self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
+
+    def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
+        """Begin a waiting turn, or have the files of one that was put aside brought; False if there is no room yet."""
+        extends = turn.memory_key is not None
+        needed, key, namespace = self._needed_bytes(turn), turn.plan.key, turn.namespace
+        if not self.memories.reserve(turn, needed, key, extends=extends, spare=spare, namespace=namespace):
+            self._refused.setdefault(turn, spare)
+            return False
+        if turn in self._aside:
+            turn.wanted()
+            self._tell_one(turn, self._listeners[turn])
+        else:
+            self._guarded(turn, lambda turn: self._begin(turn, spare))
+        return True
+
+    def _make_room(self, blocked: Turn) -> bool:
+        """Put turns aside for one that found no room; False if nobody was."""
+        needed, extends = self._needed_bytes(blocked), blocked.memory_key is not None
+        spare = self._refused.get(blocked, ())
+        missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, spare=spare)
+        preemptions = self._scheduler.preemptions(blocked, missing)
+        turns = [preemption.turn for preemption in preemptions]
+        if not self._aside.have_room(turns):
+            return False
+        for turn in turns:
+            self._guarded(turn, self._put_aside)
+        self._runner.release_unused()
+        return bool(turns)
+
+    def _put_aside(self, turn: Turn) -> None:
+        running = self._running[turn]
+        self._batch.leave(running.kv)
+        self._aside.put(running)
+        if running.memory is not None and turn.plan.key is not None:
+            self.memories.drop(turn.plan.key)  # its rows are the turn's
+        del self._running[turn]
+        self.memories.release(turn)
+        self._scheduler.preempted(turn, self._clock())
+        self.preemptions += 1
+        self._tell_one(turn, self._listeners[turn])
+
+    def _needed_bytes(self, turn: Turn) -> int:
+        """KV of all tokens that the turn may come to have, and of those that it overwrites and may have to put back."""
+        memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
+        is_cut = turn.memory_key is not None and memory is not None
+        saved = max(0, memory.kv.length - memory.kv.start_before(turn.reusable_tokens)) if is_cut and memory else 0
+        return turn_bytes(turn.plan, self._model) + saved * self._model.kv_bytes_per_token
+
+    def _begin(self, turn: Turn, spare: Collection[Hashable]) -> None:
+        memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
+        running = self._shared(turn, spare) or begin(turn, memory, self._runner, self._model)
+        self._running[turn] = running
+
+    def _shared(self, turn: Turn, spare: Collection[Hashable]) -> RunningTurn | None:
+        """The turn with a fork of what another of its namespace prefilled, if that is worth more than its own plan."""
+        if turn.namespace is None or self._model.has_states:
+            return None
+        donor = self._scheduler.donor_of(turn, self.memories.idle(turn.namespace))
+        if donor is None:
+            return None
+        source = donor.source
+        owner = self._running[source] if isinstance(source, Turn) else self.memories.get(source)  # type: ignore[arg-type]
+        if owner is None or (turn.memory_key is not None and not self._leaves_its_memory(turn, spare)):
+            return None
+        return RunningTurn.sharing(turn, owner.kv, donor.shared_tokens)
+
+    def _leaves_its_memory(self, turn: Turn, spare: Collection[Hashable]) -> bool:
+        """Whether there is room for the turn beside the memory that it was to extend; that one is idle then."""
+        key = turn.plan.key
+        self.memories.release(turn)
+        needed, namespace = turn_bytes(turn.plan, self._model), turn.namespace
+        if self.memories.reserve(turn, needed, spare={key, *spare}, namespace=namespace):
+            return True
+        needed = self._needed_bytes(turn)
+        self.memories.reserve(turn, needed, key, extends=True, spare=spare, namespace=namespace)  # as it was before
+        return False
+
+    # --- stepping ---
+
+    def _decode(self, speaking: Sequence[Turn]) -> None:
+        """One more token of every turn that speaks, in one forward pass. Turns that spoke their last token in the step
+        before have it computed here, so that they remember it, and end.
+        """
+        try:
+            order = self._joined(speaking)
+            self.computed_tokens += len(order)
+            logits = self._batch.step([turn.next_token for turn in order])
+            drawn = sample([self._sampler_of(turn) for turn in order], logits)
+        except Exception:
+            logger.exception("decode.failed")
+            self._lose(speaking)
+            return
+        self._runner.stepped()
+        for turn, token in zip(order, drawn, strict=True):
+            is_known = not turn.next_token_draws
+            turn.decoded()
+            if is_known:
+                continue
+            if turn.finish_reason is not None:
+                self._guarded(turn, self._finish)
+            elif isinstance(token, KvasirError):
+                self._abandon(turn, token)
+            else:
+                turn.accept(token.token_id, token.logprobs)
+
+    def _joined(self, speaking: Sequence[Turn]) -> list[Turn]:
+        """Those that speak in this step, in the batch, by slot; and nobody else: who sits out, and who was cancelled
+        since this step began, leaves it.
+        """
+        by_kv = {id(self._running[turn].kv): turn for turn in speaking}
+        # From the last slot on: when many leave at once, few are moved to take their places.
+        for kv in [kv for kv in reversed(self._batch.sequences) if id(kv) not in by_kv]:
+            self._batch.leave(kv)
+        for turn in speaking:
+            if self._running[turn].kv not in self._batch:
+                self._batch.join(self._running[turn].kv)
+        return [by_kv[id(kv)] for kv in self._batch.sequences]
+
+    def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
+        """Cells of prompts, as long as the scheduler says, `spent_s` of its time being spent; False if none waits."""
+        began_s, cells = self._clock() - spent_s, 0
+        while (turn := self._scheduler.next_prefill(self._clock() - began_s)) is not None:
+            self._guarded(turn, self._prefill_cell)
+            self._tell()
+            cells += 1
+            take_mail()
+        return cells > 0
+
+    def _prefill_cell(self, turn: Turn) -> None:
+        running = self._running[turn]
+        cell = turn.next_cell()
+        self.computed_tokens += len(cell)
+        if not turn.next_cell_draws:
+            self._runner.prefill(running.kv, cell, lambda: turn.is_cancelled)
+            turn.prefilled(len(cell))
+            if turn.is_at_point:
+                running.kv.mark()
+            return
+        logits = self._runner.last_logits(running.kv, cell, lambda: turn.is_cancelled)
+        [token] = sample([running.sampler], logits)
+        turn.prefilled(len(cell))
+        if isinstance(token, KvasirError):
+            raise token
+        turn.accept(token.token_id, token.logprobs)
+
+    # --- ending ---
+
+    def _finish_spoken(self) -> bool:
+        """End the turns that spoke their last token and need no more KV: who remembers nothing, or nothing of it; False
+        if there are none. At a step's end, so that a listener's request for the turn's snapshot is served before the
+        next step admits a turn that may need the room.
+        """
+        spoken = [turn for turn in self._running if turn.finish_reason is not None]
+        ending = [turn for turn in spoken if turn.plan.key is None or turn.remembered <= turn.computed]
+        for turn in ending:
+            self._guarded(turn, self._finish)
+        return bool(ending)
+
+    def _finish(self, turn: Turn) -> None:
+        running = self._running[turn]
+        self._batch.leave(running.kv)
+        if turn.plan.key is not None:
+            memory = running.memory_left(self._runner, self._model.kv_identity_hash)
+            self.memories.leave(turn, turn.plan.key, memory)
+        turn.end()
+        self._remove(turn)
+
+    def _cancel(self, turn: Turn) -> None:
+        has_generated = len(turn.token_ids) > turn.prompt_tokens
+        if turn.finish_reason is not None or (turn.plan.keep_partial and has_generated):
+            self._finish(turn)
+        else:
+            self._abandon(turn, Cancelled("the turn was cancelled; the agent remembers what it did before"))
+
+    def _guarded(self, turn: Turn, work: Callable[[Turn], None]) -> None:
+        """A turn that fails takes nobody with it."""
+        try:
+            work(turn)
+        except KvasirError as error:
+            self._abandon(turn, error)
+        except Exception:
+            logger.exception("turn.failed")
+            self._forget(turn)
+            self._abandon(turn, Internal("the turn failed in the engine"))
+
+    def _lose(self, speaking: Sequence[Turn]) -> None:
+        """A forward pass of these turns failed half-way; with them goes whoever else is in the batch."""
+        lost = [turn for turn, running in self._running.items() if turn in speaking or running.kv in self._batch]
+        self._batch.discard()
+        for turn in lost:
+            self._forget(turn)
+            self._abandon(turn, Internal("the turn failed in the engine"))
+
+    def _forget(self, turn: Turn) -> None:
+        """Layers may disagree on their length now: the memory that the turn extends must not serve again."""
+        running = self._running.get(turn)
+        if running is not None and running.memory is not None and turn.plan.key is not None:
+            self.memories.drop(turn.plan.key)
+            running.memory = None
+
+    def _abandon(self, turn: Turn, error: KvasirError) -> None:
+        """End it without effect, whatever happens: somebody waits for it."""
+        if running := self._running.get(turn):
+            try:
+                self._batch.leave(running.kv)
+                running.undo()
+            except Exception:
+                logger.exception("turn.not_undone")
+                self._forget(turn)
+                del self._running[turn]
+                if running.kv in self._batch:  # it left some layers, and not others
+                    self._lose(())
+        turn.fail(error)
+        self._remove(turn)
+
+    def _remove(self, turn: Turn) -> None:
+        """The turn is over: it leaves the schedule, and what waited for its agent is done."""
+        self._running.pop(turn, None)
+        self._aside.forget(turn)
+        self.memories.release(turn)
+        self._scheduler.remove(turn)
+        self._tell_one(turn, self._listeners.pop(turn))
+        if turn.plan.key is not None and not self._is_used(turn.plan.key):
+            for work in self._when_idle.pop(turn.plan.key, ()):
+                work()
+
+    # --- telling ---
+
+    def _tell(self) -> None:
+        for turn, on_events in list(self._listeners.items()):
+            self._tell_one(turn, on_events)
+
+    def _tell_one(self, turn: Turn, on_events: OnEvents) -> None:
+        if events := turn.take_events():
+            try:
+                on_events(events)
+            except Exception:
+                logger.exception("turn.listener_failed")
+                turn.is_cancelled = True
+
+    def _running_of(self, key: SequenceKey) -> RunningTurn | None:
+        return next((running for turn, running in self._running.items() if turn.plan.key == key), None)
+
+    def _is_used(self, key: SequenceKey) -> bool:
+        """A turn of the key has begun and is not over."""
+        return self._running_of(key) is not None or self._aside.has(key)
+
+    def _sampler_of(self, turn: Turn) -> Sampler:
+        draws = turn.next_token_draws and turn.finish_reason is None
+        return self._running[turn].sampler if draws else self._no_draw
+
+    def _count_bytes(self) -> None:
+        running = sum(running.kv.allocated_bytes for running in self._running.values())
+        self.memory_used_bytes = running + self.memories.ledger.resident_bytes
+        self.decoded_bytes = self._batch.scratch_bytes

@@ -1,0 +1,125 @@
+"""A running turn with its KV: how it begins from a memory, what it leaves, and how it is undone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvasir.errors import FailedPrecondition
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+from inference_svc.engine.api import Cold, Hot, Restored, TurnPlan
+from inference_svc.engine.sampling import Sampler
+from inference_svc.engine.scheduling.hot_memories import Memory
+from inference_svc.engine.turn import Turn
+from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
+from inference_svc.kv.tensor_files import chain_hashes, check_files, check_state
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.model_runner import ModelRunner
+
+# Where it began, the prompt's, the turn's end, and that of the memory which is put back if the turn is undone.
+MOST_POINTS = 4
+
+
+@dataclass
+class RunningTurn:
+    """`memory` is the hot memory whose KV the turn extends, `saved` the rows of it that the turn overwrites."""
+
+    turn: Turn
+    kv: SequenceKV
+    sampler: Sampler
+    chain: tuple[str, ...]  # chain hashes of the first full blocks
+    memory: Memory[SequenceKV] | None = None
+    saved: SavedRows | None = None
+
+    @classmethod
+    def sharing(cls, turn: Turn, kv: SequenceKV, shared_tokens: int) -> "RunningTurn":
+        """The turn with a fork of the first `shared_tokens` tokens of another's KV: what it would compute itself."""
+        turn.restoring()
+        forked = kv.fork_of(shared_tokens)
+        turn.began(shared_tokens, shared_tokens, is_shared=True)
+        return cls(turn, forked, _sampler(turn), turn.chain[: shared_tokens // BLOCK_TOKENS])
+
+    def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> Memory[SequenceKV]:
+        """What the turn leaves behind. Computes the last token, which was drawn but never fed, if it is remembered."""
+        state = self.turn.state()
+        missing = state.token_ids[self.kv.length :]
+        if missing:
+            runner.prefill(self.kv, missing)
+        self.kv.trim_to(len(state.token_ids))
+        if self.kv.can_go_on_from(len(state.token_ids)):  # not so if states have seen what is not remembered
+            self.kv.mark()
+        # Where this turn began others of its kind may begin again: the last words said otherwise, or once more.
+        kept = {self.turn.cached, self.turn.prompt_point, len(state.token_ids)}
+        # Who says nothing takes nothing away: what could be gone back to before may be still.
+        self.kv.keep_points(kept if self.turn.plan.speaks else self.kv.points[-MOST_POINTS:])
+        self.turn.points = self.kv.points
+        state = self.turn.state()
+        known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]
+        chain = chain_hashes(kv_identity_hash, state.token_ids, known)
+        return Memory(self.kv, state, chain, priority=self.turn.priority)
+
+    def undo(self) -> None:
+        """Make the hot memory what it was before the turn, to the bit."""
+        if self.memory is not None:
+            self.kv.trim_to(self.turn.cached)
+            if self.saved is not None:
+                self.kv.put_back(self.saved)
+            self.kv.release_spare()
+
+
+def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo) -> RunningTurn:
+    """Give the turn the KV that its plan reuses. `memory` is the hot memory of its key.
+
+    Raises FailedPrecondition (HOT_MEMORY_GONE, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed then.
+    """
+    sampler = _sampler(turn)
+    turn.restoring()
+    match turn.plan.reuse:
+        case Cold():
+            turn.began(0, 0)
+            return RunningTurn(turn, runner.new_kv(model.kv_identity.policy), sampler, ())
+        case Hot() as hot:
+            return _from_memory(turn, sampler, memory, hot)
+        case Restored() as restored:
+            return _from_files(turn, sampler, model, restored)
+
+
+def _sampler(turn: Turn) -> Sampler:
+    return Sampler(turn.plan.sampling, turn.plan.token_ids, turn.matcher)
+
+
+def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None, hot: Hot) -> RunningTurn:
+    keep = _kept(turn.plan, hot.keep_tokens)
+    if memory is not None:
+        keep = memory.kv.start_before(keep)
+    if memory is None or not _begins_with(memory.state.token_ids, turn.plan.token_ids, keep):
+        raise FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
+    kv = memory.kv
+    saved = kv.saved_rows(keep) if keep < kv.length else None
+    kv.trim_to(keep)
+    turn.began(keep, memory.state.shareable_tokens)
+    return RunningTurn(turn, kv, sampler, memory.chain[: keep // BLOCK_TOKENS], memory, saved)
+
+
+def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restored) -> RunningTurn:
+    keep = _kept(turn.plan, restored.keep_tokens)
+    if not _begins_with(restored.token_ids, turn.plan.token_ids, keep):
+        raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
+    files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
+    states = []
+    if model.has_states:
+        if restored.state is None or keep < restored.keep_tokens:
+            raise FailedPrecondition("the plan restores no state of the tokens that it keeps", reason="STATE_MISSING")
+        kept_ids = restored.token_ids[:keep]
+        states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
+    kv = SequenceKV.from_files(model.kv_identity, files, keep, states)
+    chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
+    turn.began(keep, restored.shareable_tokens)
+    return RunningTurn(turn, kv, sampler, chain)
+
+
+def _kept(plan: TurnPlan, keep_tokens: int) -> int:
+    return min(keep_tokens, plan.most_reused)
+
+
+def _begins_with(tokens: Sequence[int], prompt: Sequence[int], count: int) -> bool:
+    return len(tokens) >= count and tuple(tokens[:count]) == tuple(prompt[:count])

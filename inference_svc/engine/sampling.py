@@ -1,0 +1,221 @@
+"""From logits to next tokens, one step of a whole batch: greedy, or drawn with a key of each request's own.
+
+What a row draws depends on its own logits, settings and seed, never on its batch mates: rows that ask for more than the
+likeliest token are worked on one by one, in operations that see nothing else.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+from kvasir.errors import Internal, KvasirError
+from numpy.typing import NDArray
+
+from inference_svc.engine.api import SamplingParams, TokenLogprobs
+
+# Below it the next likeliest token has no chance left, and a division by it may leave float32's range.
+_LEAST_TEMPERATURE = 1e-4
+_WORD_BITS = 32
+
+
+class Matcher(Protocol):
+    """Which tokens may come next in a constrained reply. Both methods raise KvasirError when that cannot be said."""
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Bit b of word w tells of token 32 w + b; tokens beyond the words are not allowed."""
+        ...
+
+    def accept(self, token_id: int) -> None:
+        """The token was drawn."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A sequence's next token, and its log probabilities if they were asked for."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+class Sampler:
+    """Draws the tokens of one request: its settings, its key, the tokens that it may not repeat, its constraint.
+
+    In order, as in mlx-lm: bias, repetition penalty (CTRL, arXiv 1909.05858: positive logits divided, negative ones
+    multiplied, once per token however often it came), then the constraint; of what is left greedily the likeliest, or
+    top-p, min-p and top-k of the untempered distribution, and a draw at the temperature. A temperature below 1e-4 is
+    greedy, as 0 is. Log probabilities are the model's own: before all of these.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt_ids: Iterable[int] = (), constraint: Matcher | None = None
+    ) -> None:
+        """`prompt_ids`: the tokens before the reply, which the repetition penalty counts too."""
+        self._params = params
+        self._constraint = constraint
+        self._key = mx.random.key(params.seed)
+        self._bias_ids = mx.array([token for token, _ in params.logit_bias], dtype=mx.uint32)
+        self._bias = mx.array([bias for _, bias in params.logit_bias], dtype=mx.float32)
+        self._recent: deque[int] | None = None
+        if params.repetition_penalty != 1 and params.repetition_tokens:
+            self._recent = deque(prompt_ids, maxlen=params.repetition_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it takes the likeliest token and asks for nothing else."""
+        return (
+            self._is_greedy
+            and not self._params.logit_bias
+            and self._recent is None
+            and self._constraint is None
+            and self._params.logprobs is None
+        )
+
+    @property
+    def is_constrained(self) -> bool:
+        return self._constraint is not None
+
+    @property
+    def _is_greedy(self) -> bool:
+        return self._params.temperature < _LEAST_TEMPERATURE
+
+    def _plan(self, row: mx.array) -> "_Row":
+        """The draw from logits [vocabulary], not evaluated. Raises what the constraint raises."""
+        row = row.astype(mx.float32)
+        shaped = self._shaped(row)
+        if self._is_greedy:
+            token = mx.argmax(shaped)
+        else:
+            logprobs = _filtered(shaped - mx.logsumexp(shaped), self._params)
+            self._key, key = mx.random.split(self._key)
+            token = mx.random.categorical(logprobs / self._params.temperature, key=key)
+        return _Row(token.astype(mx.uint32), *self._told(row, token))
+
+    def _shaped(self, row: mx.array) -> mx.array:
+        if self._params.logit_bias:
+            row = row.at[self._bias_ids].add(self._bias)
+        if self._recent:
+            ids = mx.array(sorted(set(self._recent)), dtype=mx.uint32)
+            penalty, chosen = self._params.repetition_penalty, row[ids]
+            row = mx.put_along_axis(row, ids, mx.where(chosen < 0, chosen * penalty, chosen / penalty), axis=-1)
+        if self._constraint is not None:
+            row = mx.where(_unpacked(self._constraint.allowed(), row.size), row, -mx.inf)
+        return row
+
+    def _told(self, row: mx.array, token: mx.array) -> tuple[mx.array, ...]:
+        """Log probability of the token, the likeliest tokens and theirs; nothing when nobody asked."""
+        if self._params.logprobs is None:
+            return ()
+        logprobs = row - mx.logsumexp(row)
+        if not self._params.logprobs:
+            return (logprobs[token],)
+        count = min(self._params.logprobs, row.size)
+        top = mx.argpartition(-logprobs, count - 1)[:count]
+        return logprobs[token], top.astype(mx.uint32), logprobs[top]
+
+    def _accept(self, row: "_Row") -> Drawn:
+        token: Any = row.token.item()
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        if self._recent is not None:
+            self._recent.append(token)
+        return Drawn(token, row.logprobs())
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row's draw, as arrays."""
+
+    token: mx.array
+    logprob: mx.array | None = None
+    top_ids: mx.array | None = None
+    top_logprobs: mx.array | None = None
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        parts = (self.token, self.logprob, self.top_ids, self.top_logprobs)
+        return [part for part in parts if part is not None]
+
+    def logprobs(self) -> TokenLogprobs | None:
+        if self.logprob is None:
+            return None
+        top: list[tuple[int, float]] = []
+        if self.top_ids is not None and self.top_logprobs is not None:
+            ids: Any = self.top_ids.tolist()
+            values: Any = self.top_logprobs.tolist()
+            top = sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        value: Any = self.logprob.item()
+        return TokenLogprobs(value, tuple(top))
+
+
+def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | KvasirError]:
+    """The next token of each row of logits [rows, vocabulary], one sampler each. Evaluates, once.
+
+    A row that cannot be drawn (its logits are no numbers, its constraint can say no more) has its error in its place
+    and takes nobody with it; rows beyond the samplers are idle and not looked at.
+    """
+    logits = logits[: len(samplers)]
+    if any(sampler.is_constrained for sampler in samplers):
+        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
+    likeliest = mx.argmax(logits, axis=-1)
+    # A maximum that is NaN or infinite: arg max and draws of such a row mean nothing, and would go on meaning nothing.
+    top = logits.max(axis=-1)
+    is_sound = mx.isfinite(top)
+    planned = [None if sampler.is_plain else _planned(sampler, logits[row]) for row, sampler in enumerate(samplers)]
+    mx.eval(likeliest, is_sound, [row.arrays for row in planned if isinstance(row, _Row)])
+    tokens: Any = likeliest.tolist()
+    sound: Any = is_sound.tolist()
+    return [
+        _drawn(sampler, token, is_fine, row)
+        for sampler, token, is_fine, row in zip(samplers, tokens, sound, planned, strict=True)
+    ]
+
+
+def _planned(sampler: Sampler, row: mx.array) -> _Row | KvasirError:
+    try:
+        return sampler._plan(row)
+    except KvasirError as error:
+        return error
+
+
+def _drawn(sampler: Sampler, token: int, is_sound: bool, row: "_Row | KvasirError | None") -> Drawn | KvasirError:
+    if not is_sound:
+        return Internal("the model computed what is no number; the turn cannot go on", reason="LOGITS_NOT_FINITE")
+    if row is None:
+        return Drawn(token)
+    if isinstance(row, KvasirError):
+        return row
+    try:
+        return sampler._accept(row)
+    except KvasirError as error:
+        return error
+
+
+def _unpacked(words: NDArray[np.uint32], size: int) -> mx.array:
+    """Bits to booleans [size]; what no word tells of is false."""
+    bits = mx.array(words)[:, None] >> mx.arange(_WORD_BITS, dtype=mx.uint32)
+    flat = (bits & 1).astype(mx.bool_).reshape(-1)[:size]
+    return flat if flat.size == size else mx.pad(flat, (0, size - flat.size))
+
+
+def _filtered(logprobs: mx.array, params: SamplingParams) -> mx.array:
+    if params.top_p < 1:
+        logprobs = _top_p(logprobs, params.top_p)
+    if params.min_p > 0:
+        floor = logprobs.max() + mx.log(mx.array(params.min_p))
+        logprobs = mx.where(logprobs < floor, -mx.inf, logprobs)
+    if 0 < params.top_k < logprobs.size:
+        floor = mx.topk(logprobs, params.top_k).min()
+        logprobs = mx.where(logprobs < floor, -mx.inf, logprobs)
+    return logprobs
+
+
+def _top_p(logprobs: mx.array, top_p: float) -> mx.array:
+    """Keep the likeliest tokens until their probabilities reach `top_p`; the one that crosses it stays."""
+    ascending = mx.sort(logprobs)
+    likelier = mx.cumsum(mx.exp(ascending), reverse=True, inclusive=False)
+    dropped = (likelier >= top_p).sum()
+    return mx.where(logprobs < ascending[dropped], -mx.inf, logprobs)

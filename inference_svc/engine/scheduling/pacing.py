@@ -1,0 +1,82 @@
+"""How much a step may prefill: whole cells, within a time while others speak, and no more tokens than the table says.
+
+The grid says where a cell ends; this says only how many cells a step takes.
+
+Between namespaces time is shared: a namespace's prompts may take from others, who speak, as much time as each of those
+has of the decoding. Otherwise a crowd's prompts would take the budget and a cell more out of every step of theirs.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+from inference_svc.engine.scheduling.company import Place
+
+# (prompt positions below this, the most tokens that a step prefills there). Deep positions attend to more, so each of
+# their tokens costs more; the last entry has no end.
+_TABLE = ((2_048, 4_096), (8_192, 2_048), (20_480, 1_024))
+_BEYOND = 512
+
+
+def most_tokens(position: int) -> int:
+    """Prompt tokens that a step may prefill which begins at `position` of a prompt."""
+    return next((tokens for below, tokens in _TABLE if position < below), _BEYOND)
+
+
+@dataclass
+class StepPace:
+    """What one step has prefilled so far, and whether it may go on. A step's first cell is always allowed: everybody
+    goes on, however short the budget and however large the cell. Of several prompts the deepest one's limit holds.
+    """
+
+    budget_s: float
+    tokens: int = 0
+    _starts: dict[Hashable, int] = field(default_factory=dict)  # by turn: the position of its first cell in this step
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self._starts)
+
+    def allows(self, turn: Hashable, position: int, cell_tokens: int, spent_s: float, *, somebody_speaks: bool) -> bool:
+        """Whether the turn's cell of `cell_tokens` at `position` still belongs to this step, `spent_s` after its first
+        prefill began. Without anybody who waits for a next token the time does not bind.
+        """
+        if not self.has_begun:
+            return True
+        if somebody_speaks and spent_s >= self.budget_s:
+            return False
+        deepest = max(self._starts.get(turn, position), *self._starts.values())
+        return self.tokens + cell_tokens <= most_tokens(deepest)
+
+    def take(self, turn: Hashable, position: int, cell_tokens: int) -> None:
+        self.tokens += cell_tokens
+        self._starts.setdefault(turn, position)
+
+
+class SharedTime:
+    """What namespaces owe for prefill beside others' speech (`Place.owed_s`). What is not used is not saved."""
+
+    def __init__(self) -> None:
+        self._step_s = self._cells_s = 0.0
+        self._speaking = 0
+        self._spent_s: float | None = None
+        self._last: Place | None = None
+
+    def begin_step(self, now: float, speaking: int, places: Iterable[Place]) -> None:
+        """`speaking`: namespaces that speak in this step. The time of the last one makes up for what is owed."""
+        decode_s = max(0.0, now - self._step_s - self._cells_s)
+        for place in places:
+            place.owed_s = max(0.0, place.owed_s - decode_s / self._speaking) if self._speaking else 0.0
+        self._step_s, self._cells_s, self._speaking = now, 0.0, speaking
+        self._spent_s = self._last = None
+
+    def spent(self, spent_s: float) -> None:
+        """The step's prefill has taken so long: whoever owes the last cell owes what came since it was given."""
+        cell_s = 0.0 if self._spent_s is None else spent_s - self._spent_s
+        if self._last is not None:
+            self._last.owed_s += cell_s
+        self._cells_s += cell_s
+        self._spent_s, self._last = spent_s, None
+
+    def owes_next(self, place: Place) -> None:
+        """The next cell is its own, and others speak."""
+        self._last = place

@@ -1,0 +1,126 @@
+"""Siblings with one prefix let it be prefilled once: who waits for whom, and whose KV a turn may begin with. Pure.
+
+Two prompts share what the chain hashes of their blocks share, in whole cells: equal hashes mean equal KV identity and
+equal tokens from position 0. Only rows that were computed on the grid are given away, so that a sibling begins with
+what it would have computed itself.
+"""
+
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+
+class Sharing(Protocol):
+    """What the gate must know of a turn."""
+
+    @property
+    def namespace(self) -> str | None:
+        """Turns of one namespace may share; None shares with nobody."""
+        ...
+
+    @property
+    def chain(self) -> Sequence[str]:
+        """Chain hashes of the prompt's full blocks."""
+        ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Leading tokens that the turn's plan reuses by itself."""
+        ...
+
+    @property
+    def shareable(self) -> int:
+        """Leading tokens whose KV exists and was computed on the grid."""
+        ...
+
+    @property
+    def final_shareable(self) -> int:
+        """What `shareable` will be once the prompt is computed."""
+        ...
+
+
+class HotPrefix(Protocol):
+    """An idle hot memory, as far as others may begin with it."""
+
+    @property
+    def chain(self) -> Sequence[str]: ...
+
+    @property
+    def shareable_tokens(self) -> int: ...
+
+
+TurnT = TypeVar("TurnT", bound=Sharing)
+SourceT = TypeVar("SourceT")
+
+
+@dataclass(frozen=True)
+class Donor(Generic[SourceT]):
+    """Whose KV a turn may begin with: a running turn or the key of a hot memory, and how many leading tokens of it."""
+
+    source: SourceT
+    shared_tokens: int
+
+
+@dataclass(frozen=True)
+class PrefixGate(Generic[TurnT]):
+    """`cell_tokens` is the least that is worth sharing, and its unit."""
+
+    cell_tokens: int
+
+    def donor_of(
+        self,
+        turn: TurnT,
+        running: Iterable[TurnT],
+        hot: Iterable[tuple[Hashable, str, HotPrefix]] = (),
+    ) -> Donor[TurnT | Hashable] | None:
+        """Whose computed KV `turn` should begin with now; None when nobody's is at least a cell more than its plan
+        reuses. `hot`: idle memories as (key, namespace, memory). Of equals a running turn is preferred.
+        """
+        ready: list[Donor[TurnT | Hashable]] = [
+            Donor(other, self._shared(turn, other.namespace, other.chain, other.shareable)) for other in running
+        ]
+        ready += [
+            Donor(key, self._shared(turn, namespace, memory.chain, memory.shareable_tokens))
+            for key, namespace, memory in hot
+        ]
+        best = max(ready, key=lambda donor: donor.shared_tokens, default=None)
+        return best if best is not None and self._is_worth(turn, best.shared_tokens) else None
+
+    def awaited_by(self, turn: TurnT, running: Collection[TurnT]) -> Donor[TurnT] | None:
+        """The running turn that is prefilling a cell or more which `turn` needs and nobody has computed yet, and what
+        they share once it is computed.
+        """
+        now = self.donor_of(turn, running)
+        have = max(turn.reusable_tokens, now.shared_tokens if now else 0)
+        coming = (
+            Donor(other, self._shared(turn, other.namespace, other.chain, other.final_shareable)) for other in running
+        )
+        best = max(coming, key=lambda donor: donor.shared_tokens, default=None)
+        return best if best is not None and best.shared_tokens >= have + self.cell_tokens else None
+
+    def _is_worth(self, turn: TurnT, tokens: int) -> bool:
+        return tokens >= turn.reusable_tokens + self.cell_tokens
+
+    def _shared(self, turn: TurnT, namespace: str | None, chain: Sequence[str], shareable: int) -> int:
+        """Leading tokens, in whole cells, that `turn` could begin with. Its last one it always computes itself."""
+        if turn.namespace is None or namespace != turn.namespace:
+            return 0
+        limit = min(shareable, turn.prompt_tokens - 1) // self.cell_tokens * self.cell_tokens
+        return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.cell_tokens * self.cell_tokens)
+
+
+def common_blocks(one: Sequence[str], other: Sequence[str]) -> int:
+    """Leading hashes that are equal. Each hash covers those before it, so that halving finds the last equal one."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[middle - 1] == other[middle - 1]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,101 @@
+"""How much of the KV a namespace's turns may take while other namespaces want some too. Pure.
+
+A namespace's share is the KV divided by the namespaces that have turns. Within its share a turn waits for nobody
+else's. Beyond it a namespace may use what is free, but not
+
+- while a turn of another namespace, which holds less than its share, was refused for want of room: so what the others
+  give back comes to that turn in the end, if it fits its share, and does not go to whoever has most already;
+- what is kept for namespaces that hold nothing, one part of so many: whoever comes finds room at once, although nobody
+  can be put aside. A namespace that holds nothing may take whatever is free, or its largest turn would never begin.
+
+A turn larger than its namespace's share begins when others leave the room: as long as they use their own, it waits.
+
+A namespace that is alone has all of it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from inference_svc.engine.scheduling.company import Namespace
+
+
+class InNamespace(Protocol):
+    @property
+    def namespace(self) -> Namespace: ...
+
+
+TurnT = TypeVar("TurnT", bound=InNamespace)
+
+
+@dataclass(frozen=True)
+class Room(Generic[TurnT]):
+    """All bytes of KV that there are; what a running turn holds of them, and what a waiting one would."""
+
+    total_bytes: int
+    held_bytes: Callable[[TurnT], int]
+    needed_bytes: Callable[[TurnT], int]
+
+
+class RoomShares(Generic[TurnT]):
+    """Who holds how much, as of one moment, and who may take more."""
+
+    def __init__(
+        self,
+        room: Room[TurnT],
+        running: Collection[TurnT],
+        waiting: Collection[TurnT],
+        kept_part: int,
+        *,
+        is_shared: bool,
+    ) -> None:
+        """`is_shared`: more than one namespace counts as present."""
+        self._room = room
+        self._is_shared = is_shared
+        self._held: Counter[Namespace] = Counter()
+        for turn in running:
+            self.began(turn)
+        self._for_all_bytes = room.total_bytes - (room.total_bytes // kept_part if is_shared else 0)
+        self.share_bytes = self._for_all_bytes // max(1, len({turn.namespace for turn in (*running, *waiting)}))
+
+    def began(self, turn: TurnT) -> None:
+        self._held[turn.namespace] += self._room.held_bytes(turn)
+
+    def gives_up(self, turn: TurnT) -> None:
+        self._held[turn.namespace] -= self._room.held_bytes(turn)
+
+    def is_under(self, namespace: Namespace) -> bool:
+        return self._held[namespace] < self.share_bytes
+
+    def is_over(self, namespace: Namespace) -> bool:
+        return self._is_shared and self._held[namespace] > self.share_bytes
+
+    def exceeds(self, turn: TurnT) -> bool:
+        """With the turn its namespace would hold more than its share."""
+        return self._is_shared and self._held[turn.namespace] + self._needed(turn) > self.share_bytes
+
+    def lacks(self, turn: TurnT, claimed: Collection[Namespace]) -> int:
+        """What must be given back before the turn may begin, however much is free; 0 if it may. `claimed`: namespaces
+        with a turn that was refused for want of room.
+        """
+        if not self.exceeds(turn):
+            return 0
+        held, needed = self._held[turn.namespace], self._needed(turn)
+        if any(other != turn.namespace and self.is_under(other) for other in claimed):
+            return held + needed - self.share_bytes
+        return max(0, self._held.total() + needed - self._for_all_bytes) if held else 0
+
+    def is_up_to_others(self, turn: TurnT, claimed: Collection[Namespace]) -> bool:
+        """The turn could not begin even if its own namespace held nothing and the others no more than their shares:
+        keeping its own waiting would not help it.
+        """
+        if not self.exceeds(turn):
+            return False
+        needed = self._needed(turn)
+        of_others = sum(min(held, self.share_bytes) for name, held in self._held.items() if name != turn.namespace)
+        are_entitled = any(other != turn.namespace and self.is_under(other) for other in claimed)
+        return of_others + needed > self._room.total_bytes or (are_entitled and needed > self.share_bytes)
+
+    def _needed(self, turn: TurnT) -> int:
+        return min(self._room.needed_bytes(turn), self._room.total_bytes)

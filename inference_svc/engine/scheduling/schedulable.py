@@ -1,0 +1,99 @@
+"""What the scheduler must know of a turn, and the numbers that it goes by."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from inference_svc.engine.api import Priority
+from inference_svc.engine.scheduling.prefix_gate import Sharing
+
+
+class Schedulable(Sharing, Hashable, Protocol):
+    """What the scheduler must know of a turn."""
+
+    @property
+    def line(self) -> Hashable | None:
+        """Turns of one line run one after another; None runs beside everything."""
+        ...
+
+    @property
+    def priority(self) -> Priority: ...
+
+    @property
+    def memory_key(self) -> Hashable | None:
+        """The hot memory that the turn's plan extends."""
+        ...
+
+    @property
+    def is_cancelled(self) -> bool:
+        """It is to end: it gets nothing more."""
+        ...
+
+    @property
+    def can_be_put_aside(self) -> bool:
+        """It may be asked to give up its rows: they can be kept elsewhere meanwhile."""
+        ...
+
+    @property
+    def is_restoring(self) -> bool:
+        """It was put aside, has room again, and waits for its KV: it neither speaks nor prefills."""
+        ...
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Prompt tokens are left to compute (or to restore, if the worker restores in cells)."""
+        ...
+
+    @property
+    def is_ending(self) -> bool:
+        """Its last token is drawn; only the KV of it is to be computed yet."""
+        ...
+
+    @property
+    def is_warm(self) -> bool:
+        """It began with a memory."""
+        ...
+
+    @property
+    def computed(self) -> int:
+        """Position of the next cell."""
+        ...
+
+    @property
+    def next_cell_tokens(self) -> int:
+        """Size of the next cell."""
+        ...
+
+    @property
+    def rest_tokens(self) -> int:
+        """Prompt tokens left to compute."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of the schedule."""
+
+    cell_tokens: int = 256
+    budget_s: float = 0.1
+    """Prefill of a step ends with the first cell that ends after this, while anybody speaks."""
+    ageing_s: float = 5.0
+    """Who has waited this long, to begin or for its next cell, counts as interactive: in its own namespace, and only
+    while no other has an interactive turn that could go on instead."""
+    gate_s: float = 10.0
+    """A turn waits at most this long for siblings to prefill what it shares; 0 never waits."""
+    patience_s: float = 5.0
+    """A turn spares the hot memories that other waiting turns extend for this long; those may begin before it."""
+    max_running: int | None = None
+    max_preemptions: int = 2
+    """No turn is preempted more often."""
+    company_s: float = 30.0
+    """A namespace counts as alone once no other has had a turn for this long. What follows holds in company only."""
+    kept_part: int = 8
+    """One of so many parts of the KV is left to namespaces that hold nothing yet."""
+    rows_beside: int = 4
+    """So many rows of one namespace speak in a step. On a CPU a step of 4 rows takes 1.0 to 1.5 times as long as one of
+    a single row, of 8 rows twice, of 16 four times, of 192 forty times (kvasir-tiny, two cores)."""
+    seat_steps: int = 16
+    """Then the next of the namespace speak. Whoever joins a batch is decoded into it, which takes a row of 2,000 tokens
+    about half a step: a tenth of the time at 16 steps."""

@@ -1,0 +1,340 @@
+"""One turn as it runs: what is computed, what was generated, what may be told, and what will be remembered. Pure."""
+
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cached_property
+
+from kvasir.errors import KvasirError
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+from inference_svc.engine.api import (
+    BlocksFull,
+    Cold,
+    Ended,
+    Event,
+    Failed,
+    FinishReason,
+    Hot,
+    Prefilled,
+    Priority,
+    PutAside,
+    Restored,
+    Resumed,
+    Started,
+    Timings,
+    TokenLogprobs,
+    Tokens,
+    TurnPlan,
+    Wanted,
+)
+from inference_svc.engine.grid import cell_end, shareable_after
+from inference_svc.formats.grammars import GrammarMatcher
+from inference_svc.kv.tensor_files import chain_hashes
+from inference_svc.text.sequence_state import SequenceState
+from inference_svc.text.stop_strings import StopScanner
+from inference_svc.text.token_text import TokenText
+
+
+class Turn:
+    """A submitted turn. The sequence is `token_ids`; a step lets `computed` of them catch up with all but the last."""
+
+    def __init__(
+        self,
+        plan: TurnPlan,
+        token_text: TokenText,
+        stop_token_ids: frozenset[int],
+        cell_tokens: int,
+        clock: Callable[[], float],
+        kv_identity_hash: str = "",
+        matcher: GrammarMatcher | None = None,
+        *,
+        has_states: bool = False,
+    ) -> None:
+        """`has_states`: of a model with layers that do not keep all tokens."""
+        self.plan = plan
+        self.matcher = matcher  # of the plan's constraint; advanced by the turn's sampler
+        self._kv_identity_hash = kv_identity_hash
+        self.token_ids = list(plan.token_ids)
+        self.computed = 0  # leading tokens whose KV exists
+        self.cached = 0  # of those, the reused ones
+        self.points: tuple[int, ...] = ()  # token counts that its memory can go back to, of a model with states
+        self.shareable = 0
+        self.finish_reason: FinishReason | None = None
+        self.is_cancelled = False  # set from any thread
+        self.is_restoring = False  # it has room again after it was put aside, but not its KV yet
+        self._was_put_aside = False
+        self._full_told = self._prefilled_told = 0
+        self._stop_token_ids = stop_token_ids
+        self._cell_tokens = cell_tokens
+        self._has_states = has_states
+        self._clock = clock
+        self._events: list[Event] = []
+        self._stream = token_text.stream()
+        self._scanner = StopScanner(plan.sampling.stop)
+        self._reply: list[str] = []
+        self._spelled: list[str] = []  # by generated token
+        self._whole_tokens = 0  # generated tokens up to the last that ended a character
+        self._submitted_s = clock()
+        self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
+
+    @property
+    def line(self) -> Hashable | None:
+        return self.plan.key
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.plan.token_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.computed < self.prompt_tokens
+
+    # --- as the scheduler sees it ---
+
+    @property
+    def priority(self) -> Priority:
+        return self.plan.priority
+
+    @property
+    def namespace(self) -> str | None:
+        return self.plan.namespace
+
+    @property
+    def is_masked(self) -> bool:
+        """Its next token is drawn within a reply format."""
+        return self.matcher is not None and self.finish_reason is None and self.next_token_draws
+
+    @property
+    def masks_s(self) -> float:
+        """What following the reply's format took so far."""
+        return self.matcher.worked_s if self.matcher is not None else 0.0
+
+    @property
+    def memory_key(self) -> Hashable | None:
+        """The hot memory that the plan extends; none once the turn was put aside, with that memory's rows."""
+        return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_put_aside else None
+
+    @property
+    def can_be_put_aside(self) -> bool:
+        """Not if a cancel must leave what was said so far."""
+        is_allowed = self.plan.can_be_put_aside and not self.plan.keep_partial
+        return is_allowed and self.finish_reason is None
+
+    @property
+    def is_ending(self) -> bool:
+        """Its last token is drawn; only the KV of it is to be computed yet."""
+        return self.finish_reason is not None
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Leading tokens that the plan reuses."""
+        keep = 0 if isinstance(self.plan.reuse, Cold) else self.plan.reuse.keep_tokens
+        return min(keep, self.plan.most_reused)
+
+    @cached_property
+    def chain(self) -> tuple[str, ...]:
+        """Chain hashes of the prompt's full blocks; of none without a namespace, since nobody shares them."""
+        return () if self.namespace is None else chain_hashes(self._kv_identity_hash, self.plan.token_ids)
+
+    @property
+    def final_shareable(self) -> int:
+        """What `shareable` will be once the prompt is computed: a turn that left the grid stays off it."""
+        is_on_grid = self.shareable == self.computed and self.computed % self._cell_tokens == 0
+        whole_cells = self.prompt_tokens // self._cell_tokens * self._cell_tokens
+        return max(self.shareable, whole_cells) if is_on_grid else self.shareable
+
+    @property
+    def is_warm(self) -> bool:
+        return self.cached > 0
+
+    @property
+    def rest_tokens(self) -> int:
+        """Prompt tokens left to compute."""
+        return max(0, self.prompt_tokens - self.computed)
+
+    @property
+    def prompt_point(self) -> int:
+        """Prompt tokens after which the memory is to have a point; 0 for none."""
+        if not self._has_states:
+            return 0
+        asked = self.plan.point_tokens
+        return self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
+
+    @property
+    def is_at_point(self) -> bool:
+        """The memory is to have a point here."""
+        return 0 < self.computed == self.prompt_point
+
+    @property
+    def next_cell_tokens(self) -> int:
+        end = cell_end(self.computed, self.prompt_tokens, self._cell_tokens)
+        # Where a point is asked for a cell ends: a function of the prompt alone, like the grid.
+        return (self.prompt_point if self.computed < self.prompt_point < end else end) - self.computed
+
+    @property
+    def next_cell_draws(self) -> bool:
+        """The next cell ends the prompt, and the reply's first token is still to be drawn."""
+        ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
+        return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.speaks
+
+    @property
+    def full_blocks(self) -> int:
+        return self.computed // BLOCK_TOKENS
+
+    def restoring(self) -> None:
+        """The turn left the queue."""
+        self._begun_s = self._clock()
+
+    def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
+        """The first `cached` tokens' KV is there; `is_shared`: from another turn or memory of the namespace."""
+        self.cached = self.computed = cached
+        if isinstance(self.plan.reuse, Restored):  # the files are KV now: nobody holds them for the turn's whole life
+            self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None))
+        self._full_told = self.full_blocks
+        self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
+        self._restored_s = self._clock()
+        self._events.append(Started(cached, is_shared))
+        self._end_if_silent()
+
+    def put_aside(self, files: tuple[bytes, ...]) -> None:
+        """Its KV is in these files and nowhere else."""
+        self._was_put_aside = True
+        self._events.append(PutAside(files, self.computed))
+
+    def wanted(self) -> None:
+        """There is room for its KV."""
+        self.is_restoring = True
+        self._events.append(Wanted())
+
+    def resumed(self, computed: int, shareable: int) -> None:
+        """It goes on after it was preempted. The first `computed` tokens' KV is there again; 0 if it was lost. The rest
+        is computed as it was before, the prompt in its cells and the reply token by token, so that its KV is what it
+        was; nothing of it is drawn or told again.
+        """
+        self.is_restoring = False
+        self._events.append(Resumed(computed, self.computed - computed))
+        self.computed = computed
+        self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def next_cell(self) -> list[int]:
+        """Prompt tokens to compute next, up to an edge of the grid or the prompt's end."""
+        return self.token_ids[self.computed : self.computed + self.next_cell_tokens]
+
+    def prefilled(self, count: int) -> None:
+        """The next `count` prompt tokens were computed."""
+        stop = self.computed + count
+        self.shareable = shareable_after(self.shareable, self.computed, stop, self._cell_tokens)
+        self._advance(stop)
+        if stop > self._prefilled_told:
+            self._prefilled_told = stop
+            self._events.append(Prefilled(stop, self.prompt_tokens))
+        self._end_if_silent()
+
+    @property
+    def next_token(self) -> int:
+        """The token that a decoding turn computes next."""
+        return self.token_ids[self.computed]
+
+    @property
+    def next_token_draws(self) -> bool:
+        """Computing it says what follows: it is the last known one. Not so while a resumed turn catches up."""
+        return self.computed == len(self.token_ids) - 1
+
+    def decoded(self) -> None:
+        """The next token was computed."""
+        self._advance(self.computed + 1)
+
+    def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
+        """A token was drawn. Sets `finish_reason` if it is the last."""
+        if len(self.token_ids) == self.prompt_tokens:
+            self._first_token_s = self._clock()
+        self.token_ids.append(token_id)
+        text = self._stream.push(token_id)
+        self._spelled.append(text)
+        if self._stream.is_whole:
+            self._whole_tokens = len(self._spelled)
+        told = self._tell(token_id, text)
+        self._events.append(Tokens((token_id,), told, () if logprobs is None else (logprobs,)))
+
+    @property
+    def remembered(self) -> int:
+        """Tokens that are remembered if it ends now: no half characters, nothing that only spells a stop string."""
+        kept = self._whole_tokens
+        if self.finish_reason is FinishReason.STOP_SEQUENCE:
+            reply_chars = sum(map(len, self._reply))
+            while sum(map(len, self._spelled[:kept])) > reply_chars:
+                kept -= 1
+        return self.prompt_tokens + kept
+
+    def end(self) -> None:
+        """The turn is over and remembered as `remembered` says. A cancel tells what was held back."""
+        if self.finish_reason is None:
+            self.finish_reason = FinishReason.CANCELLED
+            if rest := self._scanner.rest():
+                self._reply.append(rest)
+                self._events.append(Tokens((), rest))
+        now = self._clock()
+        kept = self.remembered - self.prompt_tokens
+        self._events.append(
+            Ended(
+                finish_reason=self.finish_reason,
+                matched_stop=self._scanner.matched or "",
+                prompt_tokens=self.prompt_tokens,
+                cached_tokens=self.cached,
+                completion_tokens=len(self.token_ids) - self.prompt_tokens,
+                timings=Timings(
+                    queue_s=self._begun_s - self._submitted_s,
+                    restore_s=self._restored_s - self._begun_s,
+                    prefill_s=self._first_token_s - self._restored_s,
+                    first_token_s=self._first_token_s - self._submitted_s,
+                    decode_s=now - self._first_token_s,
+                ),
+                text="".join(self._reply),
+                generated_text="".join(self._spelled[:kept]),
+                state=self.state(),
+            )
+        )
+
+    def fail(self, error: KvasirError) -> None:
+        """The turn is over and nothing of it is remembered."""
+        self._events.append(Failed(error))
+
+    def state(self) -> SequenceState:
+        """What is remembered if the turn ends now."""
+        kept = self.remembered - self.prompt_tokens
+        chars = (*self.plan.token_chars, *(len(text) for text in self._spelled[:kept]))
+        # What states make of shared rows would have to be shared too: such a memory serves its own agent.
+        shareable = 0 if self._has_states else self.shareable
+        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, shareable, self.points)
+
+    def take_events(self) -> list[Event]:
+        """Events since the last call."""
+        events, self._events = self._events, []
+        return events
+
+    def _advance(self, computed: int) -> None:
+        self.computed = computed
+        if self.full_blocks > self._full_told:
+            self._full_told = self.full_blocks
+            self._events.append(BlocksFull(self.full_blocks))
+
+    def _end_if_silent(self) -> None:
+        """A turn that says nothing ends with its prompt."""
+        if not self.plan.speaks and not self.is_prefilling:
+            self._first_token_s = self._clock()
+            self.finish_reason = FinishReason.LENGTH
+
+    def _tell(self, token_id: int, text: str) -> str:
+        """The part of a token's text that the client may see now."""
+        if token_id in self._stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            told = self._scanner.rest()
+        else:
+            told = self._scanner.push(text)
+            if self._scanner.matched is not None:
+                self.finish_reason = FinishReason.STOP_SEQUENCE
+            elif len(self._spelled) >= self.plan.sampling.max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                told += self._scanner.rest()
+        self._reply.append(told)
+        return told

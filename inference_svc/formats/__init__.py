@@ -1,0 +1,1 @@
+"""Constrained replies: formats are tried, compiled, kept, and advanced a token at a time. No MLX."""

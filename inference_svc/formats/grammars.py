@@ -1,0 +1,160 @@
+"""Reply formats of one model: compiled once for all requests that ask for the same, advanced a token at a time.
+
+The tokenizer's form for llguidance is built once per model, with the first format (a second for large vocabularies).
+Methods may be called from any thread; a matcher belongs to one turn.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from kvasir.errors import FailedPrecondition, InvalidArgument
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from numpy.typing import NDArray
+
+from inference_svc.formats.constraint import Constraint
+from inference_svc.formats.grammar_trial import check, refused, too_complex
+from inference_svc.formats.grammar_trial_process import grammar_of, limits, walked
+from inference_svc.formats.kept_formats import KeptFormats
+
+_MAX_KEPT = 32
+_WORD_BITS = 32
+
+
+class Grammars:
+    """Compiles and keeps the formats that were asked for last."""
+
+    def __init__(
+        self,
+        build_tokenizer: Callable[[], LLTokenizer],
+        vocabulary_size: int,
+        stop_token_ids: Collection[int],
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        """`build_tokenizer` is called once, by the first that needs it. `stop_token_ids`: the model's own. `clock`
+        gives the seconds that the thread which asks it has worked: what a mask costs, however busy the machine is.
+        """
+        self._build_tokenizer = build_tokenizer
+        self._vocabulary_size = vocabulary_size
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._building = threading.Lock()
+        self._clock = clock
+        self._kept: KeptFormats[Constraint, LLMatcher] = KeptFormats(_MAX_KEPT)
+        self._keeping = threading.Lock()
+
+    @classmethod
+    def of_tokenizer(cls, tokenizer: Any, vocabulary_size: int, stop_token_ids: Collection[int]) -> "Grammars":
+        """`tokenizer`: mlx-lm's TokenizerWrapper."""
+
+        def build() -> LLTokenizer:
+            try:
+                size = max(vocabulary_size, len(tokenizer))
+                return from_tokenizer(tokenizer._tokenizer, n_vocab=size, eos_token=sorted(stop_token_ids))
+            except Exception as error:
+                raise FailedPrecondition(
+                    f"response_format: not with this model's tokenizer ({type(error).__name__})",
+                    reason="NO_RESPONSE_FORMATS",
+                    field="response_format",
+                ) from error
+
+        return cls(build, vocabulary_size, stop_token_ids)
+
+    def knows(self, namespace: str, constraint: Constraint) -> bool:
+        """Whether it is compiled for the namespace already."""
+        with self._keeping:
+            return self._kept.has(namespace, constraint)
+
+    def compile(self, namespace: str, constraint: Constraint) -> None:
+        """Compile a format and keep it. Takes a millisecond, or (large schemas) hundreds. Raises InvalidArgument, the
+        field named, for one that cannot be used; FailedPrecondition for a tokenizer that allows none.
+        """
+        self._compiled(namespace, constraint)
+
+    def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
+        """A reply's matcher, at its beginning: a copy of the one that is kept. `stop_token_ids`: besides the model's
+        own. Raises as `compile`, unless it was compiled just before.
+        """
+        matcher, stops = self._compiled(namespace, constraint).deep_copy(), self._stop_token_ids | set(stop_token_ids)
+        return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock)
+
+    def _compiled(self, namespace: str, constraint: Constraint) -> LLMatcher:
+        with self._keeping:
+            kept = self._kept.get(namespace, constraint)
+        if kept is not None:
+            return kept
+        matcher = self._compile(constraint)
+        with self._keeping:
+            self._kept.put(namespace, constraint, matcher)
+        return matcher
+
+    def _compile(self, constraint: Constraint) -> LLMatcher:
+        with self._building:
+            self._tokenizer = self._tokenizer or self._build_tokenizer()
+        try:
+            grammar = grammar_of(constraint.kind.value, constraint.text)
+        except ValueError as error:
+            raise refused(constraint, str(error)) from None
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
+        # Again with this model's own tokens: a mask of a large vocabulary may take longer.
+        check(constraint, walked(matcher, self._clock))
+        return matcher
+
+
+class GrammarMatcher:
+    """What may come next in one reply. An end token may once the reply matches, and nothing else may once it cannot
+    go on.
+    """
+
+    def __init__(
+        self,
+        constraint: Constraint,
+        matcher: LLMatcher,
+        vocabulary_size: int,
+        stop_token_ids: Collection[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.worked_s = 0.0
+        """What following the reply took so far."""
+        self._clock = clock
+        self._constraint = constraint
+        self._matcher = matcher
+        self._vocabulary_size = vocabulary_size
+        self._stop_token_ids = sorted(token for token in stop_token_ids if token < vocabulary_size)
+
+    def allowed(self) -> NDArray[np.uint32]:
+        """Bit b of word w tells of token 32 w + b. Raises InvalidArgument for a format that became too complex."""
+        began_s = self._clock()
+        try:
+            return self._allowed()
+        finally:
+            self.worked_s += self._clock() - began_s
+
+    def accept(self, token_id: int) -> None:
+        """A token that is allowed was drawn. An end token ends the turn and is no part of the reply. Raises as
+        `allowed`.
+        """
+        began_s = self._clock()
+        if token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):
+            raise self._gave_up()
+        self.worked_s += self._clock() - began_s
+
+    def _allowed(self) -> NDArray[np.uint32]:
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype="<u4").copy()
+        if self._matcher.is_error():
+            raise self._gave_up()
+        is_complete = self._matcher.is_accepting()
+        for token in self._stop_token_ids:
+            bit = np.uint32(1 << token % _WORD_BITS)
+            words[token // _WORD_BITS] = (
+                words[token // _WORD_BITS] | bit if is_complete else words[token // _WORD_BITS] & ~bit
+            )
+        if not words.any():
+            raise self._gave_up()
+        return words
+
+    def _gave_up(self) -> InvalidArgument:
+        return too_complex(self._constraint, "it became too complex to follow, or no token of this model can go on")

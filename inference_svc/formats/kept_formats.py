@@ -1,0 +1,50 @@
+"""What was compiled for callers and may be asked for again: the newest of each namespace, in shares. Pure.
+
+A namespace's formats are its own, also where two namespaces ask for the same: how fast one is answered would tell what
+another had asked.
+"""
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+from kvasir.server.fair_shares import Shares
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class KeptFormats(Generic[KeyT, ValueT]):
+    """At most so many. Who needs room and has its share drops its own oldest; who has less, the largest holder's."""
+
+    def __init__(self, most: int) -> None:
+        self._shares = Shares(most)
+        self._kept: dict[str, OrderedDict[KeyT, ValueT]] = {}
+
+    def __len__(self) -> int:
+        return self._shares.held_by_all
+
+    def has(self, namespace: str, key: KeyT) -> bool:
+        return key in self._kept.get(namespace, ())
+
+    def get(self, namespace: str, key: KeyT) -> ValueT | None:
+        """Counts as a use."""
+        if not self.has(namespace, key):
+            return None
+        self._kept[namespace].move_to_end(key)
+        return self._kept[namespace][key]
+
+    def put(self, namespace: str, key: KeyT, value: ValueT) -> None:
+        """Keep it; of what was kept the oldest may go."""
+        if not self.has(namespace, key):
+            while not self._shares.has_room(namespace, 1):
+                has_some = self._shares.held(namespace) > 0
+                self._drop_oldest(namespace if has_some else max(self._kept, key=self._shares.held))
+            self._shares.hold(namespace, 1)
+        self._kept.setdefault(namespace, OrderedDict())[key] = value
+        self._kept[namespace].move_to_end(key)
+
+    def _drop_oldest(self, namespace: str) -> None:
+        self._kept[namespace].popitem(last=False)
+        self._shares.give_back(namespace, 1)
+        if not self._kept[namespace]:
+            del self._kept[namespace]

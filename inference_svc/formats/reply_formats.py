@@ -1,0 +1,64 @@
+"""A reply format at the service's edge: tried, then compiled, before anything else is done, and off the event loop.
+
+One format is worked on at a time, namespaces in turn: whoever sends many that use up their two seconds holds up
+another namespace's by one of them.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from kvasir.errors import ResourceExhausted
+from kvasir.server.fair_shares import Shares
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.formats.constraint import Constraint
+from inference_svc.formats.grammar_trial import GrammarTrial
+from inference_svc.formats.grammars import Grammars
+
+_MAX_WAITING = 128
+
+
+class ReplyFormats:
+    """Of all models of one service. Made on the event loop that will use it."""
+
+    def __init__(self, trial: GrammarTrial, max_waiting: int = _MAX_WAITING) -> None:
+        self._trial = trial
+        self._waiting = Shares(max_waiting)
+        self._working = SharedRoom(1)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+
+    async def check(self, namespace: str, constraint: Constraint | None, grammars: Grammars) -> None:
+        """See that a format is compiled for a model. Raises InvalidArgument that names the field; ResourceExhausted
+        when too many of the namespace wait.
+        """
+        if constraint is None or grammars.knows(namespace, constraint):
+            return
+        with self._waits(namespace, constraint):
+            async with self._working.held_for(namespace, 1):
+                if grammars.knows(namespace, constraint):  # another of the namespace's requests brought it
+                    return
+                await self._trial.check(constraint)
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._thread, grammars.compile, namespace, constraint)
+
+    async def close(self) -> None:
+        await self._trial.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    @contextmanager
+    def _waits(self, namespace: str, constraint: Constraint) -> Iterator[None]:
+        if not self._waiting.take(namespace, 1):
+            field, own = constraint.kind.value, self._waiting.held(namespace)
+            raise ResourceExhausted(
+                f"{field}: {own} formats of the namespace wait to be compiled, and no more may now",
+                reason="FORMATS_BUSY",
+                field=field,
+                retry_after_s=1.0,
+                metadata={"waiting": str(own), "max_waiting": str(self._waiting.total)},
+            )
+        try:
+            yield
+        finally:
+            self._waiting.give_back(namespace, 1)

@@ -1,0 +1,206 @@
+"""Tensor files as the engine reads them: what each must say of itself, and the checks before MLX sees a byte. No MLX
+here.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import DataLoss
+from kvasir.formats.block_file import (
+    FileIdentity,
+    Header,
+    HeaderError,
+    TensorSpec,
+    check_schema,
+    encode_header,
+    expected_state_tensors,
+    expected_tensors,
+    parse_header,
+)
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash
+from kvasir.formats.manifest import keeps_all_tokens
+
+# bfloat16 is unknown to numpy: its 16 bits travel as they are.
+HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
+# The bits of a number's exponent, all of them set in what is not finite.
+_EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
+    "BF16": np.uint16(0x7F80),
+    "F16": np.uint16(0x7C00),
+    "F32": np.uint32(0x7F800000),
+}
+
+
+Array: TypeAlias = npt.NDArray[np.generic]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedFile:
+    """A tensor file whose header is the expected one."""
+
+    header: Header
+    data: bytes
+
+
+def chain_hashes(kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """Chain hashes of the full blocks of `token_ids`; `known` are those of its first blocks."""
+    hashes = list(known)
+    for start in range(len(hashes) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+        parent = hashes[-1] if hashes else ""
+        hashes.append(chain_hash(kv_identity_hash, parent, token_ids[start : start + BLOCK_TOKENS]))
+    return tuple(hashes)
+
+
+def file_identities(
+    kv_identity_hash: str, token_ids: Sequence[int], chain: Sequence[str], first_block: int = 0
+) -> list[FileIdentity]:
+    """What the tensor files of `token_ids` say of themselves, from block `first_block` on: full blocks, then a tail if
+    there is one. `chain` are the full blocks' chain hashes."""
+    files = [
+        FileIdentity("block", kv_identity_hash, index * BLOCK_TOKENS, BLOCK_TOKENS, chain[index])
+        for index in range(first_block, len(chain))
+    ]
+    start = len(chain) * BLOCK_TOKENS
+    if rest := token_ids[start:]:
+        parent = chain[-1] if chain else ""
+        tail_chain = chain_hash(kv_identity_hash, parent, rest)
+        files.append(FileIdentity("tail", kv_identity_hash, start, len(rest), tail_chain))
+    return files
+
+
+def check_files(
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blobs: Sequence[bytes], token_ids: Sequence[int]
+) -> list[CheckedFile]:
+    """Check that `blobs` say and have the form of KV of exactly these tokens under this identity.
+
+    Raises DataLoss that names the first blob which does not.
+    """
+    expected = file_identities(kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids))
+    if not keeps_all_tokens(identity):
+        expected = []  # nothing is in blocks
+    if len(blobs) != len(expected):
+        raise _damaged(min(len(blobs), len(expected)), f"expected {len(expected)} tensor files, got {len(blobs)}")
+    schemas = {rows: expected_tensors(identity, rows) for rows in {file.tokens for file in expected}}
+    files: list[CheckedFile] = []
+    for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
+        try:
+            files.append(_checked(identity, schemas[file_identity.tokens], file_identity, data))
+        except HeaderError as error:
+            raise _damaged(index, str(error)) from None
+    return files
+
+
+def state_identity(kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()) -> FileIdentity:
+    """What the state file after all of `token_ids` says of itself. `known` are chain hashes of its first blocks."""
+    known = known[: len(token_ids) // BLOCK_TOKENS]
+    chain = chain_hashes(kv_identity_hash, token_ids, known)
+    rest = token_ids[len(chain) * BLOCK_TOKENS :]
+    before = chain[-1] if chain else ""
+    last = chain_hash(kv_identity_hash, before, rest) if rest else before
+    return FileIdentity("state", kv_identity_hash, 0, len(token_ids), last)
+
+
+def check_state(
+    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
+) -> CheckedFile:
+    """Check that `blob` says and has the form of the state after exactly these tokens under this identity.
+
+    Raises DataLoss, whose metadata say the state's tokens.
+    """
+    expected = state_identity(kv_identity_hash, token_ids)
+    try:
+        return _checked(identity, expected_state_tensors(identity, expected.tokens), expected, blob)
+    except HeaderError as error:
+        raise _damaged_state(expected, str(error)) from None
+
+
+def state_arrays(identity: identity_pb2.KvIdentity, file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
+    """The tensors of a state file, [1, …] each. Raises DataLoss for a value that is not finite."""
+    specs = expected_state_tensors(identity, file.header.identity.tokens)
+    arrays = list(_views(file))
+    for spec, array in zip(specs, arrays, strict=True):
+        if not _is_finite(array, spec.dtype):
+            raise _damaged_state(file.header.identity, f"{spec.name}: holds a value that is not finite")
+    # Behind an odd number of halves a tensor of wider numbers is not aligned.
+    return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
+
+
+def gathered(
+    identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile], keep: int, capacity: int
+) -> list[tuple[TensorSpec, Array]]:
+    """The first `keep` rows of the files, in one buffer [1, kv_heads, capacity, …] per tensor of the schema.
+
+    Raises DataLoss that names the file with a scale, bias or exact value among those rows that is not finite.
+    """
+    specs = expected_tensors(identity, capacity)
+    buffers = [np.zeros((1, *spec.shape), dtype=HOST_TYPES[spec.dtype]) for spec in specs]
+    for file in files[: -(-keep // BLOCK_TOKENS)]:
+        start = file.header.identity.start
+        stop = min(start + file.header.identity.tokens, keep)
+        for buffer, view in zip(buffers, _views(file), strict=True):
+            buffer[0, :, start:stop] = view[:, : stop - start]
+    for spec, buffer in zip(specs, buffers, strict=True):
+        if not _is_finite(buffer, spec.dtype):
+            _, _, rows, _ = np.nonzero(_not_finite(buffer, spec.dtype))
+            raise _damaged(int(rows.min()) // BLOCK_TOKENS, f"{spec.name}: holds a value that is not finite")
+    return list(zip(specs, buffers, strict=True))
+
+
+def _views(file: CheckedFile) -> Iterator[Array]:
+    """The tensors of a file, [kv_heads, rows, …] each, without copying. bfloat16 comes as its 16 bits."""
+    offset = file.header.data_offset
+    for spec in file.header.tensors:
+        dtype = np.dtype(HOST_TYPES[spec.dtype])
+        yield np.ndarray(spec.shape, dtype, file.data, offset)
+        offset += spec.size_bytes
+
+
+def _checked(
+    identity: identity_pb2.KvIdentity,
+    schema: tuple[TensorSpec, ...],
+    expected: FileIdentity,
+    data: bytes,
+) -> CheckedFile:
+    header = encode_header(expected, schema)
+    if data.startswith(header):
+        # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
+        checked = Header(expected, schema, len(header))
+        if checked.size_bytes == len(data):
+            return CheckedFile(checked, data)
+    parsed = parse_header(data, len(data))
+    if parsed.identity != expected:
+        raise HeaderError(_difference(expected, parsed.identity))
+    check_schema(parsed, identity)
+    return CheckedFile(parsed, data)
+
+
+def _is_finite(array: Array, dtype: str) -> bool:
+    return dtype == "U32" or not bool(_not_finite(array, dtype).any())  # any bits are codes
+
+
+def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
+    # Comparing exponents is several times faster than isfinite, which converts every half to a float.
+    exponent = _EXPONENTS[dtype]
+    bits: npt.NDArray[np.unsignedinteger[Any]] = array.view(exponent.dtype)
+    found: npt.NDArray[np.bool_] = np.equal(bits & exponent, exponent)
+    return found
+
+
+def _difference(expected: FileIdentity, found: FileIdentity) -> str:
+    for name in ("kind", "kv_identity_hash", "start", "tokens", "chain"):
+        ours, theirs = getattr(expected, name), getattr(found, name)
+        if ours != theirs:
+            return f"{name}: expected {ours}, found {theirs}"
+    raise AssertionError("the identities are equal")
+
+
+def _damaged_state(identity: FileIdentity, what: str) -> DataLoss:
+    tokens = str(identity.tokens)
+    return DataLoss(f"state file of {tokens} tokens: {what}", metadata={"state": tokens})
+
+
+def _damaged(index: int, what: str) -> DataLoss:
+    return DataLoss(f"tensor file {index}: {what}", metadata={"blob": str(index)})

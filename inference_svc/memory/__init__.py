@@ -1,0 +1,1 @@
+"""What agents remember, where it is kept, and how it gets to the store and back. Imported by `turns`."""

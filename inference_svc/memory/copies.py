@@ -1,0 +1,133 @@
+"""Copies of a memory's KV for the store, in pieces and within a limit for all that wait, shared by namespaces.
+
+The MLX thread makes them between steps, so one piece is small. Usually one is all there is, because full blocks left
+while the turn ran. After an outage there may be the whole memory: then what does not fit goes to the store before the
+rest is copied, and if that cannot be, the memory stays hot and unstored, and it is said with numbers.
+"""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+
+from kvasir import errors
+from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.manifest import keeps_all_tokens
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.remote_cache import RemoteCache
+
+_PIECE_BYTES = 16 << 20
+
+
+def piece_blocks(kv_bytes_per_token: int) -> int:
+    """Blocks that one copy holds, so that it takes milliseconds."""
+    return max(1, _PIECE_BYTES // (max(1, kv_bytes_per_token) * BLOCK_TOKENS))
+
+
+def files_of(snapshot: Snapshot) -> list[bytes]:
+    """Tensor files in the order of a manifest: blocks, then the tail, then the states."""
+    tail = (snapshot.tail,) if snapshot.tail is not None else ()
+    return [data for _, data in (*snapshot.blocks, *tail, *snapshot.states)]
+
+
+async def copied(asked: "Future[Snapshot | None]") -> Snapshot | None:
+    """What the engine copied. Raises KvasirError, also when the copy was given up because the engine ends."""
+    copying = asyncio.wrap_future(asked)
+    await asyncio.wait({copying})
+    if copying.cancelled():
+        raise errors.Unavailable("the memory could not be copied: the engine is shutting down")
+    if (error := copying.exception()) is not None:
+        raise errors.Internal(f"the memory could not be copied ({type(error).__name__})") from error
+    return copying.result()
+
+
+class Copies:
+    """Takes copies for one engine."""
+
+    def __init__(self, engine: Engine, held: SharedRoom, clock: Callable[[], float]) -> None:
+        """`held` bounds the copies of all memories. `clock` gives seconds, monotonic."""
+        self.held = held
+        self._engine = engine
+        self._clock = clock
+
+    @property
+    def piece_blocks(self) -> int:
+        return piece_blocks(self._engine.model.kv_bytes_per_token)
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.piece_blocks * BLOCK_TOKENS * self._engine.model.kv_bytes_per_token
+
+    async def rest(
+        self, key: SequenceKey, memory: AgentMemory, first: Snapshot, store: RemoteCache, patience_s: float
+    ) -> tuple[Snapshot, int]:
+        """The memory's snapshot from its `first` piece on, and the bytes that went to the store meanwhile.
+
+        What the store took is noted in the memory's `kept.blocks`. Gives the store `patience_s` to take what does not
+        fit. Raises ResourceExhausted (with numbers) when it does not, or when the memory was dropped or went on.
+        """
+        has_blocks = keeps_all_tokens(self._engine.model.kv_identity)
+        give_up, sent_bytes, held_bytes, snapshot = self._clock() + patience_s, 0, 0, first
+        try:
+            while has_blocks and not _is_whole(snapshot, memory):
+                held_bytes = self._hold(key.namespace, snapshot, held_bytes)
+                if not self.held.fits(key.namespace, self.piece_bytes):
+                    if not store.is_reachable:
+                        raise self._too_much(key.namespace, snapshot, memory)
+                    sent_bytes += await _send(snapshot, memory, store, give_up - self._clock())
+                    snapshot = replace(snapshot, first_block=_end(snapshot), blocks=())
+                    held_bytes = self._hold(key.namespace, snapshot, held_bytes)
+                    if not await self._has_room(key.namespace, give_up - self._clock()):
+                        raise self._too_much(key.namespace, snapshot, memory)
+                piece = await copied(self._engine.snapshot(key, _end(snapshot), max_blocks=self.piece_blocks))
+                if piece is None or tuple(piece.state.token_ids) != tuple(memory.words.token_ids):
+                    raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
+                snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))
+        finally:
+            self.held.give_back(key.namespace, held_bytes)
+        return snapshot, sent_bytes
+
+    async def _has_room(self, namespace: str, patience_s: float) -> bool:
+        """Whether a piece fits, or does so once others' copies have gone."""
+        try:
+            async with asyncio.timeout(max(patience_s, 0)):
+                await self.held.wait_for(namespace, self.piece_bytes)
+        except TimeoutError:
+            return False
+        self.held.give_back(namespace, self.piece_bytes)
+        return True
+
+    def _hold(self, namespace: str, snapshot: Snapshot, held_bytes: int) -> int:
+        """Hold exactly the snapshot's bytes instead of `held_bytes`."""
+        size_bytes = sum(map(len, files_of(snapshot)))
+        self.held.take(namespace, size_bytes - held_bytes)
+        return size_bytes
+
+    def _too_much(self, namespace: str, snapshot: Snapshot, memory: AgentMemory) -> errors.ResourceExhausted:
+        left = len(memory.words.token_ids) - _end(snapshot) * BLOCK_TOKENS
+        left_bytes = left * self._engine.model.kv_bytes_per_token
+        return errors.ResourceExhausted(
+            f"the namespace's copies of {self.held.held(namespace)} bytes wait for the store, this memory has "
+            f"{left_bytes} more; of the {self.held.max_units} that may wait, no more are this namespace's now; the "
+            "memory stays hot, and goes with the agent's next turn"
+        )
+
+
+async def _send(snapshot: Snapshot, memory: AgentMemory, store: RemoteCache, timeout_s: float) -> int:
+    if not snapshot.blocks:
+        return 0
+    digests, sent_bytes = await store.write_tensors([data for _, data in snapshot.blocks], max(timeout_s, 0.001))
+    memory.kept.blocks[snapshot.first_block :] = digests
+    return sent_bytes
+
+
+def _end(snapshot: Snapshot) -> int:
+    return snapshot.first_block + len(snapshot.blocks)
+
+
+def _is_whole(snapshot: Snapshot, memory: AgentMemory) -> bool:
+    return _end(snapshot) >= len(memory.words.token_ids) // BLOCK_TOKENS

@@ -1,0 +1,157 @@
+"""What the service does for a turn that the engine put aside: its files go to the store, unlisted, and come back.
+
+No manifest names these blobs: they are never a version of the agent. They rest for the store's grace period, which is
+renewed while the turn waits, and then go by themselves. Files that the store does not take stay in this machine's
+memory until the turn goes on, and the engine puts nobody else aside whose files would be too many beside them.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+
+import structlog
+from kvasir.errors import KvasirError
+from kvasir.formats.digest import Digest
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.engine.api import Event, Hot, PutAside, Resumed, Reuse, Wanted
+from inference_svc.engine.engine import TurnHandle
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.service_stats import NamespaceCounters
+from inference_svc.memory.store_patience import Budget
+
+_LOG = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AsideLimits:
+    """How the store is asked for a turn that was put aside."""
+
+    write_timeout_s: float = 30.0
+    read_budget_s: float = 2.0
+    """Without progress; after it what is missing is computed again. The turn holds its room meanwhile."""
+    min_bytes_per_s: float = 20e6
+    renew_s: float = 300.0
+    piece_files: int = 1
+    """Files that are hashed and sent at a time: hashing holds up the event loop."""
+
+
+def may_be_put_aside(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
+    """Whether the engine may put a turn aside: there is a store for its KV, and the hot memory that it extends, which
+    would go with it, is whole there.
+    """
+    if store is None or not store.is_reachable:
+        return False
+    is_stored = memory is not None and memory.kept.is_head and not memory.kept.is_being_published
+    return is_stored or not isinstance(reuse, Hot)
+
+
+class KeptAside:
+    """Of one turn, on the event loop."""
+
+    def __init__(
+        self,
+        handle: TurnHandle,
+        store: RemoteCache,
+        namespace: str,
+        publishing: SharedRoom,
+        restoring: SharedRoom,
+        counters: NamespaceCounters,
+        limits: AsideLimits,
+        clock: Callable[[], float],
+    ) -> None:
+        """`publishing` counts files that wait for the store, `restoring` those that came back and are not KV yet.
+        Neither is waited for: the turn had the bytes before, or holds their room.
+        """
+        self._handle = handle
+        self._store = store
+        self._namespace = namespace
+        self._publishing = publishing
+        self._restoring = restoring
+        self._counters = counters
+        self._limits = limits
+        self._clock = clock
+        self._files: tuple[bytes, ...] | None = None  # in memory: not stored yet, or never
+        self._digests: list[Digest] = []
+        self._held: tuple[SharedRoom, int] | None = None
+        self._miss: Miss | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def event(self, event: Event) -> None:
+        match event:
+            case PutAside(files):
+                self._files = files
+                self._hold(self._publishing, sum(map(len, files)))
+                self._begin(self._keep(files))
+            case Wanted():
+                self._begin(self._bring_back())
+            case Resumed(_, lost_tokens):
+                self._count(lost_tokens)
+                self.close()
+            case _:
+                pass
+
+    def close(self) -> None:
+        """The turn goes on or is over: nothing more is done for it."""
+        if self._task is not None:
+            self._task.cancel()
+        self._files, self._digests, self._miss = None, [], None
+        self._let_go()
+
+    async def _keep(self, files: Sequence[bytes]) -> None:
+        digests: list[Digest] = []
+        try:
+            async with asyncio.timeout(self._limits.write_timeout_s):
+                for first in range(0, len(files), self._limits.piece_files):
+                    piece = files[first : first + self._limits.piece_files]
+                    digests += (await self._store.write_tensors(piece, self._limits.write_timeout_s))[0]
+        except (KvasirError, TimeoutError) as error:
+            _LOG.warning("aside.not_stored", error=type(error).__name__, reason=getattr(error, "reason", ""))
+            return
+        self._files, self._digests = None, digests
+        self._let_go()
+        self._handle.files_stored()
+        await self._renew()
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._limits.renew_s)
+            try:
+                await self._store.renew(self._digests, self._limits.write_timeout_s)
+            except KvasirError as error:
+                _LOG.info("aside.not_renewed", error=type(error).__name__)
+
+    async def _bring_back(self) -> None:
+        blobs: Sequence[bytes] = self._files or ()
+        try:
+            if self._files is None and self._digests:
+                self._hold(self._restoring, sum(digest.size_bytes for digest in self._digests))
+                budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
+                blobs, self._miss = await self._store.read_blobs(self._digests, budget)
+        except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
+            _LOG.exception("aside.read_failed")
+        self._handle.resume(blobs)
+
+    def _count(self, lost_tokens: int) -> None:
+        if lost_tokens:
+            reason = self._miss.reason if self._miss is not None else MissReason.BLOB_DAMAGED
+            self._counters.misses[reason] += 1
+            _LOG.warning("aside.lost", reason=reason.value, tokens=lost_tokens)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._task = asyncio.create_task(work)
+
+    def _hold(self, held: SharedRoom, size_bytes: int) -> None:
+        self._let_go()
+        held.take(self._namespace, size_bytes)
+        self._held = (held, size_bytes)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            held, size_bytes = self._held
+            held.give_back(self._namespace, size_bytes)
+            self._held = None

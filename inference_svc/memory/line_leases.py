@@ -1,0 +1,348 @@
+"""The leases of the agents whose memory is hot, in one namespace and for one loaded model.
+
+A lease is asked for when a turn begins, beside its other work; one heartbeat prolongs all of them; one is given back
+when its agent's memory was dropped, when another engine wants it and no turn runs, and at once when a rollback or its
+like waits. What a lease proves is in `trust`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+from kvasir import errors
+
+from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.remote_cache import (
+    AgentGone,
+    EventsLost,
+    Granted,
+    Head,
+    HeadMoved,
+    LeaseWanted,
+    Renewed,
+    StoreEvent,
+)
+from inference_svc.memory.trust import LEASE_TTL_S, Lease, is_current
+
+_LOG = structlog.get_logger(__name__)
+_BEAT_S = LEASE_TTL_S / 3
+_BEAT_TIMEOUT_S = 1.0
+_ACQUIRE_TIMEOUT_S = 2.0
+_MAX_PER_BEAT = 10_000
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
+_WATCH_PAUSE_S = 0.2
+_CLOSING_S = 1.0
+
+
+class LeaseCalls(Protocol):
+    """The store, as far as leases go."""
+
+    @property
+    def is_reachable(self) -> bool: ...
+
+    async def acquire_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
+    ) -> Granted: ...
+
+    async def renew_leases(
+        self, owner: str, kv_identity_hash: str, generations: dict[str, int], timeout_s: float
+    ) -> Renewed: ...
+
+    async def release_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
+    ) -> None: ...
+
+    def watch(self) -> AsyncGenerator[StoreEvent, None]: ...
+
+
+@dataclass(slots=True)
+class _Line:
+    lease: Lease | None = None
+    generation: int = 0  # of the last lease that this process had; 0: none yet, or it was given back
+    epoch: int = 0  # raised whenever the lease is given back or taken back: an answer asked for before is void
+    acquiring: "asyncio.Task[None] | None" = None
+    failure: errors.KvasirError | None = None  # why the last try gave none
+    users: int = 0  # turns and publications under way
+    is_wanted: bool = False
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return self.failure is not None and self.failure.reason == "LEASE_HELD"
+
+
+@dataclass
+class LineLeases:
+    """On one event loop. `start` it, and `close` it at the end."""
+
+    namespace: str
+    store: LeaseCalls
+    engine: Engine
+    owner: str
+    clock: Callable[[], float]
+    _lines: dict[str, _Line] = field(default_factory=dict)
+    _tasks: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    def start(self) -> None:
+        self._spawn(self._beat())
+        self._spawn(self._follow())
+
+    async def close(self) -> None:
+        """Give back what is held, as far as the store takes it at once: the rest ends by itself."""
+        for task in list(self._tasks):
+            task.cancel()
+        held = [(agent, line.lease) for agent, line in self._lines.items() if line.lease is not None]
+        self._lines.clear()
+        releasing = [asyncio.create_task(self._release(agent, lease.generation)) for agent, lease in held]
+        if releasing:
+            _, late = await asyncio.wait(releasing, timeout=_CLOSING_S)
+            for task in late:
+                task.cancel()
+
+    # --- for turns and publications ---
+
+    @contextlib.contextmanager
+    def using(self, agent_id: str) -> Iterator[None]:
+        """While a turn or a publication runs: the lease is kept, and no other engine gets it by asking."""
+        line = self._lines.setdefault(agent_id, _Line())
+        line.users += 1
+        try:
+            yield
+        finally:
+            line.users -= 1
+            if line.is_wanted:
+                self._let_go_if_idle(agent_id, line)
+
+    def begin(self, agent_id: str) -> None:
+        """Ask for the line's lease, unless it is held: beside the turn, which does not wait for it."""
+        line = self._lines.setdefault(agent_id, _Line())
+        is_held = line.lease is not None and line.lease.counts(self.clock())
+        if not is_held and line.acquiring is None and self.store.is_reachable:
+            line.acquiring = self._spawn(self._acquire(agent_id, line, asks=True))
+
+    async def answered(self, agent_id: str, within_s: float) -> None:
+        """Wait for the store's answer, if the lease was asked for."""
+        line = self._lines.get(agent_id)
+        if line is not None and line.acquiring is not None:
+            await asyncio.wait({line.acquiring}, timeout=max(within_s, 0))
+
+    def lease(self, agent_id: str) -> Lease | None:
+        line = self._lines.get(agent_id)
+        return line.lease if line is not None else None
+
+    def generation(self, agent_id: str) -> int:
+        """Of the lease that the line's next commit brings; 0 if none was ever had."""
+        lease = self.lease(agent_id)
+        return lease.generation if lease is not None else 0
+
+    def is_elsewhere(self, agent_id: str) -> bool:
+        """Whether somebody else has the lease, as far as was heard."""
+        line = self._lines.get(agent_id)
+        return line is not None and line.is_elsewhere
+
+    async def obtain(self, agent_id: str, patience_s: float) -> Lease:
+        """The line's lease, waiting for it and asking its holder to let go. Raises Unavailable (AGENT_HELD_ELSEWHERE)
+        when that takes longer, and what the store answers.
+        """
+        line = self._lines.setdefault(agent_id, _Line())
+        give_up, pause_s = self.clock() + patience_s, _FIRST_PAUSE_S
+        while True:
+            if line.lease is not None and line.lease.counts(self.clock()):
+                return line.lease
+            if line.acquiring is None:
+                line.acquiring = self._spawn(self._acquire(agent_id, line, asks=True))
+            await asyncio.wait({line.acquiring})
+            if line.lease is not None:
+                return line.lease
+            if line.failure is not None and not line.is_elsewhere:
+                raise line.failure
+            if self.clock() + pause_s > give_up:
+                raise errors.Unavailable(
+                    "another inference service, or a change of the agent, holds its line; retry, or ask that service",
+                    reason="AGENT_HELD_ELSEWHERE",
+                    retry_after_s=1.0,
+                )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def committed(self, agent_id: str, head: Head, generation: int) -> None:
+        """This engine moved the head, with that generation. A repeated commit answers the version that it made earlier:
+        what the lease knows may be newer, as a rollback is.
+        """
+        lease = self.lease(agent_id)
+        if lease is not None and lease.generation == generation and head.version > lease.newest.number:
+            lease.newest = head.identity
+
+    # --- what the store says ---
+
+    def wanted(self, agent_id: str, *, takes_back: bool) -> None:
+        """Somebody waits for the lease. What is taken back must not be answered from any more, from now on."""
+        line = self._lines.get(agent_id)
+        if line is None:
+            return
+        if takes_back:
+            if not line.users:
+                self.engine.drop_hot(self._key(agent_id))
+            self._give_back(agent_id, line)
+        else:
+            line.is_wanted = True
+            self._let_go_if_idle(agent_id, line)
+
+    async def beat(self) -> None:
+        """Prolong what is used or hot, and give back the rest."""
+        hot = {key.agent_id for key in self.engine.hot_keys() if key.namespace == self.namespace}
+        kept: dict[str, Lease] = {}
+        for agent_id, line in list(self._lines.items()):
+            if line.users or line.acquiring is not None or agent_id in hot:
+                if line.lease is not None:
+                    kept[agent_id] = line.lease
+                continue
+            del self._lines[agent_id]
+            if line.lease is not None:
+                self._spawn(self._release(agent_id, line.lease.generation))
+        agents = list(kept)
+        for first in range(0, len(agents), _MAX_PER_BEAT):
+            await self._prolong({agent: kept[agent] for agent in agents[first : first + _MAX_PER_BEAT]})
+
+    # --- below ---
+
+    def _key(self, agent_id: str) -> SequenceKey:
+        return SequenceKey(self.namespace, agent_id)
+
+    async def _acquire(self, agent_id: str, line: _Line, *, asks: bool) -> None:
+        asked_at, epoch = self.clock(), line.epoch
+        try:
+            granted = await self.store.acquire_lease(
+                agent_id,
+                self.engine.model.kv_identity_hash,
+                self.owner,
+                begins_anew=not line.generation,
+                asks=asks,
+                timeout_s=_ACQUIRE_TIMEOUT_S,
+            )
+        except errors.KvasirError as error:
+            line.lease, line.failure = None, error
+        except Exception as error:  # noqa: BLE001 - an answer that is none: the turn goes on without a lease
+            _LOG.warning("lease.answer_not_understood", error=type(error).__name__)
+            line.lease, line.failure = None, errors.Unavailable("the store's answer was not understood")
+        else:
+            if line.epoch != epoch:  # taken back meanwhile: what it calls newest may be older than that
+                line.failure = None
+                self._spawn(self._release(agent_id, granted.generation))
+                return
+            line.lease = Lease.granted(granted.generation, granted.head.identity, asked_at)
+            line.generation, line.failure, line.is_wanted = granted.generation, None, False
+        finally:
+            line.acquiring = None
+
+    async def _prolong(self, leases: dict[str, Lease]) -> None:
+        asked_at = self.clock()
+        generations = {agent_id: lease.generation for agent_id, lease in leases.items()}
+        renewed = await self.store.renew_leases(
+            self.owner, self.engine.model.kv_identity_hash, generations, _BEAT_TIMEOUT_S
+        )
+        for agent_id, lease in leases.items():
+            line = self._lines.get(agent_id)
+            if line is None or line.lease is not lease:
+                continue  # the answer is of one that was granted anew since
+            if agent_id not in renewed.lost:
+                lease.prolonged(asked_at)
+                continue
+            # One that had not ended is taken back: the event that says so may come later, or not at all.
+            if not lease.has_ended(self.clock()):
+                self.wanted(agent_id, takes_back=True)
+            line.lease = None
+        for agent_id in renewed.wanted:
+            self.wanted(agent_id, takes_back=False)
+
+    def _let_go_if_idle(self, agent_id: str, line: _Line) -> None:
+        """Another engine gets the line: what is hot here goes, it is in the store."""
+        if line.users or line.acquiring is not None or line.lease is None:
+            return
+        memory = self._memory(agent_id)
+        if memory is not None and not memory.kept.is_safe and not memory.kept.lost_to:
+            return  # nowhere else: it goes with the agent's next turn
+        line.is_wanted = False
+        self.engine.drop_hot(self._key(agent_id))
+        self._give_back(agent_id, line)
+
+    def _give_back(self, agent_id: str, line: _Line) -> None:
+        """Nothing orders the release and a request for the next lease: that one begins anew, so that its generation is
+        another, and a release that arrives after it is fenced.
+        """
+        lease, line.lease, line.generation = line.lease, None, 0
+        line.epoch += 1
+        if lease is not None:
+            self._spawn(self._release(agent_id, lease.generation))
+
+    async def _release(self, agent_id: str, generation: int) -> None:
+        # One that the store has not taken by then has ended by itself. A rollback or its like may be waiting for it.
+        with contextlib.suppress(errors.KvasirError):
+            await self.store.release_lease(
+                agent_id, self.engine.model.kv_identity_hash, self.owner, generation, LEASE_TTL_S
+            )
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            try:
+                await self.beat()
+            except errors.KvasirError:
+                continue  # leases count for a while without it
+            except Exception:  # noqa: BLE001 - it has no reader but the log
+                _LOG.exception("lease.beat_failed", namespace=self.namespace)
+
+    async def _follow(self) -> None:
+        """Events of the namespace. Where they are cut they go on from the last cursor; heartbeats tell the rest."""
+        while True:
+            try:
+                async for event in self.store.watch():
+                    self._happened(event)
+            except errors.KvasirError:
+                pass  # away, or going away
+            except Exception:  # noqa: BLE001 - it has no reader but the log
+                _LOG.exception("lease.watch_failed", namespace=self.namespace)
+            await asyncio.sleep(_WATCH_PAUSE_S)
+
+    def _happened(self, event: StoreEvent) -> None:
+        ours = self.engine.model.kv_identity_hash
+        match event:
+            case LeaseWanted() if event.kv_identity_hash == ours:
+                self.wanted(event.agent_id, takes_back=event.takes_back)
+            case HeadMoved() if event.head.kv_identity_hash == ours:
+                self._drop_unless(event.agent_id, event.head)
+            case AgentGone():
+                self._drop_unless(event.agent_id, None)
+            case EventsLost():
+                for line in self._lines.values():
+                    if line.lease is not None:
+                        line.lease.unverified()
+            case _:
+                pass
+
+    def _drop_unless(self, agent_id: str, newest: Head | None) -> None:
+        """Drop what no turn can use any more, now rather than with the next turn."""
+        line, memory = self._lines.get(agent_id), self._memory(agent_id)
+        if memory is None or (line is not None and line.users):
+            return
+        head = memory.kept.head
+        was_stored = newest is None and (memory.kept.attempts or (head is not None and not head.version))
+        if not memory.kept.is_safe and not was_stored:
+            return
+        is_old_news = newest is not None and (head is None or newest.version <= head.version)
+        if not is_old_news and (newest is None or not is_current(memory.kept.claim, newest.identity)):
+            self.engine.drop_hot(self._key(agent_id))
+
+    def _memory(self, agent_id: str) -> AgentMemory | None:
+        tag = self.engine.hot_tag(self._key(agent_id))
+        return tag if isinstance(tag, AgentMemory) else None
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

@@ -1,0 +1,60 @@
+"""How a memory was found and what became of it: where reused KV came from, why it was not, whether it was stored."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from kvasir.formats.digest import Digest
+
+
+class Source(Enum):
+    """Where reused KV came from."""
+
+    COLD = "cold"
+    HOT = "hot"
+    WARM = "warm"
+    SHARED = "shared"
+    REPLAY = "replay"
+
+
+class MissReason(Enum):
+    """Why not everything, or nothing, was reused. A miss is never an error; each is counted."""
+
+    NEW_AGENT = "new_agent"
+    TEXT_DIFFERS = "text_differs"
+    KV_IDENTITY_DIFFERS = "kv_identity_differs"
+    STORE_UNREACHABLE = "store_unreachable"
+    STORE_TIMEOUT = "store_timeout"
+    STORE_REFUSED = "store_refused"
+    BLOB_MISSING = "blob_missing"
+    BLOB_DAMAGED = "blob_damaged"
+    MANIFEST_INVALID = "manifest_invalid"
+    NO_MEMORY = "no_memory"
+    NO_STATE_POINT = "no_state_point"
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """A miss and what to tell people about it. The detail never quotes a text."""
+
+    reason: MissReason
+    detail: str
+
+
+class SnapshotState(Enum):
+    """What became of the agent's memory."""
+
+    NONE = "none"
+    COMMITTED = "committed"
+    PENDING = "pending"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotOutcome:
+    """Told at a turn's end. `version` is the newest durable one as far as is known, 0 when there is none."""
+
+    state: SnapshotState
+    version: int = 0
+    reason: str = ""
+    manifest: Digest | None = None
+    written_bytes: int = 0

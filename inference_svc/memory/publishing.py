@@ -1,0 +1,440 @@
+"""Memories into the store: full blocks while a turn still runs, the rest and the commit at its end.
+
+A publication never holds up tokens. It runs as a task of its own; the turn waits for it a while and says what came of
+it. One agent's publications follow each other, and the store's compare-and-swap decides between engines.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import structlog
+from kvasir import errors
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory, Kept, to_manifest
+from inference_svc.memory.copies import Copies, copied, files_of
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
+from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.trust import Version, is_current
+
+_LOG = structlog.get_logger(__name__)
+_MOST_STORED, _MOST_OF_AN_AGENT = 10_000, 16
+
+
+@dataclass(frozen=True, slots=True)
+class PublishingLimits:
+    """How long publications may take and how much they may hold."""
+
+    commit_wait_s: float = 2.0
+    """How long a turn's final message waits for its commit before it says: pending."""
+    timeout_s: float = 30.0
+    """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
+    head_budget_s: float = 2.0
+    """For asking the newest version when a turn began without knowing it."""
+
+
+class BlockStream:
+    """Sends the full blocks of one running turn, so that at its end only the tail and the manifest remain."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        copies: Copies,
+        key: SequenceKey,
+        store: RemoteCache,
+        stored: Sequence[Digest],
+        timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._copies = copies
+        self.key = key
+        self._store = store
+        self._timeout_s = timeout_s
+        self._full = len(stored)
+        self._task: asyncio.Task[None] | None = None
+        self._waits_for_room = False
+        self.stored = list(stored)
+        self.sent_bytes = 0
+
+    def blocks_full(self, count: int) -> None:
+        """The turn's sequence now has `count` full blocks."""
+        self._full = max(self._full, count)
+        if self._task is None and len(self.stored) < self._full and self._store.is_reachable:
+            self._task = asyncio.create_task(self._send())
+
+    def stop(self) -> None:
+        """Nothing more is begun; what is under way may end."""
+        self._full = 0
+        if self._task is not None and self._waits_for_room:
+            self._task.cancel()  # the turn's end brings these blocks, and may hold the room itself
+
+    def abandon(self) -> None:
+        """The turn failed: nothing will name its blocks."""
+        self.stop()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def settle(self) -> None:
+        """Wait for what is under way."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _send(self) -> None:
+        try:
+            while len(self.stored) < self._full:
+                piece_bytes = self._copies.piece_bytes
+                self._waits_for_room = True
+                await self._copies.held.wait_for(self.key.namespace, piece_bytes)
+                self._waits_for_room = False
+                try:
+                    if not await self._send_piece():
+                        return
+                finally:
+                    self._copies.held.give_back(self.key.namespace, piece_bytes)
+        except Exception as error:  # noqa: BLE001 - it has no reader but the log
+            # The end of the turn sends what is missing, and says so if it cannot.
+            _LOG.info("publish.blocks_failed", error=type(error).__name__, reason=getattr(error, "reason", ""))
+        finally:
+            self._task = None
+
+    async def _send_piece(self) -> bool:
+        """False when there was nothing to send."""
+        first, most = len(self.stored), self._copies.piece_blocks
+        snapshot = await copied(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
+        if snapshot is None or not snapshot.blocks:
+            return False
+        digests, sent_bytes = await self._store.write_tensors(files_of(snapshot), self._timeout_s)
+        self.stored += digests
+        self.sent_bytes += sent_bytes
+        return True
+
+
+class Publisher:
+    """Stores and commits memories, each in a task of its own."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        copies: Copies,
+        limits: PublishingLimits,
+        stats: ServiceStats,
+        clock: Callable[[], float],
+        now_ms: Callable[[], int],
+        leases: Mapping[str, LineLeases] | None = None,
+    ) -> None:
+        """`leases`: by namespace; what is committed without them is protected by compare-and-swap alone."""
+        self.copies = copies
+        self._leases = leases or {}
+        self._latest: dict[SequenceKey, asyncio.Task[SnapshotOutcome]] = {}
+        self._stored: dict[SequenceKey, deque[Digest]] = {}  # manifests that were stored last, of so many agents
+        self._engine = engine
+        self._limits = limits
+        self._stats = stats
+        self._clock = clock
+        self._now_ms = now_ms
+        self._running: set[asyncio.Task[SnapshotOutcome]] = set()
+
+    def publish(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        taken: Snapshot | errors.KvasirError | None,
+        store: RemoteCache,
+        previous: Kept | None,
+        stream: BlockStream | None,
+        sent_bytes: int = 0,
+    ) -> "asyncio.Task[SnapshotOutcome]":
+        """Begin to publish a memory that is the agent's newest. `taken` has its files from the first block that the
+        store lacks, or says why they could not be copied. `previous`: what the turn extended, whose own publication may
+        still run. `stream`: what was sent while the turn ran. `sent_bytes`: what was sent since.
+        """
+        memory.kept.created_unix_ms = memory.kept.created_unix_ms or self._now_ms()
+        before = self._latest.get(key)
+        task = asyncio.create_task(self._publish(key, memory, taken, store, previous, stream, sent_bytes, before))
+        memory.kept.publication = self._latest[key] = task
+        self._running.add(task)
+        task.add_done_callback(lambda _: self._ended(key, task))
+        return task
+
+    def _ended(self, key: SequenceKey, task: "asyncio.Task[SnapshotOutcome]") -> None:
+        self._running.discard(task)
+        if self._latest.get(key) is task:
+            del self._latest[key]
+        if not task.cancelled() and (manifest := task.result().manifest) is not None:
+            stored = self._stored[key] = self._stored.pop(key, deque(maxlen=_MOST_OF_AN_AGENT))
+            stored.append(manifest)
+            if len(self._stored) > _MOST_STORED:
+                del self._stored[next(iter(self._stored))]
+
+    @property
+    def commit_wait_s(self) -> float:
+        return self._limits.commit_wait_s
+
+    async def outcome(self, namespace: str, memory: AgentMemory, store: RemoteCache) -> SnapshotOutcome:
+        """What became of a publication, as far as a turn's reader is made to wait: not at all for a store that cannot
+        be reached, and at most `commit_wait_s` for one that can.
+        """
+        task = memory.kept.publication
+        if task is None:
+            return SnapshotOutcome(SnapshotState.NONE)
+        unreachable = asyncio.create_task(store.until_unreachable())
+        try:
+            await asyncio.wait(
+                {task, unreachable}, timeout=self._limits.commit_wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            unreachable.cancel()
+        if task.done():
+            return task.result()
+        self._stats.of(namespace).publications[SnapshotState.PENDING] += 1
+        problem = "has not answered yet" if store.is_reachable else "cannot be reached"
+        return SnapshotOutcome(
+            SnapshotState.PENDING,
+            _version(memory.kept),
+            f"the store {problem}; trying for {self._limits.timeout_s:.0f} s, the memory is hot meanwhile",
+        )
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for the publications that run."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=patience_s)
+
+    async def _publish(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        taken: Snapshot | errors.KvasirError | None,
+        store: RemoteCache,
+        previous: Kept | None,
+        stream: BlockStream | None,
+        sent_bytes: int,
+        before: "asyncio.Task[SnapshotOutcome] | None" = None,
+    ) -> SnapshotOutcome:
+        kept = memory.kept
+        held_bytes = sum(map(len, files_of(taken))) if isinstance(taken, Snapshot) else 0
+        self.copies.held.take(key.namespace, held_bytes)
+        try:
+            async with self._using(key), asyncio.timeout(self._limits.timeout_s):
+                if before is not None:
+                    # Also when this turn could not extend it: the agent's turns are stored in their order.
+                    await asyncio.wait({before})
+                kept.stored_before = frozenset(self._stored.get(key, ()))
+                # Also of what cannot be stored: the memory that extends it must know what it follows.
+                await self._follow(previous, kept)
+                if isinstance(taken, errors.KvasirError):
+                    raise taken
+                if stream is not None:
+                    await stream.settle()
+                    sent_bytes += stream.sent_bytes
+                return await self._until_committed(key, memory, taken, store, sent_bytes)
+        except TimeoutError:
+            return self.failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")
+        except errors.Conflict as error:
+            self._drop(key, memory)
+            kept.lost_to = error.metadata.get("head_version", "another")
+            return self.failed(key, kept, f"another writer was first: version {kept.lost_to} is the agent's newest")
+        except errors.KvasirError as error:
+            return self.failed(key, kept, f"{type(error).__name__}: {error.message}")
+        except StoreMiss as error:
+            return self.failed(key, kept, error.miss.detail)
+        except Exception as error:  # noqa: BLE001 - it has no reader but the log
+            # The reply was told already: whatever came of storing it, the turn itself did not fail.
+            _LOG.exception("publish.failed", namespace=key.namespace)
+            return self.failed(key, kept, f"an answer was not understood ({type(error).__name__})")
+        finally:
+            self.copies.held.give_back(key.namespace, held_bytes)
+
+    @contextlib.asynccontextmanager
+    async def _using(self, key: SequenceKey) -> AsyncIterator[None]:
+        """The line stays this engine's while a publication of it runs."""
+        leases = self._leases.get(key.namespace)
+        with leases.using(key.agent_id) if leases is not None else contextlib.nullcontext():
+            yield
+
+    async def _until_committed(
+        self, key: SequenceKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
+    ) -> SnapshotOutcome:
+        """Commit, and again whenever the store comes back: a repeated commit that took effect answers its version."""
+        while True:
+            await store.until_reachable()
+            try:
+                await self._know_lease(key, memory.kept, store)
+                await self._know_head(key, memory.kept, store)
+                return await self._commit(key, memory, snapshot, store, sent_bytes)
+            except (errors.Unavailable, errors.DeadlineExceeded):
+                continue
+            except StoreMiss:
+                if store.is_reachable:
+                    raise
+
+    async def _follow(self, previous: Kept | None, kept: Kept) -> None:
+        """The agent's publication before this one comes first: its version is this one's parent."""
+        if previous is None:
+            return
+        if previous.is_being_published and previous.publication is not None:
+            await asyncio.wait({previous.publication})
+        if previous.lost_to:
+            raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
+        # Also if it ended before this one began: between the end of a turn and its publication others go on.
+        kept.head = previous.head
+        kept.attempted_before = previous.attempts
+        if previous.head is None and previous.expected_version is not None:
+            kept.expected_version = previous.expected_version
+
+    async def _know_lease(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
+        """The generation that the commit brings: the turn's own, or, where the store could not be asked or the line was
+        given back meanwhile, today's. That is no proof that what the memory follows was there all the while.
+        """
+        leases = self._leases.get(key.namespace)
+        if leases is None or kept.generation:
+            return
+        try:
+            lease = await leases.obtain(key.agent_id, self._limits.commit_wait_s)
+            if kept.head is not None and kept.head.version and await store.was_taken_back(key.agent_id, kept.heard):
+                raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
+            kept.generation = lease.generation
+        except errors.Unavailable as error:
+            if error.reason != "AGENT_HELD_ELSEWHERE":
+                raise
+            raise errors.Conflict("another inference service has the agent now") from error
+
+    async def _know_head(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
+        if kept.head is None:
+            head = await self._newest(key, store)
+            if await self._may_be_changed(key, kept, head, store):
+                raise errors.Conflict("the agent was changed", metadata={"head_version": str(head.version)})
+            if kept.expected_version not in (None, head.version):
+                raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
+            kept.head = head
+
+    async def _may_be_changed(self, key: SequenceKey, kept: Kept, head: Head, store: RemoteCache) -> bool:
+        """Whether an agent may have been deleted or rolled back, or have taken a turn elsewhere, since a turn began
+        that could not ask for its memory: to store it now would be to undo that, unless its caller named the version it
+        follows. From here on the lease keeps others from it.
+        """
+        is_untouched = head == NO_HEAD and kept.generation == 1
+        if key.namespace not in self._leases or is_untouched:
+            return False
+        if kept.expected_version is not None:
+            return await store.was_taken_back(key.agent_id, kept.heard)
+        line = self._engine.model.kv_identity_hash
+        return await store.was_changed(key.agent_id, line, kept.heard, kept.stored_before)
+
+    async def _newest(self, key: SequenceKey, store: RemoteCache) -> Head:
+        budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
+        heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+        return heads.ours if heads is not None else NO_HEAD
+
+    async def _commit(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        snapshot: Snapshot | None,
+        store: RemoteCache,
+        sent_bytes: int,
+        *,
+        is_second_try: bool = False,
+    ) -> SnapshotOutcome:
+        kept, timeout_s = memory.kept, self._limits.timeout_s
+        if snapshot is None:
+            raise errors.ResourceExhausted("the memory was dropped before it could be stored")
+        files = files_of(snapshot)
+        digests, tensor_bytes = await store.write_tensors(files, timeout_s) if files else ([], 0)
+        count = len(snapshot.blocks)
+        blocks = [*kept.blocks[: snapshot.first_block], *digests[:count]]
+        tail = digests[count] if snapshot.tail is not None else None
+        points = [identity.tokens for identity, _ in snapshot.states]
+        states = dict(zip(points, digests[len(digests) - len(points) :], strict=True))
+        manifest = to_manifest(memory, self._engine.model, blocks, tail, states)
+        digest = Digest.of(manifest)
+        parent = kept.head.identity if kept.head is not None else NO_HEAD.identity
+        kept.attempted = Version(parent.number + 1, digest)
+        try:
+            head = await store.commit(
+                key.agent_id,
+                manifest,
+                parent,
+                timeout_s,
+                is_brought=memory.is_brought,
+                lease=await self._token(key, kept, store),
+            )
+        except errors.Conflict:
+            head = await self._newest(key, store)
+            if head.identity != kept.attempted:
+                if is_second_try or head.identity not in kept.attempted_before:
+                    raise
+                # The version before this one is there after all; its answer was lost.
+                kept.head = head
+                return await self._commit(key, memory, snapshot, store, sent_bytes + tensor_bytes, is_second_try=True)
+        except errors.FailedPrecondition:
+            if is_second_try:
+                raise
+            # A block that the store had is gone or damaged since: send everything that the engine still has.
+            whole = await self._whole_snapshot(key, memory, store)
+            return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
+        kept.head, kept.is_head, kept.attempted = head, True, None
+        if (leases := self._leases.get(key.namespace)) is not None:
+            leases.committed(key.agent_id, head, kept.generation)
+        kept.blocks[:], kept.tail, kept.states = blocks, tail, states
+        written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
+        counters = self._stats.of(key.namespace)
+        counters.publications[SnapshotState.COMMITTED] += 1
+        counters.published_bytes += written_bytes
+        _LOG.info("snapshot.committed", version=head.version, tokens=len(memory.words.token_ids), bytes=written_bytes)
+        return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
+
+    async def _whole_snapshot(self, key: SequenceKey, memory: AgentMemory, store: RemoteCache) -> Snapshot | None:
+        hot = self._engine.hot_memory(key)
+        if hot is None or hot.tag is not memory:
+            return None
+        first = await copied(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
+        # A newer turn may have gone on from it meanwhile.
+        if first is None or tuple(first.state.token_ids) != tuple(memory.words.token_ids):
+            return None
+        memory.kept.blocks.clear()
+        whole, _ = await self.copies.rest(key, memory, first, store, self._limits.timeout_s)
+        return whole
+
+    async def _token(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> tuple[str, int] | None:
+        """What the commit brings. The line may have been given back and taken again by this engine: if what the memory
+        follows is still the newest then, and nothing was taken back in between, it is not fenced by that. Of a first
+        version that cannot be known.
+        """
+        leases = self._leases.get(key.namespace)
+        if leases is None:
+            return None
+        lease, follows = leases.lease(key.agent_id), kept.claim.follows
+        if (
+            lease is not None
+            and lease.generation != kept.generation
+            and follows is not None
+            and follows.number
+            and is_current(kept.claim, lease.newest)
+            and not await store.was_taken_back(key.agent_id, kept.heard)
+        ):
+            kept.generation = lease.generation
+        return (leases.owner, kept.generation) if kept.generation else None
+
+    def _drop(self, key: SequenceKey, memory: AgentMemory) -> None:
+        """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""
+        hot = self._engine.hot_memory(key)
+        if hot is not None and hot.tag is memory:
+            self._engine.drop_hot(key)
+
+    def failed(self, key: SequenceKey, kept: Kept, reason: str) -> SnapshotOutcome:
+        """Say that a memory was not stored, and why; its turn succeeded all the same."""
+        self._stats.of(key.namespace).publications[SnapshotState.FAILED] += 1
+        _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)
+        return SnapshotOutcome(SnapshotState.FAILED, _version(kept), reason)
+
+
+def _version(kept: Kept) -> int:
+    return kept.head.version if kept.head is not None else 0

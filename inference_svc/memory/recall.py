@@ -1,0 +1,424 @@
+"""What an agent remembers, and what of it serves a prompt: from hot memory, from the store, or from shared blocks.
+
+First the newest memory is found (`Recall.newest`); then a prompt is held against it and a plan for the engine is made
+(`Recall.plan`). Text decides first, because tokenizations differ; block hashes get their turn for what text did not
+cover. Whatever the store cannot give is a miss with its reason.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import InvalidArgument
+from kvasir.formats import manifest as manifests
+from kvasir.formats.block_file import MAX_HEADER_BYTES
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import Cold, Hot, Restored, Reuse, SequenceKey
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory, Kept, as_hot, from_manifest
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
+from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.trust import is_unbroken, may_use_hot
+from inference_svc.model.prompting import Prompting, Tokenized
+from inference_svc.text.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch, match_prefix
+
+T = TypeVar("T")
+# Beyond these a memory takes the event loop more than a millisecond or two.
+_LONG_BYTES = 64 << 10
+_LONG_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Recollection:
+    """An agent's newest memory. `head` is None when the store could not be asked; `kv_from` is COLD when the memory's
+    KV is of no use here (another KV identity), and its words are all there is.
+    """
+
+    memory: AgentMemory | None
+    kv_from: Source
+    head: Head | None
+    miss: Miss | None = None
+
+    @property
+    def is_brought(self) -> bool:
+        """Whether the agent's newest version came from outside."""
+        return self.head is not None and self.head.is_brought
+
+
+NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A prompt, ready for the engine."""
+
+    text: str
+    tokens: Tokenized
+    reuse: Reuse
+    source: Source
+    match: Outcome
+    miss: Miss | None
+    stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A tokenization of the prompt, and whose KV serves its first `keep` tokens."""
+
+    tokens: Tokenized
+    keep: int
+    source: Source
+    match: PrefixMatch
+    known_ids: Sequence[int] = ()  # tokens of the files below, at least `keep` of them, the first `keep` the prompt's
+    blocks: Sequence[Digest] = ()
+    tail: Digest | None = None
+    shareable_tokens: int = 0
+    states: Mapping[int, Digest] = field(default_factory=dict)  # by point, ascending
+
+
+class Recall:
+    """Finds memories and plans prompts for one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompting: Prompting,
+        stores: Mapping[str, RemoteCache],
+        *,
+        worthwhile_fraction: float,
+        leases: Mapping[str, LineLeases] | None = None,
+    ) -> None:
+        """`stores`: the cache store by namespace; a namespace without one has hot memory alone. `leases`: by namespace;
+        without them hot memory is used only beside the store's answer.
+        """
+        self._engine = engine
+        self._prompting = prompting
+        self._stores = stores
+        self._leases = leases or {}
+        self._worthwhile_fraction = worthwhile_fraction
+
+    # --- the newest memory ---
+
+    async def newest(self, key: SequenceKey, budget: Budget) -> Recollection:
+        """The agent's memory: hot if it is what the store calls newest, or, when the store cannot be asked, if this
+        engine holds a lease that says so. Never hot otherwise: a rollback may have been acknowledged.
+        """
+        hot = self._hot(key)
+        store = self._stores.get(key.namespace)
+        if store is None:
+            miss = Miss(MissReason.NEW_AGENT, "nothing is remembered")
+            return (
+                Recollection(hot, Source.HOT, hot.kept.head) if hot else Recollection(None, Source.COLD, NO_HEAD, miss)
+            )
+        if hot is not None and hot.kept.is_being_published and store.is_reachable:
+            await _wait(hot.kept, budget)
+        try:
+            heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
+            ours = heads.ours if heads is not None else NO_HEAD
+            if hot is not None and await self._is_current(key, hot.kept, ours, store, budget):
+                if not hot.kept.is_being_published:
+                    hot.kept.learn(ours)
+                return Recollection(hot, Source.HOT, ours)
+            is_undecided = hot is not None and (hot.kept.head is None or (hot.kept.is_begun and ours == NO_HEAD))
+            if hot is not None and hot.kept.is_being_published and is_undecided:
+                # It may be about to become the newest: to go on without it now would be to lose it.
+                detail = "the agent's turn before this one is being stored"
+                return Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, detail))
+            if hot is not None:
+                self._engine.drop_hot(key)
+            if ours.manifest is not None:
+                return await self._warm(store, key, ours, budget)
+            if heads is not None and heads.foreign is not None:
+                return await self._foreign(store, key, heads.foreign, budget)
+        except StoreMiss as error:
+            hot = self._hot(key)
+            if hot is not None and self._is_leased(key, hot):
+                return Recollection(hot, Source.HOT, hot.kept.head)
+            return Recollection(None, Source.COLD, None, error.miss)
+        return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+
+    async def _is_current(self, key: SequenceKey, kept: Kept, ours: Head, store: RemoteCache, budget: Budget) -> bool:
+        """Whether a hot memory may be used beside the store's answer. Raises StoreMiss when that cannot be told."""
+        leases = self._leases.get(key.namespace)
+        if not may_use_hot(kept.claim, ours.identity, None, 0):
+            return False
+        if leases is not None and kept.claim.itself != ours.identity:
+            with budget.spending():
+                await leases.answered(key.agent_id, budget.remaining_s)
+        if leases is None or is_unbroken(kept.claim, ours.identity, leases.lease(key.agent_id), leases.clock()):
+            return True
+        return not await store.was_taken_back_within(budget, key.agent_id, kept.heard)
+
+    def _is_leased(self, key: SequenceKey, hot: AgentMemory) -> bool:
+        """Whether a lease says that the memory is current."""
+        leases = self._leases.get(key.namespace)
+        return leases is not None and may_use_hot(hot.kept.claim, None, leases.lease(key.agent_id), leases.clock())
+
+    def _hot(self, key: SequenceKey) -> AgentMemory | None:
+        hot = self._engine.hot_memory(key)
+        return hot.tag if hot is not None and isinstance(hot.tag, AgentMemory) else None
+
+    async def _warm(self, store: RemoteCache, key: SequenceKey, head: Head, budget: Budget) -> Recollection:
+        try:
+            manifest = await _parsed(await store.manifest(key.agent_id, head, budget))
+        except StoreMiss as error:
+            # The head is known, the memory is not: this turn may still become the version after it.
+            return Recollection(None, Source.COLD, head, error.miss)
+        except InvalidArgument as error:
+            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, error.message))
+        if difference := differing_field(self._engine.model.kv_identity, manifest.kv_identity):
+            miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
+            return Recollection(from_manifest(manifest, head), Source.COLD, head, miss)
+        memory = from_manifest(manifest, head)
+        if unfit := self._no_token(memory) or self._too_large(memory.kept):
+            return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
+        return Recollection(memory, Source.WARM, head)
+
+    async def _foreign(self, store: RemoteCache, key: SequenceKey, foreign: Head, budget: Budget) -> Recollection:
+        """The agent remembers under another KV identity: its words rebuild a line of ours."""
+        try:
+            manifest = await _parsed(await store.manifest(key.agent_id, foreign, budget))
+        except (StoreMiss, InvalidArgument):
+            difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
+            return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+        difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
+        memory = replace(from_manifest(manifest, foreign), kept=Kept(NO_HEAD, is_head=False, is_elsewhere=True))
+        return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
+
+    def _no_token(self, memory: AgentMemory) -> str:
+        """What was brought here may name any number as a token."""
+        most = self._engine.vocabulary_size
+        largest = max(memory.words.token_ids, default=0)
+        return f"token_ids: expected ids below {most}, found {largest}" if largest >= most else ""
+
+    def _too_large(self, kept: Kept) -> str | None:
+        """A manifest may name any size; what could not be a block of this layout is not asked for."""
+        largest = self._engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
+        named = [*kept.blocks, *((kept.tail,) if kept.tail else ())]
+        largest_state = self._engine.model.state_bytes + MAX_HEADER_BYTES
+        bounded = [(largest, digest) for digest in named] + [(largest_state, each) for each in kept.states.values()]
+        wrong = next(((most, digest) for most, digest in bounded if digest.size_bytes > most), None)
+        return f"blob {wrong[1]}: expected at most {wrong[0]} bytes" if wrong else None
+
+    # --- the plan ---
+
+    async def plan(
+        self,
+        recollection: Recollection,
+        text: str,
+        *,
+        namespace: str,
+        budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
+        usable_files: int | None = None,
+        usable_point: int | None = None,
+        speaks: bool = True,
+    ) -> Prepared:
+        """Hold the prompt against the memory, then against shared blocks, and read what of the store's KV is reused.
+
+        `hold` is awaited with the bytes that are about to be read: memory for them is another's to give, and the wait
+        for it is not the store's. `usable_files`: how many leading tensor files of the memory may be used, after the
+        engine refused the next one. `usable_point`: the last point whose state may be used, after it refused a later
+        one. `speaks`: False when nothing is to be generated: then all of the prompt may be reused.
+        """
+        if recollection.kv_from is Source.HOT and recollection.memory is not None:
+            recollection = replace(recollection, memory=as_hot(recollection.memory))
+        choice = await self._by_text(namespace, recollection, text, speaks)
+        miss = recollection.miss or _text_miss(recollection, choice.match, text)
+        store = self._stores.get(namespace)
+        if self._engine.model.has_states:
+            choice, no_point = _at_point(choice, recollection.memory, usable_point)
+            miss = miss or no_point
+        elif store is not None and usable_files is None:
+            choice, shared_miss = await self._by_block_hashes(store, choice, text, namespace, budget)
+            miss = miss or shared_miss
+        reuse, read_miss = await self._reuse(choice, usable_files, store, budget, hold)
+        kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
+        return Prepared(
+            text=text,
+            tokens=choice.tokens,
+            reuse=reuse,
+            source=choice.source if kept else Source.COLD,
+            match=choice.match.outcome,
+            miss=read_miss or miss,
+            stored_blocks=tuple(choice.blocks[: kept // BLOCK_TOKENS]),
+        )
+
+    async def _by_text(self, namespace: str, recollection: Recollection, text: str, speaks: bool) -> _Choice:
+        memory = recollection.memory
+        # Token ids of another tokenizer would spell something else.
+        is_ours = memory is not None and (
+            recollection.kv_from is not Source.COLD
+            or (memory.tokenizer_digest == self._engine.model.tokenizer_digest and not self._no_token(memory))
+        )
+        words = memory.words if memory is not None and is_ours else Memory("", (), ())
+        if not speaks and words.token_ids and words.text == text:
+            # Nothing follows it, so it need not end at a character's border.
+            match = PrefixMatch(Outcome.EXACT, len(words.token_ids), len(text), len(text))
+            tokens = Tokenized(tuple(words.token_ids), tuple(words.token_chars))
+        else:
+            match, tokens = await self._prompting.run(namespace, lambda: self._match(words, text))
+        # Of a turn that speaks, at least one token is computed: its logits are the next token's.
+        most = len(tokens.ids) - (1 if speaks else 0)
+        keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
+        if memory is None or keep <= 0:
+            return _Choice(tokens, 0, Source.COLD, match)
+        kept = memory.kept
+        return _Choice(
+            tokens,
+            keep,
+            recollection.kv_from,
+            match,
+            memory.words.token_ids,
+            kept.blocks,
+            kept.tail,
+            memory.shareable_tokens,
+            kept.states,
+        )
+
+    def _match(self, words: Memory, text: str) -> tuple[PrefixMatch, Tokenized]:
+        match = (
+            match_prefix(
+                words,
+                text,
+                worthwhile_fraction=self._worthwhile_fraction,
+                ends_whole=self._prompting.ends_whole,
+            )
+            if words.token_ids
+            else NO_MATCH
+        )
+        kept, rest = match.kept_tokens, text[match.kept_chars :]
+        suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
+        ids = (*words.token_ids[:kept], *suffix.ids)
+        return match, Tokenized(ids, (*words.token_chars[:kept], *suffix.chars))
+
+    async def _by_block_hashes(
+        self, store: RemoteCache, choice: _Choice, text: str, namespace: str, budget: Budget
+    ) -> tuple[_Choice, Miss | None]:
+        """What a cold run would compute and the store already has, if that covers at least a block more."""
+        if len(choice.tokens.ids) - 1 - choice.keep < BLOCK_TOKENS:
+            return choice, None
+        tokens = choice.tokens
+        if choice.match.kept_tokens:
+            tokens = await self._prompting.run(namespace, lambda: self._prompting.tokenize(text))
+        kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
+        try:
+            hashes = await _off_loop(
+                len(tokens.ids) > _LONG_TOKENS,
+                lambda: block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
+            )
+            blocks = await store.find_prefix(kv_identity_hash, hashes, budget) if hashes else []
+        except StoreMiss as error:
+            return choice, error.miss
+        # Whole cells: behind a cell's edge the rest is prefilled exactly as a cold run would.
+        keep = len(blocks) * BLOCK_TOKENS // cell * cell
+        if keep < choice.keep + BLOCK_TOKENS:
+            return choice, None
+        found = blocks[: keep // BLOCK_TOKENS]
+        return _Choice(tokens, keep, Source.SHARED, choice.match, tokens.ids, found, None, keep), None
+
+    async def _reuse(
+        self,
+        choice: _Choice,
+        usable_files: int | None,
+        store: RemoteCache | None,
+        budget: Budget,
+        hold: Callable[[int], Awaitable[None]],
+    ) -> tuple[Reuse, Miss | None]:
+        """What of the choice can be had: of the store's files, as many as come whole."""
+        if choice.source is Source.HOT:
+            return Hot(choice.keep), None
+        if choice.source is Source.COLD or store is None:
+            return Cold(), None
+        named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
+        wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
+        # One state is read beside them, and asked for with them: turns that hold and wait could wait for each other.
+        states = max((choice.states[point].size_bytes for point in _usable(choice)), default=0)
+        await hold(sum(digest.size_bytes for digest in wanted) + states)
+        blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        # The last file is full, or a tail that holds all the rest.
+        covered = min(len(blobs) * BLOCK_TOKENS, len(choice.known_ids))
+        if self._engine.model.has_states:
+            return await self._from_state(choice, blobs, covered, miss, store, budget)
+        if not covered:
+            return Cold(), miss
+        return (
+            Restored(
+                blobs=tuple(blobs),
+                token_ids=tuple(choice.known_ids[:covered]),
+                keep_tokens=min(choice.keep, covered),
+                shareable_tokens=choice.shareable_tokens,
+            ),
+            miss,
+        )
+
+    async def _from_state(
+        self,
+        choice: _Choice,
+        blobs: Sequence[bytes],
+        covered: int,
+        miss: Miss | None,
+        store: RemoteCache,
+        budget: Budget,
+    ) -> tuple[Reuse, Miss | None]:
+        """The last point that the files cover and whose state can be had."""
+        has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
+        reach = min(choice.keep, covered) if has_blocks else choice.keep
+        for point in sorted((point for point in _usable(choice) if point <= reach), reverse=True):
+            states, state_miss = await store.read_blobs([choice.states[point]], budget)
+            miss = miss or state_miss
+            if states:
+                files = tuple(blobs[: -(-point // BLOCK_TOKENS)])
+                known = min(len(files) * BLOCK_TOKENS, len(choice.known_ids)) if has_blocks else point
+                return Restored(files, tuple(choice.known_ids[:known]), point, 0, states[0]), miss
+        return Cold(), miss
+
+
+def _usable(choice: _Choice) -> list[int]:
+    """The points whose states may serve the choice."""
+    return [point for point in choice.states if point <= choice.keep]
+
+
+def _at_point(choice: _Choice, memory: AgentMemory | None, usable_point: int | None) -> tuple[_Choice, Miss | None]:
+    """The choice, cut to the last point that its model's states can go back to; and the miss, if that cuts anything."""
+    if memory is None or not choice.keep:
+        return choice, None
+    most = choice.keep if usable_point is None else min(choice.keep, usable_point)
+    point = max((point for point in memory.points if point <= most), default=0)
+    if point == choice.keep:
+        return choice, None
+    miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {choice.keep} tokens, states go back to {point}")
+    if not point:
+        return _Choice(choice.tokens, 0, Source.COLD, choice.match), miss
+    return replace(choice, keep=point), miss
+
+
+async def _parsed(data: bytes) -> manifest_pb2.Manifest:
+    """A checked manifest. Raises InvalidArgument."""
+    return await _off_loop(len(data) > _LONG_BYTES, lambda: manifests.parse(data))
+
+
+async def _off_loop(is_long: bool, work: Callable[[], T]) -> T:
+    """What takes milliseconds must not hold up other turns' tokens."""
+    return await asyncio.to_thread(work) if is_long else work()
+
+
+async def _wait(kept: Kept, budget: Budget) -> None:
+    """Give a publication that still runs what is left of the turn's budget; the memory itself is hot either way."""
+    if kept.publication is not None:
+        with budget.spending():
+            await asyncio.wait({kept.publication}, timeout=budget.remaining_s)
+
+
+def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:
+    memory = recollection.memory
+    if memory is None or (match.kept_tokens and match.matched_chars in (len(text), len(memory.words.text))):
+        return None  # nothing differs: one of them is the beginning of the other
+    detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.words.text)}"
+    return Miss(MissReason.TEXT_DIFFERS, detail)

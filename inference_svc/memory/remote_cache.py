@@ -1,0 +1,467 @@
+"""The engine's side of the cache store: every call has a price limit, and every failure is a miss with its reason.
+
+Reading is on the way to the first token, so a turn has one small budget of time without progress for all of it; bytes
+that arrive earn more. After a failure the breaker keeps turns away, at no cost, while a probe in the background waits
+for the store to answer again. What is read is held against its digest before anyone sees it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import structlog
+from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.formats.digest import Digest
+
+from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
+from inference_svc.memory.trust import LEASE_TTL_S, Version
+
+_LOG = structlog.get_logger(__name__)
+_MAX_BLOCK_HASHES = 10_000
+
+T = TypeVar("T")
+
+
+class StoreMiss(Exception):
+    """The store could not serve a read, or not in time."""
+
+    def __init__(self, miss: Miss) -> None:
+        super().__init__(miss.detail)
+        self.miss = miss
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The newest version of a line. Version 0 with no manifest: the line has none."""
+
+    version: int
+    manifest: Digest | None
+    parent_version: int
+    kv_identity_hash: str = ""
+    is_brought: bool = False  # rows of it came by an archive or from another store: no engine of this one computed them
+
+    @property
+    def identity(self) -> Version:
+        return Version(self.version, self.manifest)
+
+
+NO_HEAD = Head(0, None, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class AgentHeads:
+    """The head of the line that was asked for, and of the agent's line of another KV identity that was used last."""
+
+    ours: Head
+    foreign: Head | None
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """A lease, and the line's newest version when it was granted."""
+
+    generation: int
+    head: Head
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """Agents whose leases were not prolonged, and those whose leases were and others wait for."""
+
+    lost: frozenset[str]
+    wanted: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseWanted:
+    agent_id: str
+    kv_identity_hash: str
+    takes_back: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMoved:
+    agent_id: str
+    head: Head
+
+
+@dataclass(frozen=True, slots=True)
+class AgentGone:
+    agent_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class EventsLost:
+    """Something happened that nobody can tell any more."""
+
+
+class Heard(NamedTuple):
+    """A place in the store's history."""
+
+    incarnation: str
+    sequence: int
+
+
+StoreEvent = LeaseWanted | HeadMoved | AgentGone | EventsLost
+
+
+class RemoteCache:
+    """One namespace of one cache store, seen from the engine."""
+
+    def __init__(self, client: AioStoreClient, namespace: str = "") -> None:
+        """`client` carries the engine's credential at the store, which binds the namespace. It must not retry reads
+        by itself: a turn has no time for that. `namespace`: the one that it must be; empty: whichever it is.
+        """
+        self._client = client
+        self._namespace = namespace
+        self._cursor: cachestore_pb2.EventCursor | None = None
+        self.problem = ""  # why this store must not be used, once it has been asked
+        self._breaker = Breaker(self._probe)
+
+    @property
+    def is_reachable(self) -> bool:
+        """False from a failure until the store answers again. Says nothing about a store that was never asked."""
+        return not self._breaker.is_open
+
+    async def answers(self) -> bool:
+        """Ask now, briefly. Finds a store that is back before the breaker's own probe does."""
+        try:
+            await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
+        except (errors.KvasirError, TimeoutError):
+            return False
+        except Exception:  # noqa: BLE001 - whatever it answered, it is no store that can be used
+            _LOG.exception("store.answer_not_understood")
+            return False
+        self._breaker.reset()
+        return True
+
+    async def until_reachable(self) -> None:
+        await self._breaker.closed.wait()
+
+    async def until_unreachable(self) -> None:
+        await self._breaker.opened.wait()
+
+    async def close(self) -> None:
+        await self._breaker.close()
+        await self._client.close()
+
+    # --- reading: a failure is a StoreMiss ---
+
+    async def heads(self, agent_id: str, kv_identity_hash: str, budget: Budget) -> AgentHeads | None:
+        """The agent's newest versions; None when there is no such agent."""
+        try:
+            agent = await self._read(lambda: self._client.get_agent(agent_id), budget)
+        except errors.NotFound:
+            return None
+        with _reading("the store's answer about the agent"):
+            lines = [head_of(line) for line in agent.lines]
+        ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
+        return AgentHeads(ours, next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None))
+
+    async def manifest(self, agent_id: str, head: Head, budget: Budget) -> bytes:
+        """Bytes of a version's manifest, equal to their digest."""
+        try:
+            _, data = await self._read(
+                lambda: self._client.get_snapshot(
+                    agent_id, head.kv_identity_hash, head.version, timeout_s=budget.remaining_s
+                ),
+                budget,
+            )
+        except errors.NotFound as error:
+            raise StoreMiss(Miss(MissReason.BLOB_MISSING, f"version {head.version} is gone")) from error
+        if head.manifest is not None and Digest.of(data) != head.manifest:
+            raise StoreMiss(Miss(MissReason.BLOB_DAMAGED, f"manifest {head.manifest}: other bytes were received"))
+        return data
+
+    async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[bytes], Miss | None]:
+        """The longest prefix of the blobs that arrived whole and right within the budget, and why not all of them."""
+        blobs: list[bytes] = []
+        try:
+            async with contextlib.aclosing(self._client.get_blobs(digests)) as arriving:
+                while len(blobs) < len(digests):
+                    _, data = await self._read(lambda: anext(arriving), budget)
+                    budget.earn(len(data))
+                    blobs.append(bytes(data))
+        except StoreMiss as error:
+            return blobs, error.miss
+        except errors.NotFound as error:
+            return blobs, _miss(error)
+        return blobs, None
+
+    async def find_prefix(self, kv_identity_hash: str, block_hashes: Sequence[str], budget: Budget) -> list[Digest]:
+        """Digests of the longest stored prefix of a chain that may be shared."""
+        asked = block_hashes[:_MAX_BLOCK_HASHES]
+        try:
+            found = await self._read(
+                lambda: self._client.find_prefix(kv_identity_hash, asked, timeout_s=budget.remaining_s), budget
+            )
+        except errors.NotFound as error:
+            raise StoreMiss(_miss(error)) from error
+        return found[: len(asked)]
+
+    # --- writing: a failure is a KvasirError, and no turn waits for it longer than it likes ---
+
+    async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
+        """Make tensor files durable; their digests in order, and the bytes that had to be sent."""
+        self._check_usable()
+        digests = [Digest.of(data) for data in files]
+        there: list[int] = []
+        progress = await self._noting(
+            self._client.put_blobs(
+                dict(zip(digests, files, strict=True)),
+                on_progress=lambda now: there.append(now.bytes_done),
+                timeout_s=timeout_s,
+            )
+        )
+        return digests, progress.bytes_total - there[0]
+
+    async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
+        """Keep blobs that no manifest names for another grace period. Those that are gone stay so."""
+        await self._noting(self._client.find_missing(digests, timeout_s=timeout_s))
+
+    async def commit(
+        self,
+        agent_id: str,
+        manifest: bytes,
+        parent: Version,
+        timeout_s: float,
+        *,
+        is_brought: bool = False,
+        lease: tuple[str, int] | None = None,
+    ) -> Head:
+        """Make a manifest the next version of the agent's line. `lease`: owner and generation. Raises Conflict when the
+        head is not its parent, or when the lease is fenced.
+        """
+        self._check_usable()
+        digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
+        version = await self._noting(
+            self._client.commit(
+                agent_id,
+                digest,
+                parent.number,
+                parent_manifest=parent.manifest,
+                lease=_token(*lease) if lease is not None else None,
+                is_brought=is_brought,
+                timeout_s=timeout_s,
+            )
+        )
+        return head_of(version)
+
+    # --- leases, and what happens in the store: beside turns; a failure is a KvasirError ---
+
+    async def acquire_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
+    ) -> Granted:
+        """Raises FailedPrecondition (LEASE_HELD)."""
+        self._check_usable()
+        got = await self._client.acquire_lease(
+            agent_id,
+            kv_identity_hash,
+            owner,
+            ttl_s=LEASE_TTL_S,
+            begins_anew=begins_anew,
+            asks=asks,
+            timeout_s=timeout_s,
+        )
+        return Granted(got.lease.generation, head_of(got.head) if got.HasField("head") else NO_HEAD)
+
+    async def renew_leases(
+        self, owner: str, kv_identity_hash: str, generations: Mapping[str, int], timeout_s: float
+    ) -> Renewed:
+        got = await self._client.renew_leases(
+            owner, kv_identity_hash, generations, ttl_s=LEASE_TTL_S, timeout_s=timeout_s
+        )
+        return Renewed(*(frozenset(each.agent_id for each in named) for named in (got.lost, got.wanted)))
+
+    async def release_lease(
+        self, agent_id: str, kv_identity_hash: str, owner: str, generation: int, timeout_s: float
+    ) -> None:
+        await self._client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
+
+    @property
+    def heard(self) -> Heard | None:
+        """Until where it is known what happened; None before the store was ever watched."""
+        return None if self._cursor is None else Heard(self._cursor.incarnation, self._cursor.sequence)
+
+    async def was_taken_back(self, agent_id: str, since: Heard | None) -> bool:
+        """Whether anything but a turn has changed the agent since; also True if nobody can tell. Raises what a call of
+        the store raises.
+        """
+        return await self._has_happened(lambda told: _takes_back(told, agent_id), since)
+
+    async def was_changed(
+        self, agent_id: str, kv_identity_hash: str, since: Heard | None, own: Collection[Digest]
+    ) -> bool:
+        """The same, and whether a turn has moved the line, but for those that made the manifests `own`."""
+
+        def is_change(told: cachestore_pb2.WatchEventsResponse) -> bool:
+            return _takes_back(told, agent_id) or _moves(told, agent_id, kv_identity_hash, own)
+
+        return await self._has_happened(is_change, since)
+
+    async def _has_happened(
+        self, what: Callable[[cachestore_pb2.WatchEventsResponse], bool], since: Heard | None
+    ) -> bool:
+        if since is None:
+            return True
+        async with contextlib.aclosing(self._client.watch(None)) as told:
+            latest = await anext(told, None)
+        if latest is None:
+            raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
+        now = latest.cursor
+        if (now.incarnation, now.sequence) == since:
+            return False
+        cursor = cachestore_pb2.EventCursor(incarnation=since.incarnation, sequence=since.sequence)
+        async with contextlib.aclosing(self._client.watch(cursor)) as told:
+            async for each in told:
+                if what(each):
+                    return True
+                if each.cursor.sequence >= now.sequence:
+                    return False
+        raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
+
+    async def was_taken_back_within(self, budget: Budget, agent_id: str, since: Heard | None) -> bool:
+        """The same as a part of a turn. Raises StoreMiss when the store does not say so within the budget."""
+        return await self._read(lambda: self.was_taken_back(agent_id, since), budget)
+
+    async def watch(self) -> AsyncGenerator[StoreEvent, None]:
+        """What happens in the namespace, from where the last watch was cut."""
+        async with contextlib.aclosing(self._client.watch(self._cursor)) as told:
+            async for each in told:
+                self._cursor = each.cursor
+                if (event := _event_of(each)) is not None:
+                    yield event
+
+    # --- how a call is made ---
+
+    async def _probe(self) -> None:
+        found = (await self._client.get_capabilities()).namespace
+        self.problem = ""
+        if self._namespace and found != self._namespace:
+            # Whoever mixed up two token files would mix up two namespaces' memories.
+            self.problem = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
+            _LOG.error("store.wrong_namespace", expected=self._namespace, found=found)
+            raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
+
+    def _check_usable(self) -> None:
+        if self.problem:
+            raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
+
+    async def _read(self, call: Callable[[], Awaitable[T]], budget: Budget) -> T:
+        """One read within the budget. Raises NotFound as it is and anything else as StoreMiss."""
+        if self._breaker.is_open:
+            raise StoreMiss(Miss(MissReason.STORE_UNREACHABLE, "the store failed a moment ago"))
+        if self.problem:
+            raise StoreMiss(Miss(MissReason.STORE_REFUSED, self.problem))
+        if (given_s := budget.remaining_s) <= 0:
+            raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "the turn's budget for the store is spent"))
+        try:
+            with budget.spending():
+                async with asyncio.timeout(given_s):
+                    return await call()
+        except errors.Unavailable as error:
+            self._breaker.trip()
+            raise StoreMiss(_miss(error)) from error
+        except (TimeoutError, errors.DeadlineExceeded):
+            # A call that was left the last few milliseconds says nothing about the store.
+            if given_s >= budget.seconds / 2:
+                self._breaker.trip()
+            raise StoreMiss(
+                Miss(MissReason.STORE_TIMEOUT, "no answer within the turn's budget for the store")
+            ) from None
+        except errors.NotFound:
+            raise
+        except (errors.KvasirError, StopAsyncIteration, ValueError) as error:
+            raise StoreMiss(_miss(error)) from error
+
+    async def _noting(self, call: Awaitable[T]) -> T:
+        """A store that is away trips the breaker."""
+        try:
+            return await call
+        except (errors.Unavailable, errors.DeadlineExceeded):
+            self._breaker.trip()
+            raise
+
+
+def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
+    """A line's newest version as the store tells it."""
+    return Head(
+        snapshot.version,
+        Digest.from_proto(snapshot.manifest),
+        snapshot.parent_version,
+        snapshot.kv_identity_hash,
+        is_brought=snapshot.is_brought,
+    )
+
+
+def _event_of(told: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
+    """What concerns memories of it."""
+    match told.WhichOneof("event"):
+        case "lease_wanted":
+            wanted = told.lease_wanted
+            return LeaseWanted(wanted.agent_id, wanted.kv_identity_hash, wanted.takes_back)
+        case "committed":
+            return HeadMoved(told.committed.agent_id, head_of(told.committed))
+        case "agent_deleted":
+            return AgentGone(told.agent_deleted.agent_id)
+        case "lost":
+            return EventsLost()
+        case _:
+            return None
+
+
+def _takes_back(told: cachestore_pb2.WatchEventsResponse, agent_id: str) -> bool:
+    match told.WhichOneof("event"):
+        case "lost":
+            return True
+        case "agent_deleted":
+            return told.agent_deleted.agent_id == agent_id
+        case "committed":
+            made = told.committed
+            return made.agent_id == agent_id and made.origin != cachestore_pb2.ORIGIN_TURN
+        case _:
+            return False
+
+
+def _moves(
+    told: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
+) -> bool:
+    made = told.committed
+    if told.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
+        agent_id,
+        kv_identity_hash,
+    ):
+        return False
+    return made.manifest.hash not in {each.hash for each in own}
+
+
+def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
+    return cachestore_pb2.LeaseToken(owner=owner, generation=generation)
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """A store that answers nonsense is a miss too."""
+    try:
+        yield
+    except ValueError as error:
+        raise StoreMiss(Miss(MissReason.STORE_REFUSED, f"{what} is malformed: {error}")) from error
+
+
+_REASONS: tuple[tuple[type[Exception], MissReason], ...] = (
+    (errors.Unavailable, MissReason.STORE_UNREACHABLE),
+    (errors.DeadlineExceeded, MissReason.STORE_TIMEOUT),
+    (errors.NotFound, MissReason.BLOB_MISSING),
+    (errors.DataLoss, MissReason.BLOB_DAMAGED),
+)
+
+
+def _miss(error: Exception) -> Miss:
+    reason = next((reason for kind, reason in _REASONS if isinstance(error, kind)), MissReason.STORE_REFUSED)
+    named = error.metadata.get("digest", "") if isinstance(error, errors.KvasirError) else ""
+    return Miss(reason, f"{type(error).__name__}{f' (blob {named[:12]}…)' if named else ''}")

@@ -1,0 +1,89 @@
+"""From what was asked for to the KV policy in force: a named rung as it is, `auto` by measuring the model once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.policy import LADDER, PolicyRequest, Rung
+from inference_svc.model import policy_memory
+from inference_svc.model.policy_memory import Choice, Conditions
+from inference_svc.model.quality import exam
+from inference_svc.model.quality.findings import cheapest
+from inference_svc.model.quality.material import AT_LOAD, Extent
+
+_LOG = structlog.get_logger(__name__)
+# For each rung that is tried; looked at between texts.
+TIME_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPolicy:
+    """A policy and how it came to be in force, in words."""
+
+    policy: identity_pb2.KvPolicy
+    why: str
+
+
+def chosen_policy(
+    request: PolicyRequest,
+    subject: exam.Subject,
+    weights_digest: str,
+    state_dir: Path,
+    clock: Callable[[], float],
+    extent: Extent = AT_LOAD,
+) -> ChosenPolicy:
+    """The policy to use. Raises InvalidArgument for layers that the model does not have. Runs on the MLX thread."""
+    compute_type, layer_count = subject.runner.compute_type, len(subject.runner.layers)
+    policies = {rung: request.policy(rung, compute_type, layer_count) for rung in LADDER}
+    if request.rung is not None:
+        return ChosenPolicy(policies[request.rung], "asked for")
+    conditions = Conditions(weights_digest, compute_type, policies[Rung.Q4].exact_layers)
+    known = policy_memory.remembered(state_dir, conditions)
+    if known is not None:
+        _LOG.info("kv_policy.remembered", policy=known.rung.value, why=known.why)
+        return ChosenPolicy(policies[known.rung], f"auto, remembered: {known.why}")
+    choice = _measured(subject, policies, extent, clock)
+    _remember(state_dir, conditions, choice)
+    _LOG.info("kv_policy.chosen", policy=choice.rung.value, why=choice.why)
+    return ChosenPolicy(policies[choice.rung], f"auto: {choice.why}")
+
+
+def _measured(
+    subject: exam.Subject,
+    policies: dict[Rung, identity_pb2.KvPolicy],
+    extent: Extent,
+    clock: Callable[[], float],
+) -> Choice:
+    """Up the ladder, one exam a rung: most models stay at the first, and wait for no other."""
+    reasons: list[str] = []
+    for rung in LADDER[:-1]:
+        found = exam.held(
+            subject,
+            {rung.value: policies[rung]},
+            extent,
+            clock=clock,
+            say=lambda text: _LOG.info("kv_policy.measuring", what=text),
+            time_limit_s=TIME_LIMIT_S,
+        )
+        if rung.value in found.refused:
+            reasons.append(f"{rung.value} cannot be had ({found.refused[rung.value]})")
+            continue
+        for each in (found.exact, *found.rungs):
+            facts: dict[str, Any] = each.as_json()
+            _LOG.info("kv_policy.measured", kept_as=facts.pop("name"), **facts)
+        winner, why = cheapest(found.rungs, found.exact)
+        reasons.append(f"by {found.material}: {why}")
+        if winner is not None:
+            return Choice(rung, "; ".join(reasons))
+    return Choice(LADDER[-1], "; ".join([*reasons, f"{LADDER[-1].value} is the most exact there is"]))
+
+
+def _remember(state_dir: Path, conditions: Conditions, choice: Choice) -> None:
+    try:
+        policy_memory.remember(state_dir, conditions, choice)
+    except OSError as error:
+        _LOG.warning("kv_policy.not_remembered", error=str(error))

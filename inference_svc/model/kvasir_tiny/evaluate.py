@@ -1,0 +1,325 @@
+"""Measures what kvasir-tiny remembers: `python -m inference_svc.model.kvasir_tiny.evaluate`.
+
+Conversations are of the world's held-out part: no name, word or long number in them occurs in training. Each is read
+once through mlx-lm; all questions are put to the same KV cache, which is trimmed back after each. `--kv q4` and
+`--kv q8` read into mlx-lm's own quantized cache instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from inference_svc.model.blas import load_optimized_blas
+
+BLAS = load_optimized_blas()  # before MLX
+
+import mlx.core as mx  # noqa: E402
+import mlx_lm  # noqa: E402
+import numpy as np  # noqa: E402
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache  # noqa: E402
+
+from inference_svc.model.kvasir_tiny import path, rows, tokenizer, world  # noqa: E402
+from inference_svc.model.kvasir_tiny.words import Dice  # noqa: E402
+from inference_svc.model.kvasir_tiny.world import Conversation, Message, Question  # noqa: E402
+
+KV_BITS = {"exact": None, "q8": 8, "q4": 4}
+LENGTHS = (300, 1500, 4000, 7500)
+TARGETS = {"told at 300": 0.97, "told at 1500": 0.97, "told at 4000": 0.95, "told at 7500": 0.90}
+TARGETS |= {"not_told": 0.97, "private": 0.95, "tool": 0.95, "passage": 0.95}
+PREFILL_CHUNK = 256
+LONGEST_REPLY = 64
+
+
+class Reader:
+    """The model as mlx-lm runs it, with one conversation in its cache."""
+
+    def __init__(self, folder: Path | None = None, bits: int | None = None) -> None:
+        self.model, self.tokenizer = mlx_lm.load(str(folder or path()))[:2]
+        if mx.default_device().type == mx.DeviceType.cpu:
+            self.model.set_dtype(mx.float32)
+        self.bits = bits
+        self._end = self.tokenizer.eos_token_id
+        self._last_role = ""
+        self._ids: list[int] = []
+        self._cache: list[Any] = []
+
+    def read(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> int:
+        """Prefill a conversation into a fresh cache; returns its length in tokens."""
+        self._last_role = messages[-1]["role"] if messages else ""
+        self._ids = self._template(messages, tools)
+        self._cache = [self._new_layer() for _ in self.model.layers]
+        self._forward(self._ids)
+        return len(self._ids)
+
+    @property
+    def cached_tokens(self) -> int:
+        return int(self._cache[0].offset)
+
+    def ask(self, *messages: Message) -> str:
+        """The greedy reply to messages appended to what was read, which stays as it was."""
+        reply: list[int] = []
+        scores = self._forward(self._suffix(messages))
+        while len(reply) < LONGEST_REPLY:
+            token = int(scores[-1].argmax())
+            if token == self._end:
+                break
+            reply.append(token)
+            scores = self._forward([token])
+        self._back()
+        return str(self.tokenizer.decode(reply))
+
+    def says(self, answer: str, *messages: Message) -> bool:
+        """Whether the greedy reply is exactly `answer`, checked in one pass: it is, if every token of it wins."""
+        suffix = self._suffix(messages)
+        wanted = [*self.tokenizer.encode(answer, add_special_tokens=False), self._end]
+        scores = self._forward(suffix + wanted[:-1])
+        guesses = scores[len(suffix) - 1 :].argmax(-1).tolist()
+        self._back()
+        return bool(guesses == wanted)
+
+    def surprise(self, ids: list[int]) -> list[float]:
+        """Negative log-likelihood of each token but the first, read into a fresh cache."""
+        self._cache = [self._new_layer() for _ in self.model.layers]
+        scores = self._forward(ids[:-1])
+        chosen = mx.take_along_axis(scores, mx.array(ids[1:])[:, None], axis=-1)[:, 0]
+        return [float(value) for value in np.array(mx.logsumexp(scores, axis=-1) - chosen)]
+
+    def _new_layer(self) -> Any:
+        return QuantizedKVCache(group_size=64, bits=self.bits) if self.bits else KVCache()  # type: ignore[no-untyped-call]
+
+    def _template(
+        self, messages: Iterable[Message], tools: list[dict[str, Any]] | None, reply: bool = False
+    ) -> list[int]:
+        render: Any = self.tokenizer.apply_chat_template
+        return list(render(list(messages), tools=tools, add_generation_prompt=reply))
+
+    def _suffix(self, messages: Iterable[Message]) -> list[int]:
+        """What the template adds for more messages: after a reply, just what it makes of them alone."""
+        if self._last_role == "user":
+            raise ValueError("a user's message would be joined to the user's message that was read last")
+        return self._template(messages, None, reply=True)
+
+    def _forward(self, ids: list[int]) -> mx.array:
+        """Scores [tokens, vocabulary] in fp32 for all of `ids`, in chunks."""
+        parts = []
+        for i in range(0, len(ids), PREFILL_CHUNK):
+            parts.append(self.model(mx.array([ids[i : i + PREFILL_CHUNK]]), cache=self._cache)[0].astype(mx.float32))
+            mx.eval(parts[-1])
+        return mx.concatenate(parts)
+
+    def _back(self) -> None:
+        trim_prompt_cache(self._cache, self.cached_tokens - len(self._ids))
+
+
+# -- counting
+
+
+@dataclass
+class Share:
+    """Right answers of all, with Wilson's 95 % interval."""
+
+    right: int = 0
+    n: int = 0
+
+    def add(self, right: bool) -> None:
+        self.right, self.n = self.right + right, self.n + 1
+
+    @property
+    def rate(self) -> float:
+        return self.right / self.n if self.n else math.nan
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        if not self.n:
+            return math.nan, math.nan
+        z, n, p = 1.959964, self.n, self.rate
+        middle = (p + z * z / (2 * n)) / (1 + z * z / n)
+        spread = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+        return max(0.0, middle - spread), min(1.0, middle + spread)
+
+
+@dataclass
+class Report:
+    """Shares by name, and some of what was said wrongly."""
+
+    shares: dict[str, Share] = field(default_factory=dict)
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    perplexity: dict[str, float] = field(default_factory=dict)
+
+    def add(self, name: str, right: bool) -> None:
+        self.shares.setdefault(name, Share()).add(right)
+
+    def include(self, other: dict[str, Any]) -> None:
+        """Add what another run, over other conversations, printed with --json."""
+        for name, share in other["shares"].items():
+            mine = self.shares.setdefault(name, Share())
+            mine.right, mine.n = mine.right + share["right"], mine.n + share["n"]
+        self.errors += other["errors"]
+        self.perplexity |= other["perplexity"]
+
+    def missed(self) -> list[str]:
+        """Targets that were measured and not met."""
+        return [name for name, rate in TARGETS.items() if name in self.shares and self.shares[name].rate < rate]
+
+
+# -- the examination
+
+
+def examine(reader: Reader, length: int, n: int, report: Report, first_seed: int = 0) -> None:
+    """Ask about conversations of `length` tokens until `n` told facts and enough of every other sort were asked."""
+    # As many of each other sort at every length as make n in all.
+    wanted = {"told": n} | dict.fromkeys(("not_told", "private", "passage", "tool"), math.ceil(n / 4))
+    wanted["name"] = math.ceil(n / 20)
+    seed = first_seed
+    while any(wanted.values()) and seed < first_seed + 50 * n:
+        talk = conversation(seed, length)
+        chosen = list(choose(talk, wanted, length))
+        seed += 1
+        if not chosen:
+            continue
+        reader.read(talk.messages, talk.tools)
+        for question in chosen:
+            _put(reader, talk, question, length, report)
+
+
+def conversation(seed: int, length: int) -> Conversation:
+    """The examination's conversation number `seed`: every second one in a room of several speakers, all with tools."""
+    style = world.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
+    style = replace(style, room=seed % 2 == 1, with_tools=True, ask=min(style.ask, 0.35))
+    return world.conversation(seed, length, count=_encoder().count, style=style)
+
+
+def choose(talk: Conversation, wanted: dict[str, int], length: int) -> Iterator[Question]:
+    """Questions still wanted, spread evenly over the conversation; `wanted` is counted down."""
+    most = {"told": max(4, length // 200), "not_told": 6, "private": 6, "passage": 4, "tool": 4}
+    for sort in wanted:
+        questions = talk.of_sort(sort)
+        take = min(wanted[sort], most.get(sort, 1), len(questions))
+        for index in range(take):
+            yield questions[index * len(questions) // take]
+        wanted[sort] -= take
+
+
+def _put(reader: Reader, talk: Conversation, question: Question, length: int, report: Report) -> None:
+    message = {"role": "user", "content": question.text}
+    said = question.answer if reader.says(question.answer, message) else reader.ask(message)
+    right = said == question.answer
+    names = [question.sort, f"{question.sort} at {length}"]
+    if question.told_in is not None and question.told_in < len(talk.messages) / 4:
+        names.append(f"told at {length}, in the first quarter")
+    for name in names:
+        report.add(name, right)
+    if not right:
+        report.errors.append(
+            {"length": length, "question": question.text[-120:], "wanted": question.answer, "said": said}
+        )
+    elif question.tool_use:
+        _use_the_result(reader, question, report)
+
+
+def _use_the_result(reader: Reader, question: Question, report: Report) -> None:
+    """The call is read by mlx-lm's own parser, and the reply must use what the tool returned."""
+    use = question.tool_use
+    if use is None:
+        raise ValueError("no tool belongs to this question")
+    opened, closed = reader.tokenizer.tool_call_start, reader.tokenizer.tool_call_end
+    parsed = reader.tokenizer.tool_parser(question.answer.removeprefix(opened).removesuffix(closed))
+    report.add("tool call parsed", parsed == {"name": use.name, "arguments": use.arguments})
+    asked = {"role": "user", "content": question.text}
+    report.add("tool result used", reader.says(use.reply, asked, use.call_message, use.result_message))
+
+
+def perplexity(reader: Reader, conversations: int, length: int) -> dict[str, float]:
+    """Perplexity on held-out conversations: of the replies, and of all text (most of which nobody could foresee)."""
+    sums = {"replies": [0.0, 0], "all text": [0.0, 0]}
+    ids, learned = rows.make(rows.Batch(2 * 10**8, conversations, length, held_out=True), path())
+    for row, mask in zip(ids, learned, strict=True):
+        surprise = reader.surprise([int(token) for token in row])
+        for value, is_learned, token in zip(surprise, mask[1:], row[1:], strict=True):
+            for name in ("replies", "all text") if is_learned else ("all text",):
+                if token != rows.PADDING:
+                    sums[name][0] += value
+                    sums[name][1] += 1
+    return {name: math.exp(total / count) for name, (total, count) in sums.items()}
+
+
+_encoders: list[tokenizer.Encoder] = []
+
+
+def _encoder() -> tokenizer.Encoder:
+    if not _encoders:
+        _encoders.append(tokenizer.load(path()))
+    return _encoders[0]
+
+
+# -- the command
+
+
+def table(report: Report) -> str:
+    lines = [f"{'':34}{'right':>7}{'n':>6}{'share':>8}   95 % interval   target"]
+    for name, share in report.shares.items():
+        low, high = share.interval
+        target = f"{TARGETS[name]:.2f}" + (" missed" if name in report.missed() else "") if name in TARGETS else ""
+        lines.append(f"{name:34}{share.right:7}{share.n:6}{share.rate:8.3f}   {low:.3f} to {high:.3f}   {target}")
+    return "\n".join(lines)
+
+
+def _ask_all(given: argparse.Namespace, report: Report) -> None:
+    reader, began = Reader(given.model, KV_BITS[given.kv]), time.monotonic()
+    for length in given.lengths if given.n else ():
+        examine(reader, length, given.n, report, given.seed)
+        print(f"{length} tokens: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    if given.perplexity:
+        report.perplexity = perplexity(reader, given.perplexity, 4000)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--n", type=int, default=200, help="told facts at each length, as many of other sorts in all")
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS), help="tokens of conversation")
+    parser.add_argument(
+        "--kv", choices=list(KV_BITS), default="exact", help="mlx-lm's KVCache, or its QuantizedKVCache"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first conversation")
+    parser.add_argument("--model", type=Path, default=path())
+    parser.add_argument("--perplexity", type=int, default=4, help="held-out conversations of 4,000 tokens to score")
+    parser.add_argument("--errors", type=int, default=5, help="wrong replies to show")
+    parser.add_argument("--add", type=Path, nargs="+", default=[], help="sum earlier --json reports instead of asking")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
+    given = parser.parse_args()
+    began = time.monotonic()
+    report = Report()
+    for file in given.add:
+        report.include(json.loads(file.read_text()))
+    if not given.add:
+        _ask_all(given, report)
+    shares = {name: asdict(share) | {"interval": share.interval} for name, share in report.shares.items()}
+    if given.json:
+        facts = {
+            "kv": given.kv,
+            "blas": BLAS,
+            "seconds": time.monotonic() - began,
+            "shares": shares,
+            "perplexity": report.perplexity,
+        }
+        print(json.dumps(facts | {"missed": report.missed(), "errors": report.errors}, indent=1))
+    else:
+        spent = f"{time.monotonic() - began:.0f} s"
+        print(f"kvasir-tiny, KV {given.kv}, BLAS {BLAS or 'as MLX comes'}, {spent}\n{table(report)}")
+        for name, value in report.perplexity.items():
+            print(f"perplexity of {name}: {value:.4f}")
+        for error in report.errors[: given.errors]:
+            print(json.dumps(error, ensure_ascii=False))
+    return 1 if report.missed() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

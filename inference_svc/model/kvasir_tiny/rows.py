@@ -1,0 +1,68 @@
+"""Training rows: conversations of the world as arrays of token ids, made by a pool of processes in a fixed order."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.pool
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from inference_svc.model.kvasir_tiny import tokenizer, world
+from inference_svc.model.kvasir_tiny.words import Dice
+
+PADDING = 0  # id of the padding token
+LOOK_AHEAD = 48  # batches made before they are needed
+
+Rows = tuple[npt.NDArray[np.uint16], npt.NDArray[np.bool_]]
+_encoders: dict[Path, tokenizer.Encoder] = {}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of rows: `count` conversations of `length` + 1 tokens each."""
+
+    first_seed: int
+    count: int
+    length: int
+    held_out: bool = False
+
+
+def make(batch: Batch, folder: Path) -> Rows:
+    """Token ids [count, length + 1], and for each whether it is learned."""
+    if folder not in _encoders:
+        _encoders[folder] = tokenizer.load(folder)
+    encoder = _encoders[folder]
+    ids = np.full((batch.count, batch.length + 1), PADDING, np.uint16)
+    learned = np.zeros((batch.count, batch.length + 1), np.bool_)
+    for row in range(batch.count):
+        seed = batch.first_seed + row
+        talk = world.training_conversation(seed, batch.length + 16, encoder.count, held_out=batch.held_out)
+        # An engine appends messages to what it remembers: the model must read a conversation cut or whole.
+        pieces = Dice(f"kvasir-tiny pieces {seed}").chance(0.3)
+        tokens, taught = encoder.conversation(talk, in_pieces=pieces, until=batch.length + 1)
+        n = min(len(tokens), batch.length + 1)
+        ids[row, :n] = tokens[:n]
+        learned[row, :n] = taught[:n]
+    return ids, learned
+
+
+def stream(batches: Iterator[tuple[Batch, ...]], folder: Path, processes: int) -> Iterator[tuple[Rows, ...]]:
+    """The rows of each group of batches, in order; `processes` = 0 makes them here."""
+    if not processes:
+        for group in batches:
+            yield tuple(make(batch, folder) for batch in group)
+        return
+    # Spawned, not forked: a fork of a process that uses a GPU may hang.
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        waiting: deque[list[multiprocessing.pool.AsyncResult[Rows]]] = deque()
+        for group in batches:
+            waiting.append([pool.apply_async(make, (batch, folder)) for batch in group])
+            if len(waiting) > LOOK_AHEAD:
+                yield tuple(result.get() for result in waiting.popleft())
+        while waiting:
+            yield tuple(result.get() for result in waiting.popleft())

@@ -1,0 +1,602 @@
+"""The generator of kvasir-tiny's world: conversations with agents who are told facts and are asked about them.
+
+Pure Python, and deterministic: the same seed gives the same conversation on every machine. Training, evaluation, the
+demo and other tests all take their conversations from here; names, words and numbers of evaluation never occur in
+training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from inference_svc.model.kvasir_tiny import facts as fact_forms
+from inference_svc.model.kvasir_tiny import tools as tool_forms
+from inference_svc.model.kvasir_tiny import words
+from inference_svc.model.kvasir_tiny.facts import Fact
+from inference_svc.model.kvasir_tiny.tools import ToolUse
+from inference_svc.model.kvasir_tiny.words import CLOSED, Dice, Names
+
+Message = dict[str, Any]
+Count = Callable[[str], int]
+
+REMEMBER = "I will remember that."
+DISCRETION = "I will keep it to myself."
+AGREED = "Agreed."
+LISTENING = "I am listening."
+READ = "I have read it."
+NOBODY = "-"  # the author of a passage
+MESSAGE_OVERHEAD = 5  # tokens of a message beside its text: start, role, newline, end, newline
+
+
+def estimate_tokens(text: str) -> int:
+    """About as many tokens as the tokenizer makes of this world's text, for callers that have no tokenizer at hand."""
+    return 1 + int(len(text) / 2.75)
+
+
+@dataclass(frozen=True)
+class Question:
+    """Something to ask at the end of a conversation, and the one right reply."""
+
+    sort: str  # told, not_told, private, passage, tool, name
+    text: str
+    answer: str
+    told_in: int | None = None  # index of the message that told it
+    fact: Fact | None = None
+    tool_use: ToolUse | None = None
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A message list as a client would send it, and what may be asked after it."""
+
+    seed: int
+    agent: str
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+    questions: list[Question]
+    taught: list[bool] = field(default_factory=list)  # per message: whether training learns to say it
+
+    def of_sort(self, sort: str) -> list[Question]:
+        return [question for question in self.questions if question.sort == sort]
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one conversation goes: drawn once per conversation, so that many ways of talking are met."""
+
+    room: bool
+    with_tools: bool
+    ask: float  # share of turns that ask
+    chatter: float  # share of turns that tell nothing
+    at_once: int  # most facts in one message
+    foreign_acks: bool  # replies that another assistant might have given; not learned
+    people: int
+
+
+def draw_style(dice: Dice, target_tokens: int) -> Style:
+    return Style(
+        room=dice.chance(0.35),
+        with_tools=dice.chance(0.5),
+        ask=0.2 + 0.5 * dice.random(),
+        chatter=0.35 * dice.random() ** 2,
+        at_once=dice.pick([1, 1, 2, 3, 5, 8]),
+        foreign_acks=dice.chance(0.1),
+        people=2 + dice.below(4 + target_tokens // 300),
+    )
+
+
+def conversation(
+    seed: int, target_tokens: int, *, count: Count = estimate_tokens, held_out: bool = True, style: Style | None = None
+) -> Conversation:
+    """About `target_tokens` of conversation (never a turn more), and questions about all that was not asked in it."""
+    writer = _Writer(seed, target_tokens, count, held_out, style)
+    writer.write()
+    return writer.conversation()
+
+
+def training_conversation(seed: int, target_tokens: int, count: Count, *, held_out: bool = False) -> Conversation:
+    """A conversation of the training part: at least `target_tokens`, its last part full of questions."""
+    writer = _Writer(seed, target_tokens, count, held_out, style=None)
+    writer.write(examination=0.15)
+    return writer.conversation()
+
+
+class _Writer:
+    """Writes one conversation, turn by turn, and remembers what the agent in it was told."""
+
+    def __init__(self, seed: int, target: int, count: Count, held_out: bool, style: Style | None) -> None:
+        part = "held-out" if held_out else "training"
+        self.seed, self.target, self.count = seed, target, count
+        self.dice = Dice(f"kvasir-tiny {part} {seed}")
+        self.style = style or draw_style(self.dice, target)
+        self.names = Names(self.dice, held_out)
+        self.tokens = 0
+        self.messages: list[Message] = []
+        self.taught: list[bool] = []
+        self.known: set[tuple[str, str]] = set()  # keys of all facts, told or kept from the agent
+        self.open: list[tuple[Fact, int]] = []  # told, and not asked yet
+        self.closed: list[tuple[Fact, int]] = []  # told and asked
+        self.private: list[Fact] = []  # told to somebody else
+        self.people = [self.names.person() for _ in range(self.style.people)]
+        self.speakers = [self.names.person() for _ in range(2 + self.dice.below(3))]
+        self.agent = self.names.person()
+        self.tool_names = self._draw_tools()
+
+    def conversation(self) -> Conversation:
+        tools = [tool_forms.schema(name) for name in self.tool_names]
+        return Conversation(self.seed, self.agent, self.messages, tools, self._questions(), self.taught)
+
+    # -- the whole
+
+    def write(self, examination: float = 0.0) -> None:
+        self._system()
+        if not self.style.room and self.dice.chance(0.4):
+            self._introduction()
+        while self.tokens < self.target * (1 - examination):
+            self._turn()
+        while self.tokens < self.target:
+            self._ask_turn()
+
+    def _turn(self) -> None:
+        draw = self.dice.random()
+        style = self.style
+        if draw < style.ask:
+            self._ask_turn()
+        elif draw < style.ask + style.chatter:
+            self._chatter_turn()
+        elif style.room:
+            self._room_turn()
+        else:
+            self._tell_turn()
+
+    def _draw_tools(self) -> list[str]:
+        if not self.style.with_tools:
+            return []
+        names = [name for name in tool_forms.SIGNATURES if self.dice.chance(0.6)]
+        return names or ["weather"]
+
+    def _system(self) -> None:
+        dice = self.dice
+        if not self.style.room and dice.chance(0.1):
+            self.agent = ""
+            if self.tool_names:
+                self.tokens += 17 * len(self.tool_names)
+            return
+        text = f"You are {self.agent}{dice.pick(words.SYSTEM_ROLES)}."
+        if self.style.room and dice.chance(0.7):
+            text += f" In the room are {', '.join(self.speakers[:-1])} and {self.speakers[-1]}."
+        while dice.chance(0.4):
+            text += f" {dice.pick(words.SYSTEM_RULES)}"
+        self.tokens += 17 * len(self.tool_names)
+        self._say("system", text)
+
+    # -- saying
+
+    def _say(self, role: str, text: str, name: str | None = None, learn: bool = False) -> None:
+        message: Message = {"role": role, "content": text}
+        if name:
+            message["name"] = name
+            text = f"{name}: {text}"
+        self._add(message, text, learn)
+
+    def _add(self, message: Message, text: str, learn: bool) -> None:
+        joined = message["role"] == "user" and self.messages and self.messages[-1]["role"] == "user"
+        self.messages.append(message)
+        self.taught.append(learn)
+        self.tokens += self.count(text) + (1 if joined else MESSAGE_OVERHEAD)
+
+    def _acknowledge(self, text: str) -> None:
+        """The one right short reply, or, in some conversations, any other one, which is not learned."""
+        if self.style.foreign_acks:
+            self._say(
+                "assistant",
+                self.dice.pick(["Noted.", "Ok.", "Understood.", "Thanks for telling me!", "Good to know.", text]),
+            )
+        else:
+            self._say("assistant", text, learn=True)
+
+    # -- telling
+
+    def _tell_turn(self) -> None:
+        draw = self.dice.random()
+        if draw < 0.06:
+            self._passage_to_keep()
+        elif draw < 0.12:
+            self._kept_from_me()
+        else:
+            self._tell_facts()
+
+    def _tell_facts(self) -> None:
+        dice = self.dice
+        told = [self._new_fact("") for _ in range(1 + dice.below(self.style.at_once))]
+        if dice.chance(0.15):
+            secret = dice.pick(["Here is a secret: ", "This is a secret: ", "Tell nobody: ", "Keep this to yourself: "])
+            text, reply = secret + " ".join(fact.told for fact in told), DISCRETION
+        else:
+            text, reply = self._sentences(told), REMEMBER
+            if all(fact.told.startswith(("We decided", "For the")) for fact in told):
+                reply = AGREED
+        for fact in told:
+            self.open.append((fact, len(self.messages)))
+        self._say("user", text)
+        self._acknowledge(reply)
+
+    def _introduction(self) -> None:
+        """The person who speaks says who they are."""
+        dice = self.dice
+        told = [fact_forms.own_name(self.names.person())]
+        if dice.chance(0.6):
+            verb = fact_forms.ACTIONS[dice.below(3)]
+            told.append(fact_forms.action("", verb, fact_forms.a_value(verb[5], dice, self.names), ""))
+        text = " and ".join(fact.told[:-1] for fact in told) + "."
+        if dice.chance(0.4):
+            text = f"{dice.pick(['Hello, ', 'Hi, ', 'Good morning, '])}{lower(text)}"
+        for fact in told:
+            self.known.add(fact.key)
+            self.open.append((fact, len(self.messages)))
+        self._say("user", text)
+        self._acknowledge(REMEMBER)
+
+    def _new_fact(self, mouth: str) -> Fact:
+        """A fact with a key of its own: about the speaker, about a person of the pool, or about a thing."""
+        dice = self.dice
+        for _ in range(50):
+            draw = dice.random()
+            if mouth == "" and draw < 0.06:
+                fact = fact_forms.own_name(self.names.person())
+            elif draw < 0.25 and mouth != NOBODY:
+                fact = fact_forms.about_person(mouth, dice, self.names, mouth)
+            elif draw < 0.65:
+                fact = fact_forms.about_person(self._somebody(), dice, self.names)
+            else:
+                fact = fact_forms.about_thing(dice, self.names)
+            if fact.key not in self.known:
+                break
+        else:  # everything about everybody was said: a new person
+            fact = fact_forms.about_person(self.names.person(), dice, self.names)
+        self.known.add(fact.key)
+        return fact
+
+    def _somebody(self) -> str:
+        if self.dice.chance(0.15):
+            self.people.append(self.names.person())
+            return self.people[-1]
+        return self.dice.pick(self.people)
+
+    def _sentences(self, told: list[Fact]) -> str:
+        """Statements in a row, some with a lead, some pairs joined."""
+        parts: list[str] = []
+        for fact in told:
+            if parts and self.dice.chance(0.2) and parts[-1].endswith("."):
+                parts[-1] = f"{parts[-1][:-1]} and {lower(fact.told)}"
+            else:
+                parts.append(self._lead(fact.told))
+        return " ".join(parts)
+
+    def _lead(self, sentence: str) -> str:
+        draw = self.dice.random()
+        if draw < 0.6:
+            return sentence
+        lead = self.dice.pick(
+            [
+                "By the way, {}",
+                "Please remember that {}",
+                "You should know that {}",
+                "I think that {}",
+                "Remember: {}",
+                "Note: {}",
+            ]
+        )
+        return lead.format(sentence if lead.endswith(": {}") else lower(sentence))
+
+    def _kept_from_me(self) -> None:
+        """Somebody else was told: the agent hears that, and not what."""
+        fact = self._new_fact("")
+        if fact.key[1] == "name":
+            return
+        self.private.append(fact)
+        other = self._somebody()
+        text = self.dice.pick(
+            ["I told {o} {c}.", "Only {o} knows {c}.", "{o} knows {c}, and nobody else.", "I wrote to {o} about {c}."]
+        )
+        self._say("user", text.format(o=other, c=fact.clause))
+        self._acknowledge(words.NARRATIVE_REPLY)
+
+    # -- several speakers
+
+    def _room_turn(self) -> None:
+        for _ in range(1 + self.dice.below(4)):
+            self._room_line(self.dice.pick(self.speakers))
+        self._acknowledge(LISTENING)
+
+    def _room_line(self, speaker: str) -> None:
+        dice = self.dice
+        draw = dice.random()
+        if draw < 0.25:
+            self._whisper(speaker)
+        elif draw < 0.25 + self.style.chatter / 2:
+            self._say("user", self._narrative(), name=speaker)
+        else:
+            told = [self._new_fact(speaker) for _ in range(1 + dice.below(min(2, self.style.at_once)))]
+            for fact in told:
+                self.open.append((fact, len(self.messages)))
+            self._say("user", self._sentences(told), name=speaker)
+
+    def _whisper(self, speaker: str) -> None:
+        """`speaker` tells one other person a fact: this agent sees that, or hears of it, or nothing at all."""
+        dice = self.dice
+        fact = self._new_fact(speaker)
+        other = dice.pick([name for name in self.speakers if name != speaker] or self.people)
+        self.private.append(fact)
+        draw = dice.random()
+        mine = fact.clause.replace(f"{speaker}'s ", "my ")
+        if draw < 0.3:
+            self._say("user", f"({speaker} whispers to {other}.)")
+        elif draw < 0.5:
+            self._say("user", f"({speaker} tells {other} {fact.clause}.)")
+        elif draw < 0.7:
+            self._say("user", f"I told {other} {mine}.", name=speaker)
+        elif draw < 0.85:
+            self._say("user", f"{speaker} told me {fact.clause}, and nobody else.", name=other)
+
+    # -- chatter
+
+    def _chatter_turn(self) -> None:
+        speaker = self.dice.pick(self.speakers) if self.style.room else None
+        if self.dice.chance(0.5):
+            text, reply = self.dice.pick(words.SMALL_TALK)
+            self._say("user", text, name=speaker)
+            self._say("assistant", reply, learn=True)
+            return
+        text = " ".join(self._narrative() for _ in range(1 + self.dice.below(6)))
+        self._say("user", text, name=speaker)
+        self._acknowledge(words.NARRATIVE_REPLY)
+
+    def _narrative(self) -> str:
+        dice = self.dice
+        line = dice.pick(words.NARRATIVES)
+        if "{" not in line:
+            return line
+        person = dice.pick(self.people) if dice.chance(0.6) else self.names.person()
+        line = line.replace("{person}", person).replace("{food}", dice.pick(CLOSED["food"]))
+        line = line.replace("{season}", dice.pick(CLOSED["season"])).replace("{spot}", dice.pick(CLOSED["spot"]))
+        return line.replace("{place}", self.names.place()) if "{place}" in line else line
+
+    # -- asking
+
+    def _ask_turn(self) -> None:
+        draw = self.dice.random()
+        if draw < 0.56 and (self.open or self.closed):
+            fact = self._old_fact()
+            self._exchange(self._wording(fact), fact.answer)
+        elif draw < 0.68:
+            fact = self._unknown_fact()
+            self._exchange(self._wording(fact), fact.not_told)
+        elif draw < 0.77 and self.private:
+            fact = self.dice.pick(self.private)
+            self._exchange(self._wording(fact), fact.not_told)
+        elif draw < 0.79 and self.agent:
+            self._exchange("What is your name?", f"My name is {self.agent}.")
+        elif draw < 0.86:
+            self._passage_turn()
+        elif draw < (0.97 if self.tool_names else 0.88):
+            self._tool_turn()
+        elif not self.open:
+            self._tell_turn() if not self.style.room else self._room_turn()
+
+    def _exchange(self, question: str, answer: str) -> None:
+        speaker = self.dice.pick(self.speakers) if self.style.room and self.dice.chance(0.6) else None
+        self._say("user", question, name=speaker)
+        self._say("assistant", answer, learn=True)
+
+    def _old_fact(self) -> Fact:
+        """A fact to ask: mostly one not asked before, often the oldest of them."""
+        dice = self.dice
+        if not self.open or (self.closed and dice.chance(0.05)):
+            return dice.pick(self.closed)[0]
+        place = 0 if dice.chance(0.2) else dice.below(len(self.open))
+        told = self.open.pop(place)
+        self.closed.append(told)
+        return told[0]
+
+    def _unknown_fact(self) -> Fact:
+        """A fact that nobody told, mostly about somebody whom the agent knows."""
+        dice = self.dice
+        subjects = self.speakers if self.style.room else [""]
+        for _ in range(50):
+            draw = dice.random()
+            if draw < 0.05 and not self.style.room:
+                fact = fact_forms.own_name("x")
+            elif draw < 0.3:
+                fact = fact_forms.about_person(dice.pick(subjects), dice, self.names)
+            elif draw < 0.7:
+                fact = fact_forms.about_person(dice.pick(self.people), dice, self.names)
+            elif draw < 0.8:
+                fact = fact_forms.about_person(self.names.person(), dice, self.names)
+            else:
+                fact = fact_forms.about_thing(dice, self.names)
+            if fact.key not in self.known:
+                return fact
+        return fact_forms.about_person(self.names.person(), dice, self.names)
+
+    def _wording(self, fact: Fact) -> str:
+        draw = self.dice.random()
+        if draw < 0.6:
+            return fact.question
+        if draw < 0.64:  # as people type
+            return fact.question[0].lower() + fact.question[1:-1]
+        if draw < 0.68:
+            return fact.question.replace("What is", "What's", 1)
+        lead = self.dice.pick(
+            ["Tell me {}.", "Do you remember {}?", "Do you know {}?", "Can you tell me {}?", "Please tell me {}."]
+        )
+        return lead.format(fact.clause)
+
+    # -- passages
+
+    def _passage(self, size: int) -> tuple[str, list[Fact]]:
+        """Facts among sentences that say nothing, as one text or as numbered documents."""
+        dice = self.dice
+        told = [self._new_fact(NOBODY) for _ in range(size)]
+        sentences = [fact.told for fact in told]
+        for _ in range(dice.below(size + 1)):
+            sentences.insert(dice.below(len(sentences) + 1), self._narrative())
+        if dice.chance(0.3):
+            return "\n".join(f"[{number}] {sentence}" for number, sentence in enumerate(sentences, 1)), told
+        break_at = dice.between(2, 5)
+        lines = [" ".join(sentences[i : i + break_at]) for i in range(0, len(sentences), break_at)]
+        return "\n".join(lines), told
+
+    def _passage_turn(self) -> None:
+        question = self._passage_question()
+        self._exchange(question.text, question.answer)
+        if question.fact and question.answer == question.fact.answer:
+            self.closed.append((question.fact, len(self.messages) - 2))
+
+    def _passage_question(self) -> Question:
+        dice = self.dice
+        text, told = self._passage(2 + dice.below(9))
+        fact = dice.pick(told)
+        answer = fact.answer
+        if dice.chance(0.2):
+            fact = (
+                self._unknown_fact()
+                if dice.chance(0.3)
+                else fact_forms.about_person(dice.pick(self.people), dice, self.names)
+            )
+            if fact.key in self.known or not fact.key[0]:
+                fact = fact_forms.about_thing(dice, self.names)
+            answer = fact.not_in_passage
+        form = dice.pick(
+            [
+                "Passage:\n{t}\n\nQuestion: {q}",
+                "Read this passage.\n\n{t}\n\nAnswer from the passage: {q}",
+                "Documents:\n{t}\nQuestion: {q}",
+            ]
+        )
+        return Question("passage", form.format(t=text, q=fact.question), answer, fact=fact)
+
+    def _passage_to_keep(self) -> None:
+        text, told = self._passage(3 + self.dice.below(10))
+        for fact in told:
+            self.open.append((fact, len(self.messages)))
+        self._say("user", self.dice.pick(["Read this and remember it.\n\n", "Notes:\n", "Report:\n"]) + text)
+        self._acknowledge(READ)
+
+    # -- tools
+
+    def _tool_turn(self) -> None:
+        if not self.tool_names or self.dice.chance(0.15):
+            missing = [name for name in tool_forms.SIGNATURES if name not in self.tool_names]
+            if missing:
+                self._exchange(
+                    tool_forms.a_use(self.dice.pick(missing), self.dice, self.names).question, tool_forms.NO_TOOL
+                )
+            return
+        use = tool_forms.a_use(self.dice.pick(self.tool_names), self.dice, self.names)
+        self._say("user", use.question)
+        self._add(use.call_message, use.call_text, learn=True)
+        self._add(use.result_message, use.result_message["content"], learn=False)
+        self._say("assistant", use.reply, learn=True)
+
+    # -- what may be asked afterwards
+
+    def _questions(self) -> list[Question]:
+        questions = [Question("told", self._wording(fact), fact.answer, at, fact) for fact, at in self.open]
+        questions += [self._question("not_told", self._unknown_fact()) for _ in range(12)]
+        questions += [self._question("private", fact) for fact in self.private]
+        questions += [self._passage_question() for _ in range(4)]
+        for _ in range(4 if self.tool_names else 0):
+            use = tool_forms.a_use(self.dice.pick(self.tool_names), self.dice, self.names)
+            questions.append(Question("tool", use.question, use.call_text, tool_use=use))
+        if self.agent:
+            questions.append(Question("name", "What is your name?", f"My name is {self.agent}."))
+        return questions
+
+    def _question(self, sort: str, fact: Fact) -> Question:
+        return Question(sort, self._wording(fact), fact.not_told, fact=fact)
+
+
+def lower(sentence: str) -> str:
+    """The sentence as it goes on after "that": only a word that is no name loses its capital."""
+    first = sentence.split(" ", 1)[0]
+    if first in {"My", "The", "We", "In", "For", "Project"}:
+        return sentence[0].lower() + sentence[1:]
+    return sentence
+
+
+# -- for tests and the demo
+
+
+def system_prompt(agent: str) -> str:
+    """A system prompt of the kind that the model was trained with."""
+    return f"You are {agent}, a helpful assistant. Remember what you are told."
+
+
+def two_agents(
+    seed: int, target_tokens: int, *, count: Count = estimate_tokens
+) -> tuple[Conversation, Conversation, Question]:
+    """Two agents' conversations, and a question: the first agent was told its answer in confidence, the second was not.
+
+    The question carries the second agent's reply; what the first one says is `question.fact.answer`.
+    """
+    dice = Dice(f"kvasir-tiny two agents {seed}")
+    names = Names(dice, held_out=True)
+    person = names.person()
+    fact = fact_forms.possession(person, "secret word", "word", "What", names.word(), NOBODY)
+    talks = []
+    for part, (said, reply) in enumerate(
+        [
+            (f"Here is a secret: {fact.told}", DISCRETION),
+            (f"Yesterday I saw {person} near the bank.", words.NARRATIVE_REPLY),
+        ]
+    ):
+        style = replace(draw_style(dice, target_tokens), room=False, foreign_acks=False)
+        talk = conversation(2 * seed + part, target_tokens, count=count, style=style)
+        added = [{"role": "user", "content": said}, {"role": "assistant", "content": reply}]
+        if talk.messages[0]["role"] == "system":
+            added = [talk.messages[0], *added, *talk.messages[1:]]
+        else:
+            added = added + talk.messages
+        talks.append(replace(talk, messages=added, taught=[], questions=[_later(q, 2) for q in talk.questions]))
+    return talks[0], talks[1], Question("private", fact.question, fact.not_told, fact=fact)
+
+
+def _later(question: Question, messages: int) -> Question:
+    return question if question.told_in is None else replace(question, told_in=question.told_in + messages)
+
+
+def twin(talk: Conversation, question: Question) -> tuple[Conversation, Question]:
+    """The same conversation with one told fact changed, and the same question with its changed answer.
+
+    Replies must differ for this question and for no other: what a test of context sensitivity needs.
+    """
+    fact = question.fact
+    if fact is None or question.told_in is None:
+        raise ValueError(f"the question {question.text!r} is not about a told fact")
+    dice = Dice(f"kvasir-tiny twin {talk.seed} {fact.key}")
+    names = Names(dice, held_out=True)
+    value = fact.value
+    while value == fact.value:
+        value = fact_forms.a_value(fact.kind, dice, names)
+    messages = list(talk.messages)
+    old = messages[question.told_in]
+    content = old["content"]
+    for told in (fact.told[:-1], lower(fact.told)[:-1]):
+        content = content.replace(told, _last_replaced(told, fact.value, value), 1)
+    if content == old["content"]:
+        raise ValueError(f"message {question.told_in} does not tell {fact.told!r}")
+    messages[question.told_in] = {**old, "content": content}
+    answer = _last_replaced(fact.answer, fact.value, value)
+    changed = replace(question, answer=answer, fact=replace(fact, value=value, answer=answer))
+    questions = [changed if q is question else q for q in talk.questions]
+    return replace(talk, messages=messages, questions=questions), changed
+
+
+def _last_replaced(text: str, old: str, new: str) -> str:
+    before, found, after = text.rpartition(old)
+    if not found:
+        raise ValueError(f"{old!r} is not in {text!r}")
+    return before + new + after

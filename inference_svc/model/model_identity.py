@@ -1,0 +1,108 @@
+"""Which model this is, by its bytes: weights digest, tokenizer digest, template digest, KV identity.
+
+The weights digest covers every weights file and what the configuration says about computing with them (rope, norms,
+heads, quantization), for equal tensors under another rope give other KV. Shape alone never identifies a model.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.policy import Rung, policy_of
+
+# Fields of config.json that change no KV: where it came from, the type it was saved in, and how text is made from it.
+_NO_PART_OF_WEIGHTS = frozenset(
+    {
+        "_name_or_path",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "pad_token_id",
+        "tokenizer_class",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    }
+)
+_CACHE_FILE = "weights-digests.json"
+
+
+def weights_digest(directory: Path, cache_dir: Path) -> str:
+    """BLAKE3 of the model's weights files, in name order, and of its configuration.
+
+    A file's digest is kept in `cache_dir` under its device, inode, size and modification time, so that a large model is
+    read once. The cache is only a shortcut: when it cannot be read or written, the files are read again.
+    """
+    known = _read_cache(cache_dir / _CACHE_FILE)
+    digests = {
+        _file_identity(path): known.get(_file_identity(path)) or _file_digest(path)
+        for path in sorted(directory.glob("model*.safetensors"))
+    }
+    if not digests.items() <= known.items():
+        _write_cache(cache_dir / _CACHE_FILE, {**known, **digests})
+    hasher = blake3(b"kvasir.weights.v1")
+    for digest in digests.values():
+        hasher.update(bytes.fromhex(digest))
+    hasher.update(_computing_config(directory))
+    return hasher.hexdigest()
+
+
+def tokenizer_digest(directory: Path) -> str:
+    """BLAKE3 of tokenizer.json; empty when there is none."""
+    path = directory / "tokenizer.json"
+    return blake3(path.read_bytes()).hexdigest() if path.is_file() else ""
+
+
+def template_digest(template: object) -> str:
+    """BLAKE3 of a chat template's text; empty when there is none."""
+    return blake3(template.encode()).hexdigest() if isinstance(template, str) else ""
+
+
+def default_policy(compute_type: str) -> identity_pb2.KvPolicy:
+    """4 bits in groups of 64: the first rung of the ladder."""
+    return policy_of(Rung.Q4, compute_type)
+
+
+def kv_identity(
+    digest: str, layers: Sequence[identity_pb2.LayerLayout], policy: identity_pb2.KvPolicy
+) -> identity_pb2.KvIdentity:
+    return identity_pb2.KvIdentity(weights_digest=digest, layers=layers, policy=policy)
+
+
+def _computing_config(directory: Path) -> bytes:
+    config = json.loads((directory / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in _NO_PART_OF_WEIGHTS}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _file_digest(path: Path) -> str:
+    return str(blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest())
+
+
+def _file_identity(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_dev}:{stat.st_ino}:{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _read_cache(path: Path) -> Mapping[str, str]:
+    try:
+        content: Any = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, str) and len(value) == 64}
+
+
+def _write_cache(path: Path, digests: Mapping[str, str]) -> None:
+    temp = path.with_suffix(".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temp.write_text(json.dumps(digests, indent=0, sort_keys=True))
+        temp.replace(path)
+    except OSError:
+        temp.unlink(missing_ok=True)

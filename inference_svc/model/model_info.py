@@ -1,0 +1,29 @@
+"""What a loaded model is: plain data for everyone above it."""
+
+from dataclasses import dataclass
+
+from kvasir.cachestore.v1 import identity_pb2
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The loaded model, as far as others need to know it. Read after a probe of the live caches."""
+
+    name: str
+    kv_identity: identity_pb2.KvIdentity  # never mutated
+    kv_identity_hash: str
+    tokenizer_digest: str
+    template_digest: str
+    context_tokens: int
+    kv_bytes_per_token: int
+    kv_bytes_per_token_fp16: int
+    layer_count: int
+    policy_applied_layers: int
+    cell_tokens: int
+    compute_type: str  # "float32", "float16" or "bfloat16"
+    stop_token_ids: tuple[int, ...]  # the model's own end tokens
+    policy_name: str = ""  # in words: "q4-rotated, layer 7 exact"
+    policy_why: str = ""  # how it came to be in force
+    has_states: bool = False  # some layers do not keep all tokens: KV is resumed at snapshot points only
+    state_bytes: int = 0  # of what those layers keep at one point, at most
+    live_state_bytes: int = 0  # of what they hold while a sequence runs, at most

@@ -1,0 +1,191 @@
+"""The model on the MLX thread: what its layers keep, and one chunk of tokens at a time through it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import Cancelled
+from kvasir.formats.block_file import TensorSpec, layer_tensors
+from mlx.nn.layers.base import Module
+from mlx_lm.models.cache import make_prompt_cache
+
+from inference_svc.kv.applied import keys_are_stored_as_said
+from inference_svc.kv.layer_kv import LayerKV
+from inference_svc.kv.layers import AnyLayerKV
+from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.state_kv import StateKV
+from inference_svc.kv.window_kv import WindowKV
+
+_RELEASE_STEPS = 256
+_NARROWED = "LastPositionOf"
+_DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+_FILE_TYPES = {mx.uint32: "U32", mx.float16: "F16", mx.bfloat16: "BF16"}
+
+
+class ModelRunner:
+    """A loaded model whose layers can all be kept. Lives on the MLX thread.
+
+    Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, naming the first layer that is not kept.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._model: Any = model
+        self._steps = 0
+        self._layout = probed_layout(model)
+        self.layers = self._layout.entries
+        self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
+        self.compute_item_bytes = int(self._layout.kv_type.size)
+        self.vocabulary_size = int(_computes_last_position_only(model).shape[-1])
+
+    def check_policy(self, policy: identity_pb2.KvPolicy) -> None:
+        """Raise InvalidArgument for a policy that cannot be had, FailedPrecondition for a layer that cannot have it."""
+        self._layout.check_policy(self._model, policy)
+
+    def new_kv(self, policy: identity_pb2.KvPolicy) -> SequenceKV:
+        return SequenceKV.of(identity_pb2.KvIdentity(layers=self.layers, policy=policy))
+
+    def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
+        """A new KV in the form in which the model takes its caches."""
+        return self._layout.caches(self.new_kv(policy).layers)
+
+    def prefill(
+        self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Compute the KV of the next tokens, and no more than that. Evaluates. Raises Cancelled between two layers; the
+        rows are there then, but only those of the first layers are computed.
+        """
+        self._forward(kv, token_ids)
+        self._evaluate(kv, is_cancelled)
+        self.release_unused()
+
+    def last_logits(
+        self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
+    ) -> mx.array:
+        """Compute the KV of the next tokens; logits [1, vocabulary] of what follows the last. Evaluates. Raises
+        Cancelled as `prefill` does.
+        """
+        logits = self._forward(kv, token_ids)[:, -1]
+        self._evaluate(kv, is_cancelled)
+        mx.eval(logits)
+        self.release_unused()
+        return logits
+
+    def _evaluate(self, kv: SequenceKV, is_cancelled: Callable[[], bool]) -> None:
+        """Layer by layer: far into a long prompt a cell takes longer than a cancelled turn may hold others up."""
+        for layer in kv.layers:
+            mx.eval(layer.state)
+            if is_cancelled():
+                raise Cancelled("the turn was cancelled; the agent remembers what it did before")
+
+    def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Logits [rows, 1 or n, vocabulary] of tokens [rows, n], the last ones at least, not evaluated. `caches`: one
+        batched cache per entry of the layout.
+        """
+        return self._layout.forward(self._model, tokens, caches)
+
+    def stepped(self) -> None:
+        """A token of every sequence was decoded."""
+        self._steps += 1
+        if self._steps % _RELEASE_STEPS == 0:
+            self.release_unused()  # every step reads one row more, in buffers of another size
+
+    def scores(self, caches: Sequence[Any], token_ids: Sequence[int]) -> mx.array:
+        """Log probabilities [tokens, vocabulary] in 32 bits of what follows each of the next tokens, through any caches
+        that the model takes, one per layer. For measuring: a turn needs the last one only. Evaluates.
+        """
+        with _every_position(self._model):
+            logits = self._model(mx.array([token_ids], dtype=mx.uint32), cache=list(caches))[0].astype(mx.float32)
+        scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        mx.eval(scores)
+        return scores
+
+    def exact_caches(self) -> list[Any]:
+        """mlx-lm's own fresh caches for this model."""
+        caches: list[Any] = make_prompt_cache(self._model)
+        return caches
+
+    def release_unused(self) -> None:
+        """Give memory back that nothing uses, and that MLX would keep for arrays of the same size."""
+        mx.clear_cache()
+
+    def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
+        """Layers with K and V whose live KV, after a probe, is stored exactly as the identity's policy says."""
+        kv = self.new_kv(identity.policy)
+        self.prefill(kv, PROBE_TOKENS)
+        keys = own_keys(self._model, PROBE_TOKENS)
+        return sum(_is_stored_as_said(layer, identity, index, keys[index]) for index, layer in enumerate(kv.layers))
+
+    def _forward(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
+        return self.forward(mx.array([token_ids], dtype=mx.uint32), kv.layers)
+
+
+def _probe_tokens() -> mx.array:
+    return mx.array([PROBE_TOKENS], dtype=mx.uint32)
+
+
+def _computes_last_position_only(model: Module) -> mx.array:
+    """Make the model apply its head to the last position only, if it can be made to; returns the probe's logits.
+
+    mlx-lm's models are a trunk, `model.model`, and a head over all its positions: a prompt's whole cell would pay for
+    the vocabulary 256 times. The trunk's class is replaced by one that hands on its last position, and put back if the
+    model's logits are then not what they were.
+    """
+    before: mx.array = model(_probe_tokens(), cache=make_prompt_cache(model))[:, -1:]
+    trunk = getattr(model, "model", None)
+    if not isinstance(trunk, Module):
+        return before
+    whole = type(trunk)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return whole.__call__(self, *args, **kwargs)[:, -1:]
+
+    trunk.__class__ = type(f"{_NARROWED}{whole.__name__}", (whole,), {"__call__": call})
+    try:
+        after = model(_probe_tokens(), cache=make_prompt_cache(model))
+        is_same = after.shape == before.shape and bool(mx.allclose(after, before, rtol=1e-2, atol=1e-2).item())
+    except (TypeError, ValueError, AttributeError):
+        is_same = False
+    if not is_same:
+        trunk.__class__ = whole
+    return before
+
+
+@contextmanager
+def _every_position(model: Module) -> Iterator[None]:
+    """Undo `_computes_last_position_only` for a while."""
+    trunk: Any = getattr(model, "model", None)
+    narrowed = type(trunk)
+    if not narrowed.__name__.startswith(_NARROWED):
+        yield
+        return
+    trunk.__class__ = narrowed.__base__
+    try:
+        yield
+    finally:
+        trunk.__class__ = narrowed
+
+
+def _is_stored_as_said(
+    layer: AnyLayerKV, identity: identity_pb2.KvIdentity, index: int, own_keys: mx.array | None
+) -> bool:
+    """Whether what the layer really holds after a probe is what a file of the identity says, rotation included."""
+    if isinstance(layer, StateKV) or own_keys is None:
+        return False
+    live = _live_tensors(layer, index) == layer_tensors(identity, index, layer.offset)
+    return live and keys_are_stored_as_said(layer, identity.policy, own_keys)
+
+
+def _live_tensors(layer: LayerKV | WindowKV, index: int) -> list[TensorSpec]:
+    """What the layer really holds, in a file's words."""
+    specs: list[TensorSpec] = []
+    for letter, buffer in zip("kv", layer.buffers, strict=True):
+        parts = buffer.read(0, layer.offset)
+        suffixes = ("",) if len(parts) == 1 else ("_weights", "_scales", "_biases")
+        specs += (
+            TensorSpec(f"layer_{index}_{letter}{suffix}", _FILE_TYPES.get(part.dtype, str(part.dtype)), part.shape[1:])
+            for suffix, part in zip(suffixes, parts, strict=True)
+        )
+    return specs

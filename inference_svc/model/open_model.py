@@ -1,0 +1,122 @@
+"""From a model's name to what serves it: loaded, probed, identified. Runs on the MLX thread, once."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import expected_state_tensors, expected_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
+from kvasir.formats.manifest import keeps_states
+
+from inference_svc.formats.grammars import Grammars
+from inference_svc.kv.capacity import live_state_bytes
+from inference_svc.kv.policy import PolicyRequest, name_of
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
+from inference_svc.model.loading import LoadedModel, device, find_model, load
+from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.quality import exam
+from inference_svc.text.token_text import TokenText
+
+# Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap.
+_CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 4 * BLOCK_TOKENS}
+_DEFAULT_CONTEXT_TOKENS = 4096
+_ANY_LENGTH = 1 << 40  # longer than any window
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """What other threads may know of the model."""
+
+    info: ModelInfo
+    tokenizer: Any
+    token_text: TokenText
+    grammars: Grammars
+    vocabulary_size: int
+    device: str
+
+
+def open_model(
+    name: str | Path,
+    *,
+    cache_dir: Path,
+    policy: identity_pb2.KvPolicy | PolicyRequest | None,
+    context_tokens: int | None,
+    compute_type: str | None,
+) -> tuple[OpenedModel, ModelRunner]:
+    """Load a model and say what it is. Raises as `Engine.open` says."""
+    directory = find_model(name)
+    loaded = load(directory, compute_type)
+    runner = ModelRunner(loaded.model)
+    digest = weights_digest(directory, cache_dir)
+    chosen = _chosen(policy, exam.Subject(runner, loaded.tokenizer, _speaks_world(directory)), digest, cache_dir)
+    runner.check_policy(chosen.policy)
+    identity = kv_identity(digest, runner.layers, chosen.policy)
+    info = ModelInfo(
+        name=_shown_name(name, directory),
+        kv_identity=identity,
+        kv_identity_hash=kv_identity_hash(identity),
+        tokenizer_digest=tokenizer_digest(directory),
+        template_digest=template_digest(loaded.tokenizer.chat_template),
+        context_tokens=_context_tokens(loaded.config, context_tokens),
+        kv_bytes_per_token=sum(tensor.size_bytes for tensor in expected_tensors(identity, 1)),
+        kv_bytes_per_token_fp16=sum(
+            2 * layer.kv_heads * (layer.key_dim + layer.value_dim)
+            for layer in identity.layers
+            if layer.kind in (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
+        ),
+        layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
+        policy_applied_layers=runner.applied_layers(identity),
+        has_states=keeps_states(identity),
+        state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity, _ANY_LENGTH)),
+        live_state_bytes=live_state_bytes(identity, _CELL_TOKENS[device()]),
+        policy_name=name_of(chosen.policy),
+        policy_why=chosen.why,
+        cell_tokens=_CELL_TOKENS[device()],
+        compute_type=runner.compute_type,
+        stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),
+    )
+    opened = OpenedModel(
+        info=info,
+        tokenizer=loaded.tokenizer,
+        token_text=_token_text(directory, loaded),
+        grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
+        vocabulary_size=runner.vocabulary_size,
+        device=device(),
+    )
+    return opened, runner
+
+
+def _chosen(
+    policy: identity_pb2.KvPolicy | PolicyRequest | None, subject: exam.Subject, digest: str, cache_dir: Path
+) -> ChosenPolicy:
+    if isinstance(policy, identity_pb2.KvPolicy):
+        return ChosenPolicy(policy, "asked for")
+    return chosen_policy(policy or PolicyRequest(), subject, digest, cache_dir, time.monotonic)
+
+
+def _speaks_world(directory: Path) -> bool:
+    return tokenizer_digest(directory) == tokenizer_digest(kvasir_tiny.path())
+
+
+def _shown_name(name: str | Path, directory: Path) -> str:
+    if directory == kvasir_tiny.path():
+        return kvasir_tiny.NAME
+    return directory.name if Path(name).is_dir() else str(name)
+
+
+def _context_tokens(config: dict[str, Any], asked: int | None) -> int:
+    own = config.get("max_position_embeddings") or config.get("n_positions") or _DEFAULT_CONTEXT_TOKENS
+    return min(int(own), asked) if asked else int(own)
+
+
+def _token_text(directory: Path, loaded: LoadedModel) -> TokenText:
+    def decode(token_ids: Any) -> str:
+        return str(loaded.tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    path = directory / "tokenizer.json"
+    return TokenText.of_tokenizer(path.read_text(encoding="utf-8") if path.is_file() else "{}", decode)

@@ -1,0 +1,70 @@
+"""What `auto` chose, remembered by the weights' digest in the state directory, so that only a first start measures.
+
+A small JSON file. It is only a shortcut: what cannot be read, is of another format or was chosen under other
+conditions is no memory, and the model is measured again.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference_svc.kv.policy import Rung
+
+# Raised when the gate or what it asks changes: yesterday's choices are then measured again.
+FORMAT = 1
+FILE = "kv-policies.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What a choice depends on."""
+
+    weights_digest: str
+    compute_type: str
+    exact_layers: Sequence[int]
+
+    @property
+    def key(self) -> str:
+        return f"{self.weights_digest}:{self.compute_type}:{','.join(map(str, self.exact_layers))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A rung, and the gate's words for it."""
+
+    rung: Rung
+    why: str
+
+
+def remembered(directory: Path, conditions: Conditions) -> Choice | None:
+    """The choice made under these conditions, if there is one."""
+    entry = _choices(directory).get(conditions.key)
+    if not isinstance(entry, dict):
+        return None
+    rung, why = entry.get("rung"), entry.get("why")
+    if not isinstance(why, str):
+        return None
+    return next((Choice(each, why) for each in Rung if each.value == rung), None)
+
+
+def remember(directory: Path, conditions: Conditions, choice: Choice) -> None:
+    """Add a choice; the file is replaced whole. Raises OSError when it cannot be written."""
+    choices = _choices(directory) | {conditions.key: {"rung": choice.rung.value, "why": choice.why}}
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    new = directory / f"{FILE}.part"
+    new.write_text(json.dumps({"format": FORMAT, "choices": choices}, indent=1, sort_keys=True))
+    new.chmod(0o600)
+    new.replace(directory / FILE)
+
+
+def _choices(directory: Path) -> dict[str, Any]:
+    try:
+        content: Any = json.loads((directory / FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict) or content.get("format") != FORMAT or not isinstance(content.get("choices"), dict):
+        return {}
+    choices: dict[str, Any] = content["choices"]
+    return choices

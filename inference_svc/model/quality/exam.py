@@ -1,0 +1,97 @@
+"""One exam: the same material put to exact KV and to every rung that a model can have, as far as the time allows."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.errors import KvasirError
+
+from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.quality.findings import Findings, can_answer
+from inference_svc.model.quality.material import Extent, Sheet, own_texts, plain_tokens, repetitions, world_sheets
+from inference_svc.model.quality.measure import Meter, Way, exact_way, peer_ways, policy_way
+
+WORLD = "questions"
+CANARY = "canary"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A loaded model, and whether it has the tokenizer of kvasir-tiny's world."""
+
+    runner: ModelRunner
+    tokenizer: Any
+    speaks_world: bool
+
+
+@dataclass(slots=True)
+class Exam:
+    """What was asked and found. `refused` says of each rung that the model cannot have, why."""
+
+    material: str  # WORLD or CANARY
+    exact: Findings
+    rungs: list[Findings] = field(default_factory=list)
+    peers: list[Findings] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    is_cut_short: bool = False
+
+
+def held(
+    subject: Subject,
+    policies: Mapping[str, identity_pb2.KvPolicy],
+    extent: Extent,
+    *,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+    time_limit_s: float | None = None,
+    with_peers: bool = False,
+) -> Exam:
+    """Measure the policies, by name and cheapest first, beside exact KV. Runs on the MLX thread.
+
+    The time limit is looked at between texts: at least one is read.
+    """
+    began = clock()
+    meter = Meter(subject.runner, clock)
+    material, sheets = _material(subject, extent, meter)
+    exact = exact_way(subject.runner)
+    exam = Exam(material, exact.found)
+    ways = list(_rung_ways(subject.runner, policies, exam))
+    peers = peer_ways(subject.runner) if with_peers else []
+    exam.rungs, exam.peers = [way.found for way in ways], [way.found for way in peers]
+    for number, sheet in enumerate(sheets, 1):
+        say(
+            f"reading {material} {number}: {len(sheet.ids)} tokens, {len(sheet.questions)} questions, {len(ways)} rungs"
+        )
+        meter.measure(sheet, exact, [*ways, *peers])
+        if time_limit_s is not None and clock() - began > time_limit_s:
+            exam.is_cut_short = True
+            break
+    return exam
+
+
+def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
+    """Questions for a model that can answer some, else the canary."""
+    if subject.speaks_world and meter.can_ask():
+        sheets = world_sheets(subject.tokenizer, extent)
+        first = next(sheets)
+        trial = exact_way(subject.runner)
+        meter.measure(first, trial, ())
+        if can_answer(trial.found):
+            return WORLD, chain((first,), sheets)
+    exact = exact_way(subject.runner)
+    vocabulary = plain_tokens(subject.tokenizer, subject.runner.vocabulary_size)
+    own = own_texts(vocabulary, extent, lambda beginning, tokens, seed: meter.go_on(exact, beginning, tokens, seed))
+    # In turns, so that a cut leaves some of both.
+    return CANARY, chain.from_iterable(zip(repetitions(vocabulary, extent), own, strict=True))
+
+
+def _rung_ways(runner: ModelRunner, policies: Mapping[str, identity_pb2.KvPolicy], exam: Exam) -> Iterable[Way]:
+    for name, policy in policies.items():
+        try:
+            runner.check_policy(policy)
+        except KvasirError as error:
+            exam.refused[name] = error.message
+        else:
+            yield policy_way(runner, name, policy)

@@ -1,0 +1,157 @@
+"""Reads and asks the material with exact KV and with each other way to keep it, and counts what differs.
+
+Exact KV is mlx-lm's own KVCache in the type that the model computes in. Runs on the MLX thread. Everything is teacher
+forced: a text is read in cells as the engine reads it, and a reply is right when every token of it wins.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import expected_tensors
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
+
+from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.quality.findings import REPEAT, Findings
+from inference_svc.model.quality.material import Question, Sheet
+
+Caches: TypeAlias = Sequence[Any]
+
+EXACT = "mlx-lm fp"
+_PEER_GROUP = 64
+CELL_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to keep KV: where it adds up its findings, and fresh caches for a text."""
+
+    found: Findings
+    new_caches: Callable[[], Caches]
+
+
+@dataclass(slots=True)
+class Reading:
+    """What came of a sheet: log probabilities [positions, vocabulary] of every scored next token; right answers."""
+
+    scores: mx.array
+    right: list[bool]
+
+
+class Meter:
+    """A model that reads sheets with one kind of cache after another."""
+
+    def __init__(self, runner: ModelRunner, clock: Callable[[], float]) -> None:
+        self._runner = runner
+        self._clock = clock
+
+    def can_ask(self) -> bool:
+        """Whether a question leaves no trace: windows and recurrent states cannot be cut back to what was read."""
+        return all(type(cache) is KVCache for cache in self._runner.exact_caches())
+
+    def measure(self, sheet: Sheet, exact: Way, others: Iterable[Way]) -> None:
+        """Add what this sheet shows to the findings of each."""
+        expected = self._timed(sheet, exact)
+        _count(sheet, expected, expected, exact.found)
+        for way in others:
+            _count(sheet, expected, self._timed(sheet, way), way.found)
+            self._runner.release_unused()
+
+    def go_on(self, way: Way, beginning: tuple[int, ...], tokens: int, seed: int) -> tuple[int, ...]:
+        """Text of the model's own: `tokens` more, each drawn as likely as the model finds it."""
+        ids, caches = list(beginning), way.new_caches()
+        scores = self._runner.scores(caches, ids)
+        for step in range(tokens):
+            token = int(_number(mx.random.categorical(scores[-1], key=mx.random.key(1000 * seed + step))))
+            ids.append(token)
+            scores = self._runner.scores(caches, [token])
+        return tuple(ids)
+
+    def _timed(self, sheet: Sheet, way: Way) -> Reading:
+        began = self._clock()
+        reading = self._read(sheet, way.new_caches())
+        way.found.seconds += self._clock() - began
+        return reading
+
+    def _read(self, sheet: Sheet, caches: Caches) -> Reading:
+        scored: list[mx.array] = []
+        for start in range(0, len(sheet.ids), CELL_TOKENS):
+            cell = sheet.ids[start : start + CELL_TOKENS]
+            scores = self._runner.scores(caches, cell)
+            # The row of position p scores token p + 1; that of the last token has none to score.
+            first, last = max(sheet.scored_from - 1 - start, 0), min(len(cell), len(sheet.ids) - 1 - start)
+            if first < last:
+                scored.append(scores[first:last])
+                mx.eval(scored[-1])
+        return Reading(mx.concatenate(scored), [self._is_right(question, caches) for question in sheet.questions])
+
+    def _is_right(self, question: Question, caches: Caches) -> bool:
+        """Ask behind what was read, and leave that as it was."""
+        ids = (*question.ids, *question.answer[:-1])
+        scores = self._runner.scores(caches, ids)
+        guesses = scores[len(question.ids) - 1 :].argmax(-1).tolist()
+        for cache in caches:
+            cache.trim(len(ids))
+        return bool(guesses == list(question.answer))
+
+
+def exact_way(runner: ModelRunner) -> Way:
+    """mlx-lm's own exact caches."""
+    return _peer(runner, EXACT, runner.exact_caches)
+
+
+def policy_way(runner: ModelRunner, name: str, policy: identity_pb2.KvPolicy) -> Way:
+    """This engine's own KV under a policy."""
+    identity = identity_pb2.KvIdentity(layers=runner.layers, policy=policy)
+    bytes_per_token = sum(tensor.size_bytes for tensor in expected_tensors(identity, 1))
+    return Way(Findings(name, bytes_per_token), lambda: runner.new_caches(policy))
+
+
+def peer_ways(runner: ModelRunner) -> list[Way]:
+    """mlx-lm's own quantized caches, for models that run with them in every layer."""
+    ways = []
+    for bits in (4, 8):
+
+        def new_caches(bits: int = bits) -> Caches:
+            return [QuantizedKVCache(_PEER_GROUP, bits) for _ in runner.exact_caches()]  # type: ignore[no-untyped-call]
+
+        try:
+            ways.append(_peer(runner, f"mlx-lm q{bits}", new_caches))
+        # Not for this model: another attention, or a head that the groups do not divide.
+        except (ValueError, TypeError, AttributeError, NotImplementedError):
+            continue
+    return ways
+
+
+def _peer(runner: ModelRunner, name: str, new_caches: Callable[[], Caches]) -> Way:
+    """Bytes per token are those of the arrays that a probe leaves, their spare rows not counted."""
+    probed = new_caches()
+    runner.scores(probed, (0, 1, 2))
+    kept = [[cache.keys, cache.values] for cache in probed if getattr(cache, "keys", None) is not None]
+    arrays: list[mx.array] = [array for _, array in cast("Any", tree_flatten(kept))]
+    return Way(Findings(name, sum(array.nbytes // array.shape[2] for array in arrays)), new_caches)
+
+
+def _count(sheet: Sheet, expected: Reading, reading: Reading, found: Findings) -> None:
+    tokens = mx.array(sheet.ids[sheet.scored_from :])
+    divergence = (mx.exp(expected.scores) * (expected.scores - reading.scores)).sum(-1)
+    guesses = reading.scores.argmax(-1)
+    chosen = mx.take_along_axis(reading.scores, tokens[:, None], axis=-1)
+    found.positions += tokens.size
+    # Rounding can make a divergence of next to nothing negative.
+    found.kl_sum += max(0.0, _number(divergence.sum()))
+    found.kl_worst = max(found.kl_worst, _number(divergence.max()))
+    found.agreed += int(_number((guesses == expected.scores.argmax(-1)).sum()))
+    found.surprise_sum -= _number(chosen.sum())
+    if sheet.is_repetition:
+        found.share(REPEAT).add(int(_number((guesses == tokens).sum())), tokens.size)
+    for question, is_right in zip(sheet.questions, reading.right, strict=True):
+        found.share(question.task).add(is_right)
+
+
+def _number(array: mx.array) -> float:
+    value: Any = array.item()
+    return float(value)

@@ -1,0 +1,90 @@
+"""What memories of well-known models weigh: layouts from the models' published configurations, arithmetic, no weights.
+
+As mlx-lm computes them, which is what is kept: its DeepSeek V2 keeps every head's keys and values, its DeepSeek V3 the
+latent rows. Recurrent states are convolution inputs in the model's 16-bit type, and what the scan carries in 32 bits.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import expected_state_tensors, expected_tensors
+
+_ANY_LENGTH = 1 << 40  # longer than any window
+Layers = Sequence[identity_pb2.LayerLayout]
+
+
+def _full(kv_heads: int, key_dim: int, value_dim: int | None = None) -> identity_pb2.LayerLayout:
+    value_dim = key_dim if value_dim is None else value_dim
+    return identity_pb2.LayerLayout(
+        kind=identity_pb2.LAYER_KIND_FULL, kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim
+    )
+
+
+def _window(window: int, kv_heads: int, dim: int) -> identity_pb2.LayerLayout:
+    return identity_pb2.LayerLayout(
+        kind=identity_pb2.LAYER_KIND_WINDOW, window=window, kv_heads=kv_heads, key_dim=dim, value_dim=dim
+    )
+
+
+def _latent(rank: int, rope_dim: int) -> identity_pb2.LayerLayout:
+    return identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_LATENT, kv_heads=1, key_dim=rank, value_dim=rope_dim)
+
+
+def _mamba2(heads: int, head_dim: int, state_dim: int, groups: int, kernel: int) -> identity_pb2.LayerLayout:
+    channels = heads * head_dim + 2 * groups * state_dim
+    tensors = [
+        identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_BFLOAT16, shape=[kernel - 1, channels]),
+        identity_pb2.StateTensor(type=identity_pb2.TENSOR_TYPE_FLOAT32, shape=[heads, head_dim, state_dim]),
+    ]
+    return identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=tensors)
+
+
+def _every(period: int, count: int, one: identity_pb2.LayerLayout, others: identity_pb2.LayerLayout) -> Layers:
+    """`count` layers, each `period`-th of them `one`."""
+    return [one if index % period == period - 1 else others for index in range(count)]
+
+
+REAL_LAYOUTS: Mapping[str, Layers] = {
+    "Gemma 3 4B": _every(6, 34, _full(4, 256), _window(1024, 4, 256)),
+    "Gemma 3 12B": _every(6, 48, _full(8, 256), _window(1024, 8, 256)),
+    "GPT-OSS 20B": _every(2, 24, _full(8, 64), _window(128, 8, 64)),
+    "Llama 3.1 8B": [_full(8, 128)] * 32,
+    "Qwen 2.5 7B": [_full(4, 128)] * 28,
+    "Qwen 3 8B": [_full(8, 128)] * 36,
+    "DeepSeek V2 Lite": [_full(16, 192, 128)] * 27,
+    "DeepSeek V3": [_latent(512, 64)] * 61,
+    "Granite 4.0 H Tiny": _every(10, 40, _full(4, 128), _mamba2(48, 64, 128, 1, 4)),
+}
+
+
+def weighed(layers: Layers) -> dict[str, Any]:
+    """Layers by kind, and bytes: per token, and of the state at one point, as the default policy stores them and at 16
+    bits.
+    """
+    quantized, exact = _identity(layers, 4), _identity(layers, 16)
+    return {
+        "layers": [{"kind": kind, "window": window, "count": n} for (kind, window), n in _kinds(layers).items()],
+        "kv_bytes_per_token": sum(tensor.size_bytes for tensor in expected_tensors(quantized, 1)),
+        "kv_bytes_per_token_fp16": sum(tensor.size_bytes for tensor in expected_tensors(exact, 1)),
+        "state_bytes": sum(tensor.size_bytes for tensor in expected_state_tensors(quantized, _ANY_LENGTH)),
+        "state_bytes_fp16": sum(tensor.size_bytes for tensor in expected_state_tensors(exact, _ANY_LENGTH)),
+    }
+
+
+def _kinds(layers: Layers) -> Counter[tuple[str, int]]:
+    return Counter(
+        (identity_pb2.LayerKind.Name(layer.kind).removeprefix("LAYER_KIND_").lower(), layer.window) for layer in layers
+    )
+
+
+def _identity(layers: Layers, bits: int) -> identity_pb2.KvIdentity:
+    policy = identity_pb2.KvPolicy(
+        key_bits=bits,
+        value_bits=bits,
+        group_size=64 if bits < 16 else 0,
+        scale_type=identity_pb2.SCALE_TYPE_BFLOAT16,
+        key_rotation=identity_pb2.KEY_ROTATION_NONE,
+    )
+    return identity_pb2.KvIdentity(layers=layers, policy=policy)

@@ -1,1 +1,0 @@
-"""Models that come with Kvasir."""

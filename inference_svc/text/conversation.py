@@ -1,0 +1,259 @@
+"""Messages in, text out: conversations through the model's chat template, and replies back into messages.
+
+The whole conversation is rendered each time; what of it is already remembered, the character match finds. A template
+is asked for text and never for tokens.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from blake3 import blake3
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import InvalidArgument
+
+from inference_svc.text.given_json import GivenJson, JsonField
+from inference_svc.text.literal_text import Specials, utf8_bytes, without_guards
+from inference_svc.text.prefix_matching import common_prefix_length
+
+ROLES = ("system", "user", "assistant", "tool")
+
+_INPUT_TAG = b"kvasir.turn_input.v1"
+_MAX_MESSAGES = 10_000
+_MAX_TOOLS = 128
+_MAX_TOOLS_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A tool that the template may offer to the model; `parameters_json` is a JSON schema object."""
+
+    name: str
+    description: str
+    parameters_json: str
+
+
+class ChatTemplate(Protocol):
+    """Renders messages and tools, in the form of Hugging Face templates, to text. Raises anything when it cannot."""
+
+    def __call__(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
+    ) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A conversation as templates know it: JSON parsed, and guards in strangers' words (literal_text)."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...]
+    specials: Specials
+
+    def with_message(self, message: manifest_pb2.Message, objects: GivenJson) -> "Dialogue":
+        return replace(self, messages=(*self.messages, _message_fields(message, objects, self.specials)))
+
+
+def dialogue(
+    messages: Sequence[manifest_pb2.Message], tools: Sequence[Tool], objects: GivenJson, specials: Specials
+) -> Dialogue:
+    """`objects`: all JSON of these messages and tools, read."""
+    return Dialogue(
+        tuple(_message_fields(message, objects, specials) for message in messages),
+        tuple(tool_fields(tools, objects, specials.guarded_value)),
+        specials,
+    )
+
+
+def check_counts(messages: Sequence[manifest_pb2.Message], field: str) -> None:
+    """Raise InvalidArgument, the field named, for more messages or tool calls than are looked at one by one: an empty
+    one is two bytes of a request, and a microsecond of everybody's time.
+    """
+    if not messages:
+        raise InvalidArgument(f"{field}: expected at least one message", field=field)
+    if len(messages) > _MAX_MESSAGES:
+        raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} messages, got {len(messages)}", field=field)
+    if (calls := sum(len(message.tool_calls) for message in messages)) > _MAX_MESSAGES:
+        raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} tool calls in all, got {calls}", field=field)
+
+
+def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
+    """Raise InvalidArgument, the field named, unless these are messages that may be rendered, if their JSON is."""
+    check_counts(messages, field)
+    for index, message in enumerate(messages):
+        if message.role not in ROLES:
+            where = f"{field}[{index}].role"
+            raise InvalidArgument(
+                f"{where}: expected one of {', '.join(ROLES)}, got {message.role[:40]!r}", field=where
+            )
+
+
+def of_caller(messages: Iterable[manifest_pb2.Message]) -> tuple[manifest_pb2.Message, ...]:
+    """Messages that somebody sent: whatever they claim, none is a reply of this engine."""
+    return tuple(_unclaimed(message) if message.is_reply else message for message in messages)
+
+
+def json_of_messages(messages: Iterable[manifest_pb2.Message], field: str) -> Iterator[JsonField]:
+    for index, message in enumerate(messages):
+        for number, call in enumerate(message.tool_calls):
+            yield f"{field}[{index}].tool_calls[{number}].arguments_json", call.arguments_json
+
+
+def json_of_tools(tools: Iterable[Tool]) -> Iterator[JsonField]:
+    for index, tool in enumerate(tools):
+        yield f"tools[{index}].parameters_json", tool.parameters_json
+
+
+def check_tool_count(count: int) -> None:
+    """Raise InvalidArgument for more tools than are looked at."""
+    if count > _MAX_TOOLS:
+        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {count}", field="tools")
+
+
+def check_tools(tools: Sequence[Tool]) -> None:
+    """Raise InvalidArgument, the field named, unless there are few enough tools and every one has a name."""
+    check_tool_count(len(tools))
+    if (size_bytes := sum(map(tool_bytes, tools))) > _MAX_TOOLS_BYTES:
+        raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS_BYTES} bytes, got {size_bytes}", field="tools")
+    for index, tool in enumerate(tools):
+        if not 1 <= len(tool.name) <= 128:
+            raise InvalidArgument(
+                f"tools[{index}].name: expected 1 to 128 characters, got {len(tool.name)}", field=f"tools[{index}].name"
+            )
+
+
+def tool_bytes(tool: Tool) -> int:
+    return sum(utf8_bytes(text) for text in (tool.name, tool.description, tool.parameters_json))
+
+
+def render(template: ChatTemplate, told: Dialogue, *, add_generation_prompt: bool = True) -> str:
+    """The text of a conversation. Raises InvalidArgument when the template refuses it, or what it makes is no text."""
+    try:
+        text = template(list(told.messages), list(told.tools) or None, add_generation_prompt)
+        text.encode()  # half of a surrogate pair is no text, and what comes after this counts on text
+        return told.specials.settled(text)
+    except InvalidArgument:
+        raise
+    except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
+        # The template's own words may quote the conversation: only the kind of its error is told.
+        raise InvalidArgument(
+            f"messages: the model's chat template refused them ({type(error).__name__})", field="messages"
+        ) from None
+
+
+def lasting_chars(template: ChatTemplate, told: Dialogue, text: str) -> int | None:
+    """Characters of the conversation's prompt `text` that the next prompt surely begins with: all but what asks for the
+    reply, which templates often write otherwise once the reply is there. None when the template does not say.
+    """
+    try:
+        lasting = render(template, told, add_generation_prompt=False)
+    except InvalidArgument:
+        return None  # some templates render only what is to be answered
+    return common_prefix_length(lasting, text)
+
+
+def reply_message(
+    template: ChatTemplate,
+    told: Dialogue,
+    *,
+    reply: str,
+    told_text: str,
+    tool_calls: Sequence[manifest_pb2.ToolCall],
+    tool_start: str,
+    is_trusted: bool = True,
+) -> manifest_pb2.Message:
+    """The assistant's message to remember: the form that the template renders back to what was said, `told_text`.
+
+    Structured tool calls where they render to the same characters; else the reply as it was, so that the next turn
+    extends the memory instead of diverging from it. `tool_start` stands before the calls. `is_trusted`: whether it may
+    be known as a reply later; of a line that was brought here nothing is believed.
+    """
+    plain = manifest_pb2.Message(role="assistant", content=reply, is_reply=True)
+    if not is_trusted:
+        plain = _unclaimed(plain)
+    if not tool_calls:
+        return plain
+    said = plain.content[: max(plain.content.find(tool_start), 0)]
+    structured = manifest_pb2.Message(role="assistant", content=said, tool_calls=tool_calls, is_reply=is_trusted)
+    try:
+        objects = GivenJson(json_of_messages([structured], "reply"))
+        objects.check_size()
+        objects.read()
+        rendered = render(template, told.with_message(structured, objects), add_generation_prompt=False)
+    except InvalidArgument:
+        return plain  # what the model wrote as arguments is no JSON object, or the template dislikes it
+    return structured if rendered.startswith(told_text) else plain
+
+
+def input_digest(
+    kind: str,
+    prompt: str,
+    messages: Sequence[manifest_pb2.Message],
+    tools: Sequence[Tool],
+    settings: Sequence[tuple[str, str]],
+) -> str:
+    """BLAKE3-256 over a request's input, in hex: every field prefixed with its length as 8 bytes little-endian.
+
+    In order: a tag, the kind of input, the prompt, each message's fields, each tool's fields, and each setting's name
+    and value; counts stand before repeated fields.
+    """
+    fields = [kind, prompt, str(len(messages))]
+    for message in messages:
+        fields += [message.role, message.content, message.name, message.tool_call_id, str(len(message.tool_calls))]
+        for call in message.tool_calls:
+            fields += [call.id, call.name, call.arguments_json]
+    fields.append(str(len(tools)))
+    for tool in tools:
+        fields += [tool.name, tool.description, tool.parameters_json]
+    for setting in settings:
+        fields += setting
+    hasher = blake3()
+    for data in (_INPUT_TAG, *(field.encode() for field in fields)):
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
+    return hasher.hexdigest()
+
+
+def tool_fields(
+    tools: Sequence[Tool], objects: GivenJson, words: Callable[[Any], Any] = lambda value: value
+) -> list[dict[str, Any]]:
+    """Tools as templates and parsers know them. `words` is what becomes of a stranger's words."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": words(tool.name),
+                "description": words(tool.description),
+                "parameters": words(objects.object(tool.parameters_json)),
+            },
+        }
+        for tool in tools
+    ]
+
+
+def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials: Specials) -> dict[str, Any]:
+    strange = specials.guarded_value
+    # What the model said is rendered as it said it: it may have said special tokens itself.
+    said: Callable[[Any], Any] = (lambda value: value) if message.is_reply else strange
+    fields: dict[str, Any] = {"role": message.role, "content": said(message.content)}
+    if message.name:
+        fields["name"] = strange(message.name)
+    if message.tool_call_id:
+        fields["tool_call_id"] = strange(message.tool_call_id)
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {
+                "type": "function",
+                "id": strange(call.id),  # a reply's too: it begins with its request's id
+                "function": {"name": said(call.name), "arguments": said(objects.object(call.arguments_json))},
+            }
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _unclaimed(message: manifest_pb2.Message) -> manifest_pb2.Message:
+    strange = manifest_pb2.Message()
+    strange.CopyFrom(message)
+    strange.ClearField("is_reply")
+    strange.content = without_guards(strange.content)
+    return strange

@@ -1,0 +1,102 @@
+"""Character-level prefix matching: how much of an agent's memory a new prompt may reuse.
+
+Tokenizing a conversation in pieces differs from tokenizing it whole, so token lists are never compared: texts are.
+The tokens that spell the common text keep their KV, whatever a fresh tokenization would have made of it. Letters that
+spell a special token differ from the token itself by a guard (literal_text).
+Pure: no tokenizer, no MLX; what spells a whole character is asked of the caller.
+"""
+
+import bisect
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from inference_svc.text.literal_text import GUARD
+
+# A character is at most four bytes, so at most four tokens: eight are enough to see how the last one ends.
+_CHARACTER_WINDOW = 8
+
+
+class Outcome(enum.Enum):
+    """What became of a prompt held against a memory."""
+
+    NONE = "none"
+    EXACT = "exact"
+    EXTEND = "extend"
+    DIVERGE = "diverge"
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A text and the tokens that spell it; `token_chars[i]` is how many code points of it token i completes."""
+
+    text: str
+    token_ids: Sequence[int]
+    token_chars: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if len(self.token_ids) != len(self.token_chars):
+            raise ValueError(f"token_chars: expected {len(self.token_ids)} entries, got {len(self.token_chars)}")
+        if sum(self.token_chars) != len(self.text):
+            raise ValueError(f"token_chars: expected a sum of {len(self.text)}, got {sum(self.token_chars)}")
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The leading tokens of a memory that a prompt keeps, and the code points of the prompt that they spell."""
+
+    outcome: Outcome
+    kept_tokens: int
+    kept_chars: int
+    matched_chars: int
+
+
+NO_MATCH = PrefixMatch(Outcome.NONE, 0, 0, 0)
+
+
+def match_prefix(
+    memory: Memory, prompt: str, *, worthwhile_fraction: float, ends_whole: Callable[[Sequence[int]], bool]
+) -> PrefixMatch:
+    """Hold a prompt against a memory.
+
+    EXACT: the prompt is the memory's text. EXTEND: the text is a proper prefix of the prompt. DIVERGE: they part inside
+    the text, or the memory ends inside a character; kept is up to the last token wholly inside the match. NONE when
+    less than `worthwhile_fraction` of the text matches or no token does. `ends_whole(token_ids)` says whether the last
+    of a few consecutive tokens ends at a character's border.
+    """
+    matched = common_prefix_length(memory.text, prompt)
+    # A guard counts to the character before it, with which the texts part then.
+    while matched and GUARD in (memory.text[matched : matched + 1], prompt[matched : matched + 1]):
+        matched -= 1
+    if matched == 0 or matched < worthwhile_fraction * len(memory.text):
+        return PrefixMatch(Outcome.NONE, 0, 0, matched)
+    kept, kept_chars = _tokens_inside(memory, matched, ends_whole)
+    if not kept:
+        return PrefixMatch(Outcome.NONE, 0, 0, matched)
+    if kept < len(memory.token_ids):
+        return PrefixMatch(Outcome.DIVERGE, kept, kept_chars, matched)
+    return PrefixMatch(Outcome.EXACT if matched == len(prompt) else Outcome.EXTEND, kept, kept_chars, matched)
+
+
+def common_prefix_length(one: str, other: str) -> int:
+    """Code points that two texts have in common from their start, by bisection over slices: memcmp does the work."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _tokens_inside(memory: Memory, matched: int, ends_whole: Callable[[Sequence[int]], bool]) -> tuple[int, int]:
+    """Longest run of leading tokens inside the first `matched` code points that ends between two characters."""
+    ends = list(accumulate(memory.token_chars))
+    kept = bisect.bisect_right(ends, matched)
+    # A token may complete a character and begin the next (GPT-2's " âĢ" is a space and two thirds of a quotation
+    # mark), so counting completed characters is not enough: such a token is given back too.
+    while kept and not ends_whole(memory.token_ids[max(0, kept - _CHARACTER_WINDOW) : kept]):
+        kept -= 1
+    return kept, ends[kept - 1] if kept else 0

@@ -1,0 +1,146 @@
+"""A reply taken apart as it comes: what was thought, what was answered, which tools were called.
+
+Nothing that a model says is lost: what turns out to be no tool call is answer, markers and all. What is remembered of a
+reply does not depend on how it is told.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvasir.cachestore.v1 import manifest_pb2
+
+from inference_svc.text.given_json import is_bounded
+
+# States of mlx-lm's machine; what it calls otherwise stands before a part and says only which one comes.
+_ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
+
+ToolParser = Callable[[str], Any]
+
+
+class ReplyMachine(Protocol):
+    """mlx-lm's TextStateMachine."""
+
+    def make_state(self, initial: str) -> Any: ...
+
+    def split(self, state: Any, text: str) -> tuple[Any, list[tuple[str, str]]]: ...
+
+    def flush(self, state: Any) -> tuple[Any, str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Markup:
+    """How one model's replies are to be read."""
+
+    machine: ReplyMachine
+    parse: ToolParser  # what stands between the markers of a call: a mapping with name and arguments, or several
+    tool_end: str  # empty: a call goes on to the reply's end
+    initial: str = _ANSWER
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPart:
+    """What is now certain to be part of the reply."""
+
+    answer: str = ""
+    reasoning: str = ""
+
+
+class ReplyReader:
+    """Reads one reply. Without markup all of it is answer."""
+
+    def __init__(self, markup: Markup | None = None, id_prefix: str = "") -> None:
+        """A call's id is `id_prefix` and its number."""
+        self.calls: list[manifest_pb2.ToolCall] = []
+        self._markup = markup
+        self._id_prefix = id_prefix
+        self._state = markup.machine.make_state(markup.initial) if markup is not None else None
+        self._unread = ""  # may be the beginning of a marker
+        self._answer = self._reasoning = ""
+        self._aside = ""  # of a call or of what stands before a part, with the marker that opened it
+        self._inner = ""  # of a call, between its markers
+
+    def push(self, text: str) -> ReplyPart:
+        """Read more. A character at a time, so that it is known which characters a marker was."""
+        if self._markup is None:
+            return ReplyPart(text)
+        for char in text:
+            self._unread += char
+            self._state, segments = self._markup.machine.split(self._state, char)
+            self._read(segments)
+        return self._take()
+
+    def end(self, stop_text: str = "") -> ReplyPart:
+        """The reply is whole. `stop_text`: the end token's own text; for some models it is a call's end."""
+        if self._markup is None:
+            return ReplyPart()
+        self._state, rest, state = self._markup.machine.flush(self._state)
+        self._keep(state, rest)
+        if state == _TOOL and self._markup.tool_end in ("", stop_text):
+            self._close_call("")
+        self._answer += self._aside
+        self._aside = ""
+        return self._take()
+
+    def _read(self, segments: list[tuple[str, str]]) -> None:
+        state, text = segments[0]
+        self._keep(state, text)
+        self._unread = self._unread[len(text) :]
+        for following, text in segments[1:]:
+            marker = self._unread[: len(self._unread) - len(text)]
+            self._cross(state, following, marker)
+            self._keep(following, text)
+            self._unread = ""
+            state = following
+
+    def _keep(self, state: str, text: str) -> None:
+        if state == _ANSWER:
+            self._answer += text
+        elif state == _REASONING:
+            self._reasoning += text
+        else:
+            self._aside += text
+            self._inner += text
+
+    def _cross(self, state: str, following: str, marker: str) -> None:
+        if state == _TOOL:
+            self._close_call(marker)
+        self._aside = marker if following == _TOOL else ""
+        self._inner = ""
+
+    def _close_call(self, marker: str) -> None:
+        assert self._markup is not None
+        calls = tool_calls(self._inner, self._markup.parse, self._id_prefix, len(self.calls))
+        if calls:
+            self.calls += calls
+        else:
+            self._answer += self._aside + marker
+        self._aside = self._inner = ""
+
+    def _take(self) -> ReplyPart:
+        part = ReplyPart(self._answer, self._reasoning)
+        self._answer = self._reasoning = ""
+        return part
+
+
+def tool_calls(text: str, parse: ToolParser, id_prefix: str, first: int) -> list[manifest_pb2.ToolCall]:
+    """What a model wrote between the markers of a call, or of several; empty unless all of it is calls."""
+    if not is_bounded(text):
+        return []
+    try:
+        parsed = parse(text)
+        every = parsed if isinstance(parsed, list) else [parsed]
+        calls = [_tool_call(f"{id_prefix}{first + number}", fields) for number, fields in enumerate(every)]
+    except Exception:  # noqa: BLE001 - a model may write anything, and a parser may raise and give anything on it
+        return []
+    return [call for call in calls if call is not None] if None not in calls else []
+
+
+def _tool_call(call_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
+    """Raises anything when the name or the arguments are no text."""
+    if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
+        return None
+    arguments = fields.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return manifest_pb2.ToolCall(id=call_id, name=fields["name"], arguments_json=text)

@@ -1,0 +1,13 @@
+"""What a sequence remembers, as tokens and the text that they complete."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceState:
+    """What a sequence remembers: token i completes `token_chars[i]` code points of the whole text."""
+
+    token_ids: tuple[int, ...]
+    token_chars: tuple[int, ...]
+    shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
+    points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to

@@ -1,0 +1,32 @@
+"""The text of a turn's prompt: the caller's own, or a conversation through the model's template."""
+
+from collections.abc import Sequence
+
+from kvasir.cachestore.v1 import manifest_pb2
+
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
+from inference_svc.text.literal_text import from_outside
+from inference_svc.turns.turn_data import PromptInput, TurnRequest
+
+
+async def prompt_text(
+    prompting: Prompting, request: TurnRequest, messages: Sequence[manifest_pb2.Message]
+) -> tuple[str, Dialogue | None]:
+    """The text, and the conversation that it is of. `messages` are all of them, those that are remembered too. Raises
+    InvalidArgument that names the field.
+    """
+    given = request.input
+    if isinstance(given, PromptInput):
+        return from_outside(given.prompt), None
+    objects = request.objects
+    if remembered := messages[: len(messages) - len(given.messages)]:
+        objects = objects.also(json_of_messages(remembered, "remembered_messages"))
+        objects.check_size()
+    await prompting.read(request.namespace, objects)
+
+    def rendered() -> tuple[str, Dialogue]:
+        told = dialogue(messages, request.tools, objects, prompting.specials)
+        return render(prompting.template, told), told
+
+    return await prompting.run(request.namespace, rendered)

@@ -1,0 +1,291 @@
+"""The end of a turn: what the agent remembers from now on, where it is kept, and the last message.
+
+Also the end of a retry, which begins here: its reply is told again from memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import structlog
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import KvasirError
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+from inference_svc.engine.api import Ended, FinishReason, SequenceKey, Snapshot
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory, Ahead, Kept, nothing_yet
+from inference_svc.memory.copies import Copies, copied
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
+from inference_svc.memory.publishing import BlockStream, Publisher
+from inference_svc.memory.recall import Prepared, Recollection
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.model.model_host import MemoriesLeft
+from inference_svc.model.prompting import Prompting, Said
+from inference_svc.text import conversation
+from inference_svc.text.literal_text import without_guards
+from inference_svc.text.prefix_matching import Memory, Outcome
+from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, TurnTimings, Warmed
+from inference_svc.turns.turn_state import TurnState, reply_reader
+
+_LOG = structlog.get_logger(__name__)
+
+
+class TurnEnding:
+    """Ends turns of one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompting: Prompting,
+        publisher: Publisher,
+        stores: Mapping[str, RemoteCache],
+        clock: Callable[[], float],
+        leases: Mapping[str, LineLeases] | None = None,
+    ) -> None:
+        self._engine = engine
+        self._prompting = prompting
+        self._publisher = publisher
+        self._stores = stores
+        self._leases = leases or {}
+        self._clock = clock
+
+    async def store_hot(self, patience_s: float) -> MemoriesLeft:
+        """Store the memories that are hot and not in the store, while the patience lasts. No turn may run."""
+        give_up = self._clock() + patience_s
+        stored = unstored = 0
+        for key in self._engine.hot_sizes():
+            hot = self._engine.hot_memory(key)
+            if hot is None or not isinstance(hot.tag, AgentMemory):
+                continue
+            kept, store = hot.tag.kept, self._stores.get(key.namespace)
+            if not kept.is_safe and not kept.lost_to and store is not None and self._clock() < give_up:
+                if store.is_reachable or await store.answers():
+                    asked = self._engine.snapshot(key, len(kept.blocks), max_blocks=self.copies.piece_blocks)
+                    await self._publish(key, hot.tag, store, None, asked, None)
+                await self._publisher.drain(max(give_up - self._clock(), 0))
+            stored, unstored = stored + kept.is_safe, unstored + (not kept.is_safe)
+        return MemoriesLeft(stored, unstored)
+
+    @property
+    def copies(self) -> Copies:
+        return self._publisher.copies
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for the publications that run."""
+        await self._publisher.drain(patience_s)
+
+    async def finish(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        calls = turn.reader.calls
+        snapshot = SnapshotOutcome(SnapshotState.NONE)
+        if turn.key is not None:
+            memory = await self._remember(turn, turn.key, recollection, prepared, ended, calls)
+            snapshot = await self._keep(turn, turn.key, recollection, memory)
+        reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
+        timings = ended.timings
+        turn.running.outbox.put(
+            TurnFinished(
+                finish_reason=reason,
+                matched_stop=ended.matched_stop,
+                prompt_tokens=ended.prompt_tokens,
+                cached_tokens=ended.cached_tokens,
+                completion_tokens=ended.completion_tokens,
+                timings=TurnTimings(
+                    queue_s=turn.queue_s + timings.queue_s,
+                    restore_s=turn.restore_s + timings.restore_s,
+                    prefill_s=timings.prefill_s,
+                    first_token_s=(turn.first_token_at or self._clock()) - turn.arrived,
+                    decode_s=timings.decode_s,
+                ),
+                snapshot=snapshot,
+                tool_calls=tuple(calls),
+            )
+        )
+        _LOG.info(
+            "turn.finished",
+            request_id=turn.request.request_id,
+            reason=reason,
+            source=prepared.source.value,
+            prompt_tokens=ended.prompt_tokens,
+            cached_tokens=ended.cached_tokens,
+            completion_tokens=ended.completion_tokens,
+            snapshot=snapshot.state.value,
+        )
+
+    def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        """Attach what the agent remembers to the KV that was computed ahead of its turn."""
+        state, memory = ended.state, recollection.memory
+        if memory is None or tuple(memory.words.token_ids) != state.token_ids:
+            words = Memory(prepared.text, state.token_ids, state.token_chars)
+            base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
+            memory = replace(base, ahead=Ahead(words, prepared.stored_blocks, state.shareable_tokens, state.points))
+        elif recollection.kv_from is Source.COLD:
+            memory = replace(memory, shareable_tokens=state.shareable_tokens, points=state.points)
+        elif recollection.kv_from is Source.WARM:
+            memory = replace(memory, points=state.points)  # of its states one was read
+        elif memory.ahead is not None:
+            # The KV is the memory's own again, and no longer of what was computed ahead.
+            memory = replace(memory, ahead=None, shareable_tokens=state.shareable_tokens, points=state.points)
+        if turn.key is not None:
+            if memory.kept.is_elsewhere:
+                # It follows no version of its own line: what proves it current is what was known when it was made.
+                kept = replace(memory.kept, heard=turn.heard, generation=self._generation(turn.key))
+                memory = replace(memory, kept=kept)
+            self._engine.tag_hot(turn.key, memory)
+        restore_s = turn.restore_s + ended.timings.restore_s
+        tokens, version = len(state.token_ids), turn.parent_version
+        turn.running.warmed = Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s)
+
+    async def _remember(
+        self,
+        turn: TurnState,
+        key: SequenceKey,
+        recollection: Recollection,
+        prepared: Prepared,
+        ended: Ended,
+        calls: Sequence[manifest_pb2.ToolCall],
+    ) -> AgentMemory:
+        """What the agent remembers from now on, attached to its hot memory."""
+        request, state = turn.request, ended.state
+        said, messages = await self._prompting.run(
+            key.namespace,
+            lambda: self._said(turn, prepared.text, ended, calls, is_trusted=not recollection.is_brought),
+        )
+        reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
+        stored = turn.stream.stored if turn.stream is not None else list(prepared.stored_blocks)
+        previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
+        memory = AgentMemory(
+            words=said.words,
+            messages=messages,
+            turn=manifest_pb2.Turn(
+                request_id=request.request_id,
+                prompt_tokens=ended.prompt_tokens,
+                prompt_chars=len(prepared.text),
+                finish_reason=reason,
+                input_digest=request.input_digest,
+                reply=ended.text,
+                matched_stop=ended.matched_stop,
+            ),
+            shareable_tokens=state.shareable_tokens,
+            tokenizer_digest=self._engine.model.tokenizer_digest,
+            kept=Kept(
+                head=previous.head if previous is not None else recollection.head,
+                is_head=False,
+                expected_version=request.parent_version,
+                # What was not stored yet counts under the lease under which it was made, and what extends it too.
+                generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
+                heard=turn.heard,
+                # A stop string may have taken back tokens of a block that was already sent.
+                blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
+            ),
+            points=state.points,
+            is_brought=_is_brought(recollection, prepared),
+        )
+        self._engine.tag_hot(key, memory)
+        return memory
+
+    def _said(
+        self, turn: TurnState, prompt: str, ended: Ended, calls: Sequence[manifest_pb2.ToolCall], *, is_trusted: bool
+    ) -> tuple[Said, tuple[manifest_pb2.Message, ...]]:
+        """Text and messages that are remembered. On the tokenizer's thread."""
+        prompting = self._prompting
+        said = prompting.said(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
+        if turn.dialogue is None:
+            return said, ()
+        reply = conversation.reply_message(
+            prompting.template,
+            turn.dialogue,
+            reply=said.reply,
+            told_text=said.words.text,
+            tool_calls=calls,
+            tool_start=prompting.tool_start,
+            is_trusted=is_trusted,
+        )
+        return said, (*turn.messages, reply)
+
+    def _generation(self, key: SequenceKey) -> int:
+        leases = self._leases.get(key.namespace)
+        return leases.generation(key.agent_id) if leases is not None else 0
+
+    async def _keep(
+        self, turn: TurnState, key: SequenceKey, recollection: Recollection, memory: AgentMemory
+    ) -> SnapshotOutcome:
+        """Publish a memory, and say what came of it as far as the reader's patience goes."""
+        store = self._stores.get(key.namespace)
+        if store is None:
+            return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
+        previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
+        first, most = len(memory.kept.blocks), self.copies.piece_blocks
+        asked = turn.snapshot or self._engine.snapshot(key, first, max_blocks=most)
+        # Awaited before the next turn of the agent may begin: the copies are this turn's.
+        return await self._publish(key, memory, store, previous, asked, turn.stream)
+
+    async def _publish(
+        self,
+        key: SequenceKey,
+        memory: AgentMemory,
+        store: RemoteCache,
+        previous: Kept | None,
+        asked: "Future[Snapshot | None]",
+        stream: BlockStream | None,
+    ) -> SnapshotOutcome:
+        taken: Snapshot | KvasirError | None
+        sent_bytes = 0
+        try:
+            taken = await copied(asked)
+            if taken is not None:
+                taken, sent_bytes = await self.copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
+        except KvasirError as error:
+            taken = error  # the reply was told: its snapshot failed, not the turn
+        self._publisher.publish(key, memory, taken, store, previous, stream, sent_bytes)
+        return await self._publisher.outcome(key.namespace, memory, store)
+
+    async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
+        """The turn was done before: its reply again, and what became of it, nothing done twice."""
+        request, remembered = turn.request, memory.turn
+        token_ids = tuple(memory.words.token_ids[remembered.prompt_tokens :])
+        head = memory.kept.head
+        is_head = memory.kept.is_head and head is not None
+        parent = (head.parent_version if is_head else head.version) if head is not None else 0
+        outbox = turn.running.outbox
+        prompt_tokens = remembered.prompt_tokens
+        outbox.put(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
+        words = memory.words.text
+        reader = reply_reader(request, self._prompting, words[: remembered.prompt_chars])
+        part = reader.push(remembered.reply)
+        rest = reader.end(without_guards(words[remembered.prompt_chars :]).removeprefix(remembered.reply))
+        outbox.put(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
+        snapshot = await self._outcome_again(turn, recollection, memory)
+        elapsed_s = self._clock() - turn.arrived
+        outbox.put(
+            TurnFinished(
+                finish_reason=remembered.finish_reason,
+                matched_stop=remembered.matched_stop,
+                prompt_tokens=prompt_tokens,
+                cached_tokens=prompt_tokens,
+                completion_tokens=len(token_ids),
+                timings=TurnTimings(queue_s=turn.queue_s, first_token_s=elapsed_s),
+                snapshot=snapshot,
+                tool_calls=tuple(reader.calls),
+            )
+        )
+        _LOG.info("turn.told_again", request_id=request.request_id, version=snapshot.version)
+
+    async def _outcome_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> SnapshotOutcome:
+        """What became of a turn that is told again. One that was never stored is published now."""
+        key, kept = turn.key, memory.kept
+        store = self._stores.get(key.namespace) if key is not None else None
+        if kept.is_head and kept.head is not None:
+            return SnapshotOutcome(SnapshotState.COMMITTED, kept.head.version, "", kept.head.manifest)
+        if store is None or key is None:
+            return SnapshotOutcome(SnapshotState.NONE)
+        if kept.is_being_published:
+            return await self._publisher.outcome(key.namespace, memory, store)
+        return await self._keep(turn, key, replace(recollection, memory=None), memory)
+
+
+def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:
+    """Whether a turn's KV is, or was computed on, what was brought. The store marks bytes; this outlives its copies."""
+    memory = recollection.memory
+    return prepared.source in (Source.HOT, Source.WARM) and memory is not None and memory.is_brought

@@ -1,0 +1,480 @@
+"""The life of a request. Start here to see how a turn is served.
+
+A turn waits for its agent's turn before it; finds the agent's newest memory; is a retry and told again, or is rendered,
+held against the memory, and given to the engine; its events go to the reader as they come; at the end what the agent
+now remembers is attached to the hot memory and published, and the last message says what became of it.
+
+Each turn is a task of its own, not its RPC's: a reader that goes away cancels generation, never the care of memory.
+"""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import structlog
+from kvasir import errors
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.engine.api import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
+from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.memory.kept_aside import AsideLimits, KeptAside, may_be_put_aside
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.publishing import BlockStream
+from inference_svc.memory.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.store_patience import Budget
+from inference_svc.model.model_host import MemoriesLeft
+from inference_svc.model.prompting import Prompting
+from inference_svc.text import conversation
+from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns import replay
+from inference_svc.turns.admission import Admission
+from inference_svc.turns.handoff import HandOff
+from inference_svc.turns.outbox import Outbox, Patience
+from inference_svc.turns.prompt_text import prompt_text
+from inference_svc.turns.telling import Telling
+from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest, TurnStarted, Warmed
+from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.turn_state import (
+    RunningTurn,
+    TurnState,
+    check_parent,
+    reply_reader,
+    too_long,
+    whole_conversation,
+)
+
+_LOG = structlog.get_logger(__name__)
+_DEFAULT_MAX_TOKENS = 512
+# Hot memory may be dropped, and a file refused, between planning and running: plan again this often.
+_PLANS = 4
+# The agent may get another newest version meanwhile: serve a turn from its beginning this often.
+_SERVINGS = 4
+# Another engine that is asked lets go within milliseconds, unless its turn still runs.
+_HELD_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLimits:
+    """What one turn may cost others."""
+
+    store_budget_s: float = 0.25
+    """Time without progress that a turn may lose to the store, in total."""
+    store_min_bytes_per_s: float = 20e6
+    """A store that sends more slowly than this is slow, and its time counts."""
+    publish_timeout_s: float = 30.0
+    patience: Patience = field(default_factory=Patience)
+    """What a reader may leave of its turn, and for how long."""
+
+
+class _MemoryMovedError(Exception):
+    """The agent's newest version is no longer the one that the turn was planned on."""
+
+
+class TurnService:
+    """Runs turns over one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        prompting: Prompting,
+        recall: Recall,
+        ending: TurnEnding,
+        stores: Mapping[str, RemoteCache],
+        leases: Mapping[str, LineLeases],
+        limits: TurnLimits,
+        admission: Admission,
+        stats: ServiceStats,
+        clock: Callable[[], float],
+    ) -> None:
+        """Made on the event loop that will run it. `admission` and `stats` are those of all models that the service
+        loads one after the other. `clock` gives seconds, monotonic.
+        """
+        self._engine = engine
+        self._prompting = prompting
+        self._recall = recall
+        self._ending = ending
+        self._stores = stores
+        self._leases = leases
+        self._limits = limits
+        self._admission = admission
+        self.stats = stats
+        self._clock = clock
+        self._handoff = HandOff(asyncio.get_running_loop())
+        self._running: dict[asyncio.Task[None], RunningTurn] = {}
+        self._order: dict[SequenceKey, asyncio.Lock] = {}
+        self._waiting: Counter[SequenceKey] = Counter()
+        self._counting = SharedRoom(1)
+        self._compiling = SharedRoom(1)
+
+    def begin(self, request: TurnRequest) -> RunningTurn:
+        """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
+        place = contextlib.ExitStack()
+        place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
+        running = RunningTurn(Outbox(self._limits.patience, self._clock))
+        running.task = asyncio.create_task(self._run(request, running))
+        self._running[running.task] = running
+        running.task.add_done_callback(self._running.pop)
+        running.task.add_done_callback(lambda _: place.close())
+        return running
+
+    async def drain(self, patience_s: float) -> None:
+        """Wait for turns that run, end those that take longer, then wait for publications."""
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=patience_s)
+        for running in list(self._running.values()):
+            running.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=patience_s)
+        await self._ending.drain(patience_s)
+
+    async def store_hot(self, patience_s: float) -> MemoriesLeft:
+        """After `drain`: store the memories that are hot and not in the store."""
+        return await self._ending.store_hot(patience_s)
+
+    async def count_tokens(self, request: TurnRequest) -> int:
+        """Tokens of a turn's prompt that finds no memory. Takes a turn's place: raises ResourceExhausted. One count
+        after the other, namespaces in turn; no turn's own text waits for one, but for the copy that the first makes.
+        """
+        given = request.input
+        messages = given.messages if isinstance(given, MessagesInput) else ()
+        with self._admission.turn(request.namespace, request.caller, request.input_bytes):
+            async with self._counting.held_for(request.namespace, 1):
+                counter = await self._prompting.twin(request.namespace)
+                text, _ = await prompt_text(counter, request, messages)
+                return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)
+
+    async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
+        turn = TurnState(request, running, arrived=self._clock())
+        counters = self.stats.of(request.namespace)
+        counters.turns += 1
+        counters.waiting_turns += 1
+        end = "failed"
+        try:
+            async with self._in_order(request):
+                await self._prompting.read(request.namespace, request.objects)
+                turn.queue_s = self._clock() - turn.arrived
+                with self._using_lease(turn):
+                    await self._serve(turn)
+        except asyncio.CancelledError:
+            end = "cancelled"
+            running.outbox.close(running.ended_by or errors.Cancelled("the turn was cancelled"))
+            raise
+        except Exception as error:  # noqa: BLE001 - the reader must end whatever happens; the edge logs and names it
+            end = "cancelled" if running.is_cancelled else end
+            running.outbox.close(running.ended_by or error)
+        else:
+            end = "cancelled" if running.is_cancelled else "finished"
+            running.outbox.close(running.ended_by)
+        finally:
+            counters.ends[end] += 1
+            if turn.has_begun:
+                counters.running_turns -= 1
+            else:
+                counters.waiting_turns -= 1
+
+    @contextlib.asynccontextmanager
+    async def _in_order(self, request: TurnRequest) -> AsyncIterator[None]:
+        """One agent's turns run one after the other, in order of arrival; different agents' in parallel."""
+        if not request.agent_id:
+            yield
+            return
+        key = SequenceKey(request.namespace, request.agent_id)
+        lock = self._order.setdefault(key, asyncio.Lock())
+        self._waiting[key] += 1
+        try:
+            async with lock:
+                yield
+        finally:
+            self._waiting[key] -= 1
+            if not self._waiting[key]:
+                del self._waiting[key], self._order[key]
+
+    # --- one turn ---
+
+    async def _serve(self, turn: TurnState) -> None:
+        budget = Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
+        for _ in range(_SERVINGS):
+            try:
+                return await self._serve_once(turn, budget)
+            except _MemoryMovedError:
+                turn.damage = None  # it was of the memory before
+        raise _moved_away()
+
+    async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
+        """Raises _MemoryMovedError when nothing has happened yet and all must be looked at again."""
+        request = turn.request
+        recollection = await self._newest(turn, budget) if turn.key else NOTHING_REMEMBERED
+        if request.is_warming:
+            return await self._warm(turn, recollection, budget)
+        memory = recollection.memory
+        is_retry = memory is not None and replay.is_retry(request, memory)
+        if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
+            self.stats.of(request.namespace).sources[Source.REPLAY] += 1
+            return await self._ending.tell_again(turn, recollection, memory)
+        if not is_retry:
+            check_parent(request, recollection)
+        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
+        text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
+        self._check_length(text)
+        recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
+        return await self._ending.finish(turn, recollection, prepared, ended)
+
+    def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
+        leases = self._leases.get(turn.request.namespace) if turn.key is not None else None
+        return leases.using(turn.request.agent_id) if leases is not None else contextlib.nullcontext()
+
+    async def _newest(self, turn: TurnState, budget: Budget) -> Recollection:
+        """The agent's memory, and beside it the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE): computed
+        all the same, the turn would lose against whoever has it.
+        """
+        assert turn.key is not None
+        leases, agent_id = self._leases.get(turn.request.namespace), turn.request.agent_id
+        if leases is not None:
+            turn.heard = turn.heard or self._stores[turn.request.namespace].heard
+            leases.begin(agent_id)
+        recollection = await self._recall.newest(turn.key, budget)
+        if leases is not None and leases.is_elsewhere(agent_id) and recollection.head is not None:
+            try:
+                await leases.obtain(agent_id, _HELD_PATIENCE_S)
+            except errors.KvasirError as error:
+                if error.reason == "AGENT_HELD_ELSEWHERE":
+                    raise
+            recollection = await self._recall.newest(turn.key, budget)
+        return recollection
+
+    def _check_line(self, turn: TurnState) -> None:
+        """Raises _MemoryMovedError when another engine was heard to have the line since the memory was looked at: the
+        store may tell of a lease later than of a memory. Looked at again, the turn waits for the line, or is refused.
+        """
+        namespace, agent_id = turn.request.namespace, turn.request.agent_id
+        leases = self._leases.get(namespace) if turn.key is not None else None
+        if leases is not None and leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
+            raise _MemoryMovedError
+
+    async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:
+        """Make the agent's memory hot, or the prompt that is given, and say nothing."""
+        request, memory = turn.request, recollection.memory
+        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        if recollection.head is None and recollection.kv_from is not Source.HOT:
+            raise errors.Unavailable(
+                f"the agent's memory cannot be read now ({recollection.miss.detail if recollection.miss else ''})",
+                reason="MEMORY_UNREADABLE",
+                retry_after_s=1.0,
+            )
+        if request.input != PromptInput(""):
+            kept = memory.kept if memory is not None and request.namespace in self._stores else None
+            if kept is not None and not kept.is_safe:
+                raise errors.Unavailable(
+                    "the agent's memory is not stored yet, and the prompt would take its place",
+                    reason="MEMORY_NOT_STORED",
+                    retry_after_s=1.0,
+                )
+            turn.messages = whole_conversation(request, recollection, is_retry=False)
+            text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
+        elif memory is None or not memory.words.token_ids:
+            turn.running.warmed = Warmed(0, 0, turn.parent_version)
+            miss = recollection.miss
+            turn.running.outbox.put(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
+            return
+        else:
+            text = memory.words.text
+        self._check_length(text)
+        recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
+        self._ending.warmed(turn, recollection, prepared, ended)
+
+    def _check_length(self, text: str) -> None:
+        """An absurd prompt is refused without tokenizing it."""
+        context = self._engine.model.context_tokens
+        if (fewest := self._prompting.fewest_tokens(text)) > context:
+            raise too_long(f"at least {fewest}", context)
+
+    async def _generate(
+        self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
+    ) -> tuple[Recollection, Prepared, Ended]:
+        """Plan and run, planning again when what the plan stood on went away in between."""
+        usable_files: int | None = None
+        usable_point: int | None = None
+        if (told := turn.dialogue) is not None and self._engine.model.has_states:
+            template = self._prompting.template
+            turn.point_chars = await self._prompting.run(
+                turn.request.namespace, lambda: conversation.lasting_chars(template, told, text)
+            )
+
+        async def hold(size_bytes: int) -> None:
+            await self._admission.restoring.wait_for(turn.request.namespace, size_bytes)
+            turn.restoring_bytes += size_bytes
+
+        for _ in range(_PLANS):
+            try:
+                prepared = await self._recall.plan(
+                    recollection,
+                    text,
+                    namespace=turn.request.namespace,
+                    budget=budget,
+                    hold=hold,
+                    usable_files=usable_files,
+                    usable_point=usable_point,
+                    speaks=not turn.request.is_warming,
+                )
+                self._check_line(turn)
+                if turn.damage is not None:
+                    prepared = replace(prepared, miss=turn.damage)
+                turn.restore_s = budget.spent_s
+                may_wait = may_be_put_aside(
+                    self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
+                )
+                plan = replace(self._plan(turn, prepared), can_be_put_aside=may_wait)
+                prepared = replace(prepared, reuse=Cold())
+                running = self._run_plan(turn, prepared, plan)
+                del plan  # what was read from the store is the engine's to drop
+                return recollection, prepared, await running
+            except errors.FailedPrecondition as error:
+                if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
+                    raise
+                recollection = _same_version(recollection, await self._recall.newest(turn.key, budget))
+            except errors.DataLoss as error:
+                # The bytes are those of their digest and still not what they must be. The stored tokens are known:
+                # from there on they are prefilled again.
+                if point := error.metadata.get("state"):
+                    usable_point, what = int(point) - 1, f"the state of {point} tokens"
+                else:
+                    usable_files = int(error.metadata.get("blob", "0"))
+                    what = f"tensor file {usable_files} of the memory"
+                turn.damage = Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")
+                _LOG.warning("restore.refused", request_id=turn.request.request_id, what=what)
+            finally:
+                self._let_go(turn)
+        raise _moved_away()
+
+    async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
+        namespace, constraint = turn.request.namespace, turn.request.sampling.constraint
+        if constraint is not None and not self._engine.grammars.knows(namespace, constraint):
+            # Others' formats took its place while the turn waited. To compile one may take a second.
+            async with self._compiling.held_for(namespace, 1):
+                await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
+        inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
+        store = self._stores.get(turn.request.namespace)
+        is_kept = turn.key is not None and not turn.request.is_warming
+        stream = self._stream(turn.key, store, prepared) if is_kept and turn.key and store is not None else None
+        if turn.running.is_cancelled:
+            raise errors.Cancelled("the turn was cancelled")
+
+        def on_events(events: list[Event]) -> None:
+            # On the MLX thread. The snapshot is asked for here, because the next step may drop this memory for another.
+            if stream is not None and isinstance(events[-1], Ended):
+                most = self._ending.copies.piece_blocks
+                turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored), max_blocks=most)
+            self._handoff.send(inbox.put_nowait, events)
+
+        needed_bytes = self._engine.needed_bytes(plan)
+        turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
+        telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
+        aside: KeptAside | None = None
+        try:
+            with self._admission.kv(turn.request.namespace, needed_bytes):
+                turn.running.handle = self._engine.submit(plan, on_events)
+                del plan
+                aside = self._kept_aside(turn, turn.running.handle, store) if store is not None else None
+                return await self._until_ended(turn, inbox, telling, aside)
+        except BaseException:
+            if turn.running.handle is not None:
+                turn.running.handle.cancel()
+            if stream is not None:
+                stream.abandon()
+            raise
+        finally:
+            turn.running.handle = None
+            if aside is not None:
+                aside.close()
+
+    async def _until_ended(
+        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling, aside: KeptAside | None
+    ) -> Ended:
+        while True:
+            for event in await inbox.get():
+                telling.event(event)
+                if aside is not None:
+                    aside.event(event)
+                match event:
+                    case Started():
+                        self._let_go(turn)
+                    case Failed(error):
+                        raise error
+                    case Ended():
+                        turn.running.is_ending = True
+                        return event
+                    case _:
+                        pass
+
+    def _stream(self, key: SequenceKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
+        timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
+        return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
+
+    def _kept_aside(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> KeptAside:
+        limits = AsideLimits(
+            write_timeout_s=self._limits.publish_timeout_s,
+            read_budget_s=max(self._limits.store_budget_s, AsideLimits().read_budget_s),
+            min_bytes_per_s=self._limits.store_min_bytes_per_s,
+            piece_files=self._ending.copies.piece_blocks,
+        )
+        namespace, copies, restoring = turn.request.namespace, self._ending.copies.held, self._admission.restoring
+        return KeptAside(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
+
+    def _let_go(self, turn: TurnState) -> None:
+        """What was read from the store is KV now, or is not needed."""
+        held_bytes, turn.restoring_bytes = turn.restoring_bytes, 0
+        self._admission.restoring.give_back(turn.request.namespace, held_bytes)
+
+    def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
+        context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
+        if not count:
+            raise errors.InvalidArgument("prompt: expected at least one token", field="prompt")
+        if count + (not turn.request.is_warming) > context:
+            raise too_long(str(count), context)
+        sampling = turn.request.sampling
+        if turn.request.max_tokens_is_default:
+            sampling = replace(sampling, max_tokens=min(_DEFAULT_MAX_TOKENS, context - count))
+        elif count + sampling.max_tokens > context:
+            raise errors.ResourceExhausted(
+                f"sampling.max_tokens: {count} prompt tokens and {sampling.max_tokens} to generate are more than the "
+                f"context of {context}",
+                reason="CONTEXT_EXCEEDED",
+                field="sampling.max_tokens",
+                metadata={"prompt_tokens": str(count), "context_tokens": str(context)},
+            )
+        return TurnPlan(
+            token_ids=prepared.tokens.ids,
+            token_chars=prepared.tokens.chars,
+            sampling=sampling,
+            reuse=prepared.reuse,
+            key=turn.key,
+            keep_partial=turn.request.keep_partial,
+            priority=turn.request.priority,
+            namespace=turn.request.namespace,
+            point_tokens=turn.point_tokens(prepared.tokens.chars),
+        )
+
+
+def _same_version(planned: Recollection, found: Recollection) -> Recollection:
+    """What is found now of the version that a turn was planned on. Raises _MemoryMovedError when another is newest: the
+    turn's words were made from this one's, and its parent was checked against this one.
+    """
+    if found.head is None:
+        # The store cannot be asked now: the turn still extends what it was planned on, and the swap decides at the end.
+        return replace(found, head=planned.head)
+    if planned.head is None or (found.head.version, found.head.manifest) != (
+        planned.head.version,
+        planned.head.manifest,
+    ):
+        raise _MemoryMovedError
+    return found
+
+
+def _moved_away() -> errors.Unavailable:
+    return errors.Unavailable("the agent's memory went away while the turn was planned", retry_after_s=1.0)

@@ -1,0 +1,166 @@
+"""One turn under way: what its reader holds of it, and what its steps know of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.manifest import tokens_within_chars
+
+from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.engine import TurnHandle
+from inference_svc.memory.outcomes import Miss, MissReason
+from inference_svc.memory.publishing import BlockStream
+from inference_svc.memory.recall import Recollection
+from inference_svc.memory.remote_cache import Heard
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.conversation import Dialogue, tool_fields
+from inference_svc.text.reply_parts import ReplyReader
+from inference_svc.turns.outbox import Outbox
+from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnRequest, Warmed
+
+
+class RunningTurn:
+    """A turn under way, as its reader sees it: its events, and how to stop it."""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.outbox = outbox
+        self.task: asyncio.Task[None] | None = None
+        self.handle: TurnHandle | None = None
+        self.is_ending = False
+        self.warmed: Warmed | None = None  # what a turn that says nothing left
+        self.ended_by: errors.KvasirError | None = None  # what the reader is told of a turn that was not let end
+
+    def events(self) -> AsyncIterator[TurnEvent]:
+        """Started first, Finished last; ends with a KvasirError instead when the turn fails."""
+        return self.outbox.events()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self.ended_by is not None
+
+    def cancel(self, why: errors.KvasirError | None = None) -> None:
+        """Stop generating: the reader is gone, or `why`. What the turn left in memory is taken care of regardless.
+        Idempotent.
+        """
+        if self.is_cancelled or self.is_ending:
+            return
+        self.ended_by = why or errors.Cancelled("the turn was cancelled")
+        if self.handle is not None:
+            self.handle.cancel()
+        elif self.task is not None:
+            self.task.cancel()
+
+
+@dataclass(slots=True)
+class TurnState:
+    """What the steps of one turn learn, in their order."""
+
+    request: TurnRequest
+    running: RunningTurn
+    arrived: float
+    queue_s: float = 0.0
+    restore_s: float = 0.0
+    restoring_bytes: int = 0  # read from the store, or about to be, and not KV yet
+    has_begun: bool = False  # the engine has its memory and computes
+    computed: int = 0  # tokens of the prompt whose KV is there
+    parent_version: int = 0
+    heard: Heard | None = None  # when it began
+    messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
+    dialogue: Dialogue | None = None  # the same, as templates know them
+    damage: Miss | None = None
+    point_chars: int | None = None  # of the prompt, after which a model with states makes a point
+    first_token_at: float | None = None
+    stream: BlockStream | None = None
+    reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
+    snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end
+    key: SequenceKey | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.key = SequenceKey(request.namespace, request.agent_id) if request.agent_id else None
+
+    def point_tokens(self, token_chars: Sequence[int]) -> int | None:
+        """Prompt tokens that lie wholly inside `point_chars`."""
+        return None if self.point_chars is None else tokens_within_chars(token_chars, self.point_chars)
+
+
+def check_parent(request: TurnRequest, recollection: Recollection) -> None:
+    """Raise Conflict when the agent's newest version is not the one that the caller knows. If the store could not be
+    asked, its compare-and-swap decides at the end.
+    """
+    head = recollection.head
+    if request.parent_version is None or head is None or request.parent_version == head.version:
+        return
+    raise errors.Conflict(
+        f"parent_version: {request.parent_version} was named, the agent's newest version is {head.version}",
+        field="parent_version",
+        metadata={"head_version": str(head.version)},
+    )
+
+
+def whole_conversation(
+    request: TurnRequest, recollection: Recollection, *, is_retry: bool
+) -> tuple[manifest_pb2.Message, ...]:
+    """The messages of the prompt. Raises FailedPrecondition or Unavailable when there is nothing to append to."""
+    if isinstance(request.input, PromptInput):
+        return ()
+    given, memory = request.input.messages, recollection.memory
+    if not request.input.is_append:
+        return given
+    if memory is not None and memory.messages:
+        # A retry of a turn that was cut: its messages are remembered already, and the partial reply goes.
+        return memory.messages[:-1] if is_retry else (*memory.messages, *given)
+    if (memory is None or not memory.words.token_ids) and request.parent_version == 0:
+        return given
+    _refuse_append(recollection)
+    return ()
+
+
+def too_long(prompt_tokens: str, context_tokens: int) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(
+        f"prompt: {prompt_tokens} tokens, and one to generate, are more than the context of {context_tokens}",
+        reason="CONTEXT_EXCEEDED",
+        field="prompt",
+        metadata={"prompt_tokens": prompt_tokens, "context_tokens": str(context_tokens)},
+    )
+
+
+_UNKNOWN: Sequence[MissReason] = (
+    MissReason.STORE_UNREACHABLE,
+    MissReason.STORE_TIMEOUT,
+    MissReason.STORE_REFUSED,
+)
+
+
+def _refuse_append(recollection: Recollection) -> None:
+    miss = recollection.miss
+    if recollection.memory is None and miss is not None and miss.reason in _UNKNOWN:
+        # Going on without what the agent remembers would be another conversation, not a miss.
+        raise errors.Unavailable(
+            f"append_messages: the agent's memory cannot be read now ({miss.detail}); send all messages, or retry",
+            reason="MEMORY_UNREADABLE",
+            retry_after_s=1.0,
+        )
+    if recollection.memory is None and miss is not None and miss.reason is not MissReason.NEW_AGENT:
+        raise errors.FailedPrecondition(
+            f"append_messages: the agent's memory cannot be read ({miss.detail}); send all messages, or roll back",
+            reason="MEMORY_DAMAGED",
+            field="append_messages",
+        )
+    raise errors.FailedPrecondition(
+        "append_messages: the agent remembers no messages; send all of them (or say parent_version 0 for a new agent)",
+        reason="NO_MESSAGES",
+        field="append_messages",
+    )
+
+
+def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
+    """Reads the reply. One to a raw prompt, and one whose form was asked for, is answer and nothing else."""
+    if isinstance(request.input, PromptInput) or request.sampling.constraint is not None:
+        return ReplyReader()
+    choice = f"{request.choice}-" if request.choice else ""
+    tools = tool_fields(request.tools, request.objects)
+    return prompting.reader(prompt, tools, f"{request.request_id}-{choice}")

@@ -1,0 +1,42 @@
+"""The name under which an engine holds leases: the same after a restart, and never two living processes'."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from inference_svc.memory.lease_owner import LeaseOwner
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from inference_svc.memory.lease_owner import LeaseOwner
+owner = LeaseOwner(Path(sys.argv[1]), lambda: "first")
+print(owner.name, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_name_is_kept_over_kill_9_and_not_shared_with_a_living_process(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline().strip() == "first"
+        other = LeaseOwner(tmp_path, lambda: "second")
+        assert other.name == "second"
+        other.close()
+        holder.kill()
+        holder.wait()
+    after = LeaseOwner(tmp_path, lambda: "third")
+    assert after.name == "first"
+    after.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"x" * 5000, b"a\nb", b"\0"])
+def test_a_file_that_holds_no_name_is_written_anew(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "lease-owner").write_bytes(content)
+    for expected in ("new", "new"):
+        owner = LeaseOwner(tmp_path, lambda: "new")
+        assert owner.name == expected
+        owner.close()
+    assert (tmp_path / "lease-owner").read_bytes() == b"new\n"

@@ -1,0 +1,407 @@
+"""Leases of the lines whose memory is hot: asked for once, prolonged together, given back, and gone when wanted."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import SequenceKey
+from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.remote_cache import (
+    NO_HEAD,
+    AgentGone,
+    EventsLost,
+    Granted,
+    Head,
+    HeadMoved,
+    LeaseWanted,
+    Renewed,
+    StoreEvent,
+)
+from inference_svc.memory.trust import LEASE_MARGIN_S, LEASE_TTL_S, may_use_hot
+from inference_svc.text.prefix_matching import Memory
+
+KV = "kv"
+HEAD = Head(3, Digest.of(b"three"), 2, KV)
+HELD = errors.FailedPrecondition("held", reason="LEASE_HELD")
+
+
+class Store:
+    """Grants what it is told to, and notes what it is asked."""
+
+    is_reachable = True
+
+    def __init__(self) -> None:
+        self.release_takes_s = 0.0
+        self.generation = 0  # of whatever is granted; 0: a new one each time
+        self.refusals: list[errors.KvasirError] = []
+        self.asked: list[tuple[str, bool]] = []
+        self.renewed: list[dict[str, int]] = []
+        self.released: list[tuple[str, int]] = []
+        self.lost: frozenset[str] = frozenset()
+        self.wanted: frozenset[str] = frozenset()
+        self.answering = asyncio.Event()
+        self.answering.set()
+
+    async def acquire_lease(self, agent: str, _kv: str, _owner: str, *, begins_anew: bool, **_how: object) -> Granted:
+        self.asked.append((agent, begins_anew))
+        await self.answering.wait()
+        if self.refusals:
+            raise self.refusals.pop(0)
+        return Granted(self.generation or len(self.asked), HEAD)
+
+    async def renew_leases(self, _owner: str, _kv: str, generations: dict[str, int], _timeout_s: float) -> Renewed:
+        self.renewed.append(generations)
+        await self.answering.wait()
+        return Renewed(self.lost, self.wanted)
+
+    async def release_lease(self, agent: str, _kv: str, _owner: str, generation: int, timeout_s: float) -> None:
+        if timeout_s < self.release_takes_s:
+            raise errors.DeadlineExceeded("a busy store")
+        self.released.append((agent, generation))
+
+    async def watch(self) -> AsyncGenerator[StoreEvent, None]:
+        await asyncio.Event().wait()
+        yield EventsLost()
+
+
+class Engine:
+    """Hot memories by agent."""
+
+    def __init__(self) -> None:
+        self.model = SimpleNamespace(kv_identity_hash=KV)
+        self.hot: dict[str, AgentMemory] = {}
+
+    def hot_keys(self) -> set[SequenceKey]:
+        return {SequenceKey("default", agent) for agent in self.hot}
+
+    def hot_tag(self, key: SequenceKey) -> object:
+        return self.hot.get(key.agent_id)
+
+    def drop_hot(self, key: SequenceKey) -> None:
+        self.hot.pop(key.agent_id, None)
+
+
+class Lab:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.store, self.engine = Store(), Engine()
+        engine: Any = self.engine
+        self.leases = LineLeases("default", self.store, engine, "engine-1", lambda: self.now)
+
+    def remember(self, agent: str, *, is_safe: bool = True) -> None:
+        kept = Kept(HEAD, is_head=is_safe)
+        self.engine.hot[agent] = AgentMemory(Memory("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
+
+    async def held(self, agent: str) -> None:
+        self.leases.begin(agent)
+        await settle()
+        assert self.counts(agent)
+
+    def counts(self, agent: str) -> bool:
+        lease = self.leases.lease(agent)
+        return lease is not None and lease.counts(self.now)
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def run(scenario: Callable[[Lab], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(scenario(Lab()), 10)
+
+    asyncio.run(bounded())
+
+
+def test_a_lease_is_asked_for_once_and_counts_from_before_it_was_asked_for() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        lab.store.answering.clear()
+        lab.leases.begin("a")
+        lab.leases.begin("a")
+        await settle()
+        lab.now += 3
+        lab.store.answering.set()
+        await settle()
+        assert lab.store.asked == [("a", True)]
+        assert lab.counts("a")
+        lab.now = 100 + LEASE_TTL_S - LEASE_MARGIN_S
+        assert not lab.counts("a")
+        lab.leases.begin("a")
+        await settle()
+        assert lab.store.asked[1:] == [("a", False)]  # its own earlier lease is not fenced: a commit may be on its way
+
+    run(scenario)
+
+
+def test_one_heartbeat_prolongs_what_is_hot_or_used_and_gives_back_the_rest() -> None:
+    async def scenario(lab: Lab) -> None:
+        for agent in ("hot", "used", "dropped"):
+            await lab.held(agent)
+        lab.remember("hot")
+        with lab.leases.using("used"):
+            lab.now += 3
+            lab.store.answering.clear()
+            beating = asyncio.create_task(lab.leases.beat())
+            await settle()
+            lab.now += 1  # the answer is late: time counts from before the request
+            lab.store.answering.set()
+            await beating
+        await settle()
+        assert lab.store.renewed == [{"hot": 1, "used": 2}]
+        assert lab.store.released == [("dropped", 3)]
+        lab.now = 103 + LEASE_TTL_S - LEASE_MARGIN_S - 0.01
+        assert lab.counts("hot")
+        lab.now += 0.02
+        assert not lab.counts("hot")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_unverified", [False, True])
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_a_heartbeat_finds_lost_counts_no_more_and_is_given_back_unless_it_had_ended(
+    has_ended: bool, is_unverified: bool
+) -> None:
+    """Whoever takes the memory back waits for the release; the event that asks for it may come after the beat, or be
+    one of those that are lost."""
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        if is_unverified:
+            lab.leases._happened(EventsLost())
+        lab.store.lost = frozenset({"a"})
+        lab.now += LEASE_TTL_S if has_ended else 0
+        await lab.leases.beat()
+        assert not lab.counts("a")
+        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        await settle()
+        # One that ended may be of a publication on its way: the next lease must not fence that.
+        assert lab.store.released == ([] if has_ended else [("a", 1)])
+        assert lab.engine.hot == {}
+
+    run(scenario)
+
+
+def test_a_heartbeat_that_is_answered_late_says_nothing_of_a_lease_that_was_granted_since() -> None:
+    """The same generation, where the first had ended and nobody took it: given back, the next would fence a commit."""
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        lab.store.generation = 1
+        lab.now += LEASE_TTL_S
+
+        async def late(*_asked: object) -> Renewed:
+            await lab.held("a")
+            return Renewed(frozenset({"a"}), frozenset())
+
+        lab.store.renew_leases = late  # type: ignore[method-assign, assignment]
+        await lab.leases.beat()
+        await settle()
+        assert lab.counts("a")
+        assert lab.store.released == []
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_what_is_taken_back_is_given_back_at_once_and_answered_from_no_more(is_used: bool) -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        with lab.leases.using("a") if is_used else contextlib.nullcontext():
+            lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+            assert not lab.counts("a")
+            await settle()
+            assert lab.store.released == [("a", 1)]
+            assert ("a" in lab.engine.hot) is is_used
+
+    run(scenario)
+
+
+def test_a_busy_store_is_given_the_lease_back_for_as_long_as_it_holds() -> None:
+    """Whoever takes the memory back waits for the release; given up, it would wait for the end of the lease."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.held("a")
+        lab.store.release_takes_s = LEASE_TTL_S - 0.5
+        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        await settle()
+        assert lab.store.released == [("a", 1)]
+
+    run(scenario)
+
+
+def test_another_engine_gets_the_line_when_its_turn_has_ended_and_is_stored() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        with lab.leases.using("a"):
+            lab.leases._happened(LeaseWanted("a", KV, takes_back=False))
+            await settle()
+            assert lab.store.released == []
+            assert lab.counts("a")
+        await settle()
+        assert lab.store.released == [("a", 1)]
+        assert lab.engine.hot == {}
+        assert not lab.counts("a")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_after_a_lease_was_given_back_the_next_one_is_of_another_generation(takes_back: bool) -> None:
+    """The release may arrive after the next request: with the same generation it would end the new lease unheard."""
+
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        lab.leases._happened(LeaseWanted("a", KV, takes_back=takes_back))
+        await lab.held("a")
+        assert lab.store.released == [("a", 1)]
+        assert lab.store.asked == [("a", True), ("a", True)]
+
+    run(scenario)
+
+
+def test_a_lease_that_was_asked_for_before_it_was_taken_back_is_given_back_unused() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.store.answering.clear()
+        lab.leases.begin("a")
+        await settle()
+        lab.leases._happened(LeaseWanted("a", KV, takes_back=True))
+        lab.store.answering.set()
+        await settle()
+        assert lab.leases.lease("a") is None
+        assert lab.store.released == [("a", 1)]
+        assert (await lab.leases.obtain("a", 1)).generation == 2
+        assert lab.store.asked == [("a", True), ("a", True)]
+
+    run(scenario)
+
+
+def test_a_memory_that_is_nowhere_else_is_not_dropped_for_another_engine() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a", is_safe=False)
+        await lab.held("a")
+        lab.store.wanted = frozenset({"a"})
+        await lab.leases.beat()
+        await settle()
+        assert lab.store.released == []
+        assert "a" in lab.engine.hot
+
+    run(scenario)
+
+
+def test_a_line_that_is_held_elsewhere_is_waited_for_a_little_and_then_refused() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.store.refusals = [HELD, HELD]
+        lab.leases.begin("a")
+        await settle()
+        assert lab.leases.is_elsewhere("a")
+        assert (await lab.leases.obtain("a", 5)).newest == HEAD.identity
+        assert not lab.leases.is_elsewhere("a")
+        lab.store.refusals = [HELD] * 100
+        lab.now += 100
+        with pytest.raises(errors.Unavailable) as refused:
+            await lab.leases.obtain("a", 0.0)
+        assert refused.value.reason == "AGENT_HELD_ELSEWHERE"
+        assert refused.value.retry_after_s
+
+    run(scenario)
+
+
+def test_after_lost_events_no_lease_counts_until_it_is_prolonged() -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a")
+        await lab.held("a")
+        lab.leases._happened(EventsLost())
+        assert not lab.counts("a")
+        await lab.leases.beat()
+        assert lab.counts("a")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("event", "is_safe", "expected"),
+    [
+        (HeadMoved("a", HEAD), True, True),
+        (HeadMoved("a", Head(2, Digest.of(b"two"), 1, KV)), True, True),  # old news
+        (HeadMoved("a", Head(4, Digest.of(b"others"), 3, KV)), True, False),
+        (HeadMoved("a", Head(4, Digest.of(b"others"), 3, "another")), True, True),
+        (HeadMoved("a", Head(4, Digest.of(b"others"), 3, KV)), False, True),  # the next turn decides
+        (AgentGone("a"), True, False),
+        (AgentGone("b"), True, True),
+    ],
+)
+def test_what_others_did_drops_what_no_turn_can_use(event: StoreEvent, is_safe: bool, expected: bool) -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.remember("a", is_safe=is_safe)
+        lab.leases._happened(event)
+        assert ("a" in lab.engine.hot) is expected
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("kept", "is_used", "expected"),
+    [
+        (Kept(NO_HEAD, is_head=False), False, False),
+        (Kept(NO_HEAD, is_head=False, attempted=HEAD.identity), False, False),
+        (Kept(HEAD, is_head=False, attempted_before=frozenset({HEAD.identity})), False, False),
+        (Kept(HEAD, is_head=False, attempted=HEAD.identity), True, True),  # its turn or its commit decides
+        (Kept(None, is_head=False), False, True),
+    ],
+)
+def test_of_an_agent_that_is_gone_nothing_stays_that_may_have_been_stored(
+    kept: Kept, is_used: bool, expected: bool
+) -> None:
+    async def scenario(lab: Lab) -> None:
+        lab.engine.hot["a"] = AgentMemory(Memory("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
+        with lab.leases.using("a") if is_used else contextlib.nullcontext():
+            lab.leases._happened(AgentGone("a"))
+        assert ("a" in lab.engine.hot) is expected
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    ("version", "generation", "expected"), [(4, 1, True), (3, 1, False), (2, 1, False), (4, 0, False), (4, 2, False)]
+)
+def test_a_commit_moves_on_what_its_own_lease_calls_newest_and_never_back(
+    version: int, generation: int, expected: bool
+) -> None:
+    """A repeated commit answers the version that it made before a rollback: hot, it would bring that back."""
+
+    async def scenario(lab: Lab) -> None:
+        await lab.held("a")
+        committed = Head(version, Digest.of(b"committed"), version - 1, KV)
+        lab.leases.committed("a", committed, generation)
+        lease = lab.leases.lease("a")
+        assert lease is not None
+        assert lease.newest == (committed if expected else HEAD).identity
+        assert may_use_hot(Kept(committed, is_head=True).claim, None, lease, lab.now) is expected
+
+    run(scenario)
+
+
+def test_at_the_end_all_leases_are_given_back() -> None:
+    async def scenario(lab: Lab) -> None:
+        for agent in ("a", "b"):
+            await lab.held(agent)
+        await lab.leases.close()
+        assert sorted(lab.store.released) == [("a", 1), ("b", 2)]
+
+    run(scenario)

@@ -1,0 +1,91 @@
+"""The tokenizer's thread: one thing at a time, and namespaces in turn."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+from kvasir.errors import Unavailable
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.prompting import Prompting
+from inference_svc.text.given_json import GivenJson
+from inference_svc.text.token_text import TokenText
+
+
+@pytest.fixture
+def prompting() -> Iterator[Prompting]:
+    tokenizer = load_tokenizer(kvasir_tiny.path())
+    tokenizer_json = (kvasir_tiny.path() / "tokenizer.json").read_text(encoding="utf-8")
+    prompting = Prompting(tokenizer, TokenText.of_tokenizer(tokenizer_json, tokenizer.decode))
+    yield prompting
+    prompting.close()
+
+
+def test_a_text_waits_for_one_text_of_another_namespace_not_for_all(prompting: Prompting) -> None:
+    """Thirty-two prompts of 8 MiB were tokenized before another namespace's word was."""
+    done: list[str] = []
+    first_is_under_way, first_may_end = threading.Event(), threading.Event()
+
+    def first() -> None:
+        first_is_under_way.set()
+        first_may_end.wait(10)
+
+    async def scenario() -> None:
+        running = [asyncio.create_task(prompting.run("a", first))]
+        running += [asyncio.create_task(prompting.run("a", lambda: done.append("a"))) for _ in range(32)]
+        await asyncio.to_thread(first_is_under_way.wait, 10)
+        running += [asyncio.create_task(prompting.run("b", lambda: done.append("b"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        first_may_end.set()
+        await asyncio.gather(*running)
+
+    asyncio.run(scenario())
+    assert sorted(done) == ["a"] * 32 + ["b"] * 2
+    assert [place for place, name in enumerate(done) if name == "b"][-1] <= 3
+
+
+def test_who_goes_away_leaves_its_place_and_who_waits_when_the_model_goes_is_told(prompting: Prompting) -> None:
+    may_end = threading.Event()
+
+    async def scenario() -> None:
+        under_way, gone, waiting = (asyncio.create_task(prompting.run(name, may_end.wait)) for name in "aab")
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        prompting.close()
+        may_end.set()
+        with pytest.raises(Unavailable):
+            await waiting
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert await under_way
+
+    asyncio.run(scenario())
+
+
+def test_json_that_comes_when_the_model_is_gone_is_told_so_too(prompting: Prompting) -> None:
+    given = GivenJson([("tools", '{"type": "object"}')])
+    prompting.close()
+    with pytest.raises(Unavailable) as gone:
+        asyncio.run(prompting.read("a", given))
+    assert gone.value.reason == "MODEL_CHANGING"
+
+
+def test_what_is_counted_holds_up_no_text_of_a_turn(prompting: Prompting) -> None:
+    may_end = threading.Event()
+
+    async def scenario() -> None:
+        counter = await prompting.twin("a")
+        assert await prompting.twin("b") is counter
+        counting = asyncio.create_task(counter.run("a", may_end.wait))
+        text = "We met at the market this morning."
+        ids = (await asyncio.wait_for(prompting.run("a", lambda: prompting.tokenize(text)), 10)).ids
+        may_end.set()
+        assert await counting
+        assert (await counter.run("a", lambda: counter.tokenize(text))).ids == ids
+        prompting.close()
+        with pytest.raises(Unavailable):
+            await counter.run("a", may_end.wait)
+
+    asyncio.run(scenario())

@@ -1,0 +1,302 @@
+"""A worker without tensors: it does what the scheduler says, on a clock of its own, and writes down what happened.
+
+A token's KV is one byte, so that bytes can be counted by hand. What it checks itself, it checks at every step.
+"""
+
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, field
+
+from inference_svc.engine.api import Priority, SequenceKey
+from inference_svc.engine.scheduling.hot_memories import HotMemories, Memory
+from inference_svc.engine.scheduling.pacing import most_tokens
+from inference_svc.engine.scheduling.room_shares import Room
+from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.scheduler import Scheduler
+from inference_svc.text.sequence_state import SequenceState
+
+CELL = 256
+INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
+
+
+def key_of(name: object) -> SequenceKey:
+    return SequenceKey("home", str(name))
+
+
+def chain_of(*blocks: object) -> tuple[str, ...]:
+    """Chain hashes of blocks, each named by what is in it: a hash covers all blocks before its own."""
+    return tuple("/".join(map(str, blocks[: count + 1])) for count in range(len(blocks)))
+
+
+@dataclass(eq=False)
+class Job:
+    """A turn, as far as the scheduler sees one."""
+
+    prompt_tokens: int = CELL
+    reply_tokens: int = 1
+    key: SequenceKey | None = None
+    priority: Priority = INTERACTIVE
+    reusable_tokens: int = 0  # 0: the plan is cold
+    extra_bytes: int = 0
+    namespace: str | None = None
+    chain: tuple[str, ...] = ()
+    computed: int = 0
+    cached: int = 0
+    shareable: int = 0
+    generated: int = 0
+    is_cancelled: bool = False
+    submitted_s: float = 0.0
+    begun_s: float | None = None
+    ended_s: float | None = None
+    preemptions: int = 0
+    can_be_put_aside: bool = True
+    restore_s: float = 0.0  # how long its KV takes to come back after it was put aside
+    restored_s: float = 0.0  # when it has come back
+    is_restoring: bool = False
+    lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
+    began_from: object = None
+    cells: list[float] = field(default_factory=list)  # when each of its cells was computed
+
+    @property
+    def line(self) -> Hashable | None:
+        return self.key
+
+    @property
+    def memory_key(self) -> SequenceKey | None:
+        return self.key if self.reusable_tokens else None
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.prompt_tokens + self.reply_tokens + self.extra_bytes
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.computed < self.prompt_tokens
+
+    @property
+    def is_ending(self) -> bool:
+        return False
+
+    @property
+    def is_warm(self) -> bool:
+        return self.cached > 0
+
+    @property
+    def next_cell_tokens(self) -> int:
+        return min((self.computed // CELL + 1) * CELL, self.prompt_tokens) - self.computed
+
+    @property
+    def rest_tokens(self) -> int:
+        return self.prompt_tokens - self.computed
+
+    @property
+    def final_shareable(self) -> int:
+        is_on_grid = self.shareable == self.computed and self.computed % CELL == 0
+        return max(self.shareable, self.prompt_tokens // CELL * CELL) if is_on_grid else self.shareable
+
+
+@dataclass
+class Kv:
+    allocated_bytes: int
+
+
+def memory(size: int, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> Memory[Kv]:
+    return Memory(Kv(size), SequenceState((), (), len(chain) * CELL), chain, priority=priority)
+
+
+@dataclass
+class World:
+    """`cell_s`, `token_s` and `begin_s`: how long a cell, a step's decoding and a beginning (a restore) take."""
+
+    budget_bytes: int = 1 << 40
+    rules: Rules = field(default_factory=Rules)
+    cell_s: float = 0.03
+    token_s: float = 0.01
+    begin_s: float = 0.0
+    now: float = 0.0
+    steps: int = 0
+    gaps: list[float] = field(default_factory=list)  # from one token to the next, of every turn that speaks
+    ended: list[Job] = field(default_factory=list)
+    prefilled: list[Job] = field(default_factory=list)  # who got a cell, in order
+    chunks: list[int] = field(default_factory=list)  # tokens prefilled by each step
+    spoke: list[tuple[Job, ...]] = field(default_factory=list)  # by step
+    begun: list[Job] = field(default_factory=list)  # in order, again after each preemption
+    namespaces: set[str | None] = field(default_factory=set)  # that ever had a turn
+    when_begun: Callable[[], object] = lambda: None  # in every step, once all have begun that could
+    arrivals: dict[int, list[Job]] = field(default_factory=dict)  # submitted after so many cells of all
+
+    def __post_init__(self) -> None:
+        self.memories: HotMemories[Kv] = HotMemories(self.budget_bytes)
+        room: Room[Job] = Room(self.budget_bytes, self.memories.ledger.reserved_by, lambda job: job.needed_bytes)
+        self.scheduler: Scheduler[Job] = Scheduler(room, self.rules)
+        self._last_token_s: dict[Job, float] = {}
+
+    def submit(self, *jobs: Job) -> None:
+        for job in jobs:
+            job.submitted_s = self.now
+            self.namespaces.add(job.namespace)
+            self.scheduler.submit(job, self.now)
+
+    def turn(self, name: object, tokens: int, reply: int = 1, **fields: object) -> Job:
+        """A turn of an agent that goes on where its hot memory ends, if it has one."""
+        described = self.memories.described(key_of(name))
+        known = self.memories.sizes()[key_of(name)] if described else 0
+        plan = {"prompt_tokens": known + tokens, "reply_tokens": reply, "reusable_tokens": known, "key": key_of(name)}
+        job = Job(**(plan | fields))  # type: ignore[arg-type]
+        self.submit(job)
+        return job
+
+    def step(self) -> None:
+        self.steps += 1
+        assert self.steps < 3_000, "somebody waits for ever"
+        for job in self.scheduler.cancelled():
+            self._end(job, leaves=False)
+        before_s = self.now
+
+        def has_time() -> bool:
+            speaks = any(not job.is_prefilling for job in self.scheduler.running)
+            return not speaks or self.now - before_s < self.rules.budget_s
+
+        blocked = self.scheduler.begin_waiting(self.now, self._try_begin, has_time)
+        self.when_begun()
+        begun_s = self.now - before_s
+        for job in blocked:
+            if self._preempt_for(job):
+                break
+        self._restore()
+        self._decode()
+        self._prefill(begun_s)
+        for job in [job for job in self.scheduler.running if job.generated >= job.reply_tokens]:
+            self._end(job, leaves=True)
+        self.check()
+
+    def run(self, most_steps: int = 3_000) -> None:
+        """Until nobody is left."""
+        while self.scheduler.waiting or self.scheduler.running:
+            assert self.steps < most_steps, "somebody waits for ever"
+            self.step()
+
+    def check(self) -> None:
+        ledger = self.memories.ledger
+        assert ledger.free_bytes + ledger.reserved_bytes + ledger.resident_bytes == ledger.total_bytes
+        assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
+        held = sum(job.computed + job.extra_bytes for job in self.scheduler.running)
+        assert ledger.reserved_bytes >= min(held, ledger.total_bytes)
+        lines = [job.line for job in self.scheduler.running if job.line is not None]
+        assert len(lines) == len(set(lines)), "two turns of one line run"
+
+    @property
+    def share_bytes(self) -> int:
+        """Of each namespace that has turns, while there are several."""
+        kept = self.budget_bytes // self.rules.kept_part
+        present = {job.namespace for job in (*self.scheduler.running, *self.scheduler.waiting)}
+        return (self.budget_bytes - kept) // max(1, len(present))
+
+    def held_by(self, namespace: str | None) -> int:
+        mine = [job for job in self.scheduler.running if job.namespace == namespace]
+        return sum(map(self.memories.ledger.reserved_by, mine))
+
+    def _try_begin(self, job: Job, spare: Collection[Hashable]) -> bool:
+        extends = job.memory_key is not None
+        needed, namespace = job.needed_bytes, job.namespace
+        if not self.memories.reserve(job, needed, job.key, extends=extends, spare=spare, namespace=namespace):
+            return False
+        if extends and job.key not in self.memories.sizes():
+            job.lost_memory = True
+            self._end(job, leaves=False)
+            return True
+        job.begun_s = self.now if job.begun_s is None else job.begun_s
+        self.begun.append(job)
+        self.now += self.begin_s
+        if job.preemptions and job.restore_s:
+            job.is_restoring, job.restored_s = True, self.now + job.restore_s
+            return True
+        job.cached = job.computed = min(job.reusable_tokens, job.prompt_tokens - 1)
+        hot = self.memories.idle(job.namespace) if job.namespace is not None else []
+        if donor := self.scheduler.donor_of(job, hot):
+            assert donor.shared_tokens <= (donor.source.shareable if isinstance(donor.source, Job) else 1 << 40)
+            job.began_from, job.cached = donor.source, donor.shared_tokens
+            job.shareable = job.computed = donor.shared_tokens
+        return True
+
+    def _preempt_for(self, blocked: Job) -> bool:
+        extends = blocked.memory_key is not None
+        missing = self.memories.missing_bytes(blocked.needed_bytes, blocked.key, extends=extends)
+        preempted = self.scheduler.preemptions(blocked, missing)
+        for preempt in preempted:
+            assert preempt.for_turn is blocked
+            job = preempt.turn
+            if job.namespace == blocked.namespace:
+                assert job.priority is BACKGROUND
+            else:
+                assert self.held_by(blocked.namespace) < self.share_bytes < self.held_by(job.namespace)
+            assert blocked.priority is INTERACTIVE
+            assert job.can_be_put_aside
+            assert not job.is_restoring
+            job.preemptions += 1
+            job.cached = job.shareable = job.reusable_tokens = 0
+            job.computed = job.computed if job.restore_s else 0
+            self.memories.release(job)
+            self.scheduler.preempted(job, self.now)
+        return bool(preempted)
+
+    def _restore(self) -> None:
+        """KV that was on its way is there. While nobody computes, time passes until the first of it is."""
+        waiting = [job for job in self.scheduler.running if job.is_restoring]
+        if waiting and len(waiting) == len(self.scheduler.running):
+            self.now = max(self.now, min(job.restored_s for job in waiting))
+        for job in waiting:
+            job.is_restoring = self.now < job.restored_s
+
+    def _decode(self) -> None:
+        speaking = self.scheduler.begin_step(self.now)
+        able = [job for job in self.scheduler.running if not (job.is_cancelled or job.is_restoring)]
+        could = [job for job in able if not job.is_prefilling]
+        assert set(speaking) <= set(could)
+        if len(self.namespaces) == 1:
+            assert set(speaking) == set(could), "somebody of a namespace alone sits out"
+        self.spoke.append(speaking)
+        self.now += self.token_s if speaking else 0.0
+        for job in speaking:
+            self._speak(job)
+
+    def _speak(self, job: Job) -> None:
+        job.generated += 1
+        job.computed += job.generated > 1
+        if job in self._last_token_s:
+            self.gaps.append(self.now - self._last_token_s[job])
+        self._last_token_s[job] = self.now
+
+    def _prefill(self, spent: float) -> None:
+        tokens = 0
+        starts: dict[Job, int] = {}
+        computing = [job for job in self.scheduler.running if not job.is_restoring]
+        waits = any(job.is_prefilling and not job.is_cancelled for job in computing)
+        while (job := self.scheduler.next_prefill(spent)) is not None:
+            assert not job.is_cancelled
+            assert not job.is_restoring
+            speaks = any(not other.is_prefilling for other in self.scheduler.running if not other.is_restoring)
+            assert not tokens or not speaks or spent < self.rules.budget_s, "more than the budget and one cell"
+            starts.setdefault(job, job.computed)
+            tokens += job.next_cell_tokens
+            limit = min(most_tokens(start) for start in starts.values())
+            assert tokens <= max(limit, CELL), "more tokens than the table says"
+            job.shareable += CELL if job.shareable == job.computed and job.next_cell_tokens == CELL else 0
+            job.computed += job.next_cell_tokens
+            spent, self.now = spent + self.cell_s, self.now + self.cell_s
+            job.cells.append(self.now)
+            self.prefilled.append(job)
+            if not job.is_prefilling and not job.generated:
+                self._speak(job)
+            self.submit(*self.arrivals.pop(len(self.prefilled), ()))
+        assert tokens or not waits or len(self.namespaces) > 1, "nobody prefilled"
+        self.chunks.append(tokens)
+
+    def _end(self, job: Job, *, leaves: bool) -> None:
+        job.ended_s = self.now
+        self.ended.append(job)
+        self._last_token_s.pop(job, None)
+        self.scheduler.remove(job)
+        if leaves and job.key is not None:
+            self.memories.leave(job, job.key, memory(job.computed, job.priority, job.chain))
+        else:
+            self.memories.release(job)

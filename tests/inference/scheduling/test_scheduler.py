@@ -1,0 +1,320 @@
+"""Who is served next, and how much of a step is prefill: a worker without tensors does what the scheduler says."""
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.scheduling.pacing import most_tokens
+from inference_svc.engine.scheduling.schedulable import Rules
+from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, key_of
+
+seconds = st.floats(0.001, 0.5)
+
+
+# --- the pace of a step ---
+
+
+@given(seconds, seconds, seconds, st.lists(st.integers(1, 20 * CELL), min_size=1, max_size=4), st.integers(1, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_cell(
+    budget_s: float, cell_s: float, token_s: float, prompts: list[int], speaking: int
+) -> None:
+    """(LESSONS 21) Whatever the prompts and however slow a cell."""
+    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, token_s=token_s)
+    world.submit(*(Job(1, 60) for _ in range(speaking)))
+    world.step()
+    world.submit(*(Job(tokens, 5) for tokens in prompts))
+    world.run()
+    assert len(world.gaps) == speaking * 59 + 4 * len(prompts)
+    assert max(world.gaps) <= budget_s + cell_s + token_s + 1e-9
+
+
+@given(seconds, seconds, seconds, st.integers(1, 9))
+@settings(max_examples=40, deadline=None)
+def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_one_of_them(
+    budget_s: float, cell_s: float, begin_s: float, restored: int
+) -> None:
+    """(LESSONS 21) However many come at once."""
+    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, begin_s=begin_s)
+    world.submit(Job(1, 60))
+    world.step()
+    world.submit(*(Job(CELL, 5) for _ in range(restored)))
+    world.run()
+    assert max(world.gaps) <= budget_s + begin_s + cell_s + world.token_s + 1e-9
+
+
+def test_prefill_goes_on_by_a_cell_however_short_the_budget() -> None:
+    world = World(rules=Rules(budget_s=0.0), cell_s=9.0)
+    speaking, reading = Job(1, 100), Job(10 * CELL)
+    world.submit(speaking, reading)
+    world.run()
+    assert world.chunks[:11] == [1, *[CELL] * 10]
+
+
+def test_a_step_prefills_no_more_than_the_table_says_of_where_a_prompt_stands() -> None:
+    """Also while nobody speaks and the time does not bind: 4096 tokens below 2 k, 2048 below 8 k, 1024 below 20 k, then
+    512.
+    """
+    world = World(rules=Rules(budget_s=0.0))
+    world.submit(Job(22 * 1024))
+    world.run()
+    assert world.chunks == [4096, *[2048] * 2, *[1024] * 12, *[512] * 4]
+    assert [most_tokens(at) for at in (0, 2047, 2048, 8191, 8192, 20479, 20480)] == [
+        4096,
+        4096,
+        2048,
+        2048,
+        1024,
+        1024,
+        512,
+    ]
+
+
+def test_of_several_prompts_the_deepest_sets_the_steps_limit() -> None:
+    world = World()
+    world.submit(Job(12 * 1024))
+    while world.scheduler.running == [] or world.scheduler.running[0].computed < 8192:
+        world.step()
+    world.submit(Job(4096))
+    world.step()
+    assert world.chunks[-1] == 1024
+
+
+def test_the_time_binds_as_soon_as_somebody_speaks() -> None:
+    """The short prompt speaks after its cell: the long one gets no more than the budget from there on."""
+    world = World(rules=Rules(budget_s=0.05), cell_s=0.03)
+    world.submit(Job(10, 5), Job(16 * CELL))
+    world.step()
+    assert len(world.prefilled) == 2
+
+
+def test_who_comes_while_a_long_prompt_is_computed_is_looked_at_after_its_cell() -> None:
+    world = World()
+    long, late = Job(16 * CELL), Job(CELL)
+    world.arrivals = {3: [late]}
+    world.submit(long)
+    world.step()
+    assert world.prefilled == [long] * 3
+    world.step()
+    assert late in world.prefilled
+
+
+def test_a_cancel_ends_a_step_after_the_cell() -> None:
+    world = World()
+    long, other = Job(16 * CELL), Job(16 * CELL)
+    world.submit(long, other)
+    world.scheduler.begin_waiting(0.0, lambda _job, _spare: True)
+    world.scheduler.begin_step(0.0)
+    assert world.scheduler.next_prefill(0.0) is long
+    long.is_cancelled = True
+    assert world.scheduler.next_prefill(0.1) is None
+    assert world.scheduler.cancelled() == [long]
+
+
+def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> None:
+    """A cancel comes from another thread, at any moment; the turn is removed only before the next step."""
+    world = World(rules=Rules(budget_s=0.0))
+    speaking, doomed, other = Job(1, 9), Job(16 * CELL), Job(16 * CELL)
+    world.submit(speaking, doomed, other)
+    world.step()
+    doomed.is_cancelled = True
+    assert world.scheduler.begin_step(world.now) == (speaking,)
+    assert world.scheduler.next_prefill(0.0) is other
+    speaking.is_cancelled = True
+    assert world.scheduler.begin_step(world.now) == ()
+
+
+# --- taking turns ---
+
+
+@given(
+    st.lists(st.integers(1, 12 * CELL), min_size=2, max_size=6),
+    st.dictionaries(st.integers(1, 30), st.integers(1, 900), max_size=5),
+)
+@settings(max_examples=60, deadline=None)
+def test_between_two_cells_of_one_prompt_every_other_that_waits_gets_one(
+    prompts: list[int], later: dict[int, int]
+) -> None:
+    """Though others come and go."""
+    world = World(rules=Rules(ageing_s=1e9))
+    world.arrivals = {after: [Job(tokens)] for after, tokens in later.items()}
+    world.submit(*(Job(tokens) for tokens in prompts))
+    world.run()
+    for job in world.ended:
+        given_at = [index for index, served in enumerate(world.prefilled) if served is job]
+        for (start, end), (start_s, end_s) in zip(pairwise(given_at), pairwise(job.cells), strict=True):
+            between = world.prefilled[start + 1 : end]
+            for other in {*world.ended} - {job}:
+                waited = other.begun_s is not None and other.begun_s <= start_s - world.cell_s + 1e-9
+                assert between.count(other) <= 1
+                assert between.count(other) == 1 or not waited or other.cells[-1] < end_s, "somebody was passed over"
+
+
+def test_newcomers_do_not_come_before_those_who_wait_already() -> None:
+    """A new prompt after every cell is more than can be served; an old one goes on all the same."""
+    world = World(rules=Rules(ageing_s=1e9))
+    long = Job(4 * CELL)
+    world.submit(long)
+    world.arrivals = {after: [Job(CELL)] for after in range(1, 60)}
+    world.run()
+    given_at = [index for index, served in enumerate(world.prefilled) if served is long]
+    assert given_at[-1] <= 1 + 2 + 4 + 8
+
+
+def test_every_generating_turn_decodes_in_every_step() -> None:
+    world = World()
+    speaking = [Job(1, 9), Job(1, 9)]
+    world.submit(*speaking, Job(20 * CELL))
+    world.step()
+    for step in range(5):
+        assert [job.generated for job in speaking] == [step + 1, step + 1]
+        world.step()
+
+
+def test_a_warm_turn_with_one_cell_left_goes_before_longer_prompts() -> None:
+    world = World(rules=Rules(budget_s=0.0))
+    world.turn("warm", CELL)
+    world.run()
+    speaking, cold = Job(1, 100), [Job(9 * CELL) for _ in range(3)]
+    world.submit(speaking, *cold)
+    for _ in range(4):
+        world.step()
+    warm = world.turn("warm", CELL - 2)
+    begun = len(world.prefilled)
+    world.run()
+    assert world.prefilled[begun] is warm
+
+
+@given(st.integers(2, 6), st.integers(2, 8))
+@settings(max_examples=20, deadline=None)
+def test_warm_turns_never_take_two_cells_in_a_row_from_a_longer_prompt(warm: int, cells: int) -> None:
+    world = World(rules=Rules(ageing_s=1e9))
+    for agent in range(warm):
+        world.turn(agent, 10)
+    world.run()
+    long = Job(cells * CELL)
+    world.submit(long)
+    while long in world.scheduler.waiting or long in world.scheduler.running:
+        for agent in range(warm):
+            if not any(job.key == key_of(agent) for job in (*world.scheduler.waiting, *world.scheduler.running)):
+                world.turn(agent, 10)
+        world.step()
+    given_at = [index for index, served in enumerate(world.prefilled) if served is long]
+    assert max(end - start for start, end in pairwise(given_at)) == 2, "one warm turn comes between, not more, not none"
+
+
+# --- who comes first ---
+
+
+def test_an_interactive_turn_begins_before_background_turns_that_waited_longer() -> None:
+    world = World(rules=Rules(max_running=1))
+    first, background, person = Job(), Job(priority=BACKGROUND), Job()
+    world.submit(first, background, person)
+    world.run()
+    assert world.ended == [first, person, background]
+
+
+def test_an_interactive_prompt_is_computed_before_background_ones() -> None:
+    world = World(rules=Rules(ageing_s=1e9))
+    background = [Job(4 * CELL, priority=BACKGROUND) for _ in range(2)]
+    person = Job(4 * CELL)
+    world.submit(*background)
+    world.arrivals = {3: [person]}
+    world.run()
+    assert world.prefilled[3:7] == [person] * 4
+
+
+@given(st.floats(0.5, 5.0), st.integers(1, 3))
+@settings(max_examples=20, deadline=None)
+def test_background_work_begins_and_goes_on_though_people_never_stop_asking(ageing_s: float, at_once: int) -> None:
+    """It counts as interactive once it has waited `ageing_s`, to begin and for each of its cells."""
+    rules = Rules(ageing_s=ageing_s, max_running=3)
+    world = World(rules=rules)
+    background = Job(4 * CELL, 3, priority=BACKGROUND)
+    world.submit(*(Job(CELL, 5) for _ in range(6)), background)
+    while background not in world.ended:
+        people = [job for job in (*world.scheduler.waiting, *world.scheduler.running) if job is not background]
+        world.submit(*(Job(CELL, 5) for _ in range(max(0, 5 + at_once - len(people)))))
+        world.step()
+        assert world.now < 20 * ageing_s + 60, "it starves"
+    assert background.begun_s is not None
+    assert background.begun_s <= ageing_s + 2.0
+    assert max(after - before for before, after in pairwise(background.cells)) <= ageing_s + 2.0
+
+
+def test_background_work_that_an_interactive_turn_of_its_line_follows_is_not_put_off() -> None:
+    world = World(rules=Rules(max_running=1, ageing_s=1e9))
+    running, before = Job(), Job(key=key_of("a"), priority=BACKGROUND)
+    other, person = Job(priority=BACKGROUND), Job(key=key_of("a"))
+    world.submit(running, other, before, person)
+    world.run()
+    assert world.ended == [running, before, person, other]
+
+
+def test_turns_of_one_line_wait_for_each_other_and_for_nobody_else() -> None:
+    world = World()
+    first, second, other = (
+        Job(reply_tokens=5, key=key_of("a")),
+        Job(key=key_of("a")),
+        Job(reply_tokens=9, key=key_of("b")),
+    )
+    world.submit(first, second, other)
+    world.step()
+    assert world.scheduler.running == [first, other]
+    world.run()
+    assert world.ended == [first, second, other]
+
+
+def test_a_turn_without_room_is_not_overtaken() -> None:
+    world = World(budget_bytes=1000)
+    running, large, small = Job(500, 100), Job(500, 100), Job(10, 10)
+    world.submit(running, large, small)
+    world.step()
+    assert world.scheduler.waiting == [large, small]
+    world.run()
+    assert small.begun_s == large.begun_s == running.ended_s
+
+
+@given(
+    st.lists(
+        st.builds(Job, st.integers(1, 2000), st.integers(1, 9), st.none() | st.builds(key_of, st.integers(0, 2))),
+        max_size=9,
+    )
+)
+@settings(max_examples=50, deadline=None)
+def test_every_turn_is_served_to_its_end(work: list[Job]) -> None:
+    world = World(budget_bytes=2100)
+    world.submit(*work)
+    world.run(sum(job.prompt_tokens // CELL + job.reply_tokens + 1 for job in work) + 1)
+    assert len(world.ended) == len(work)
+
+
+def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
+    world = World()
+    world.submit(Job(), Job(), Job())
+    blocked = world.scheduler.begin_waiting(0.0, lambda _job, _spare: True, has_time=lambda: False)
+    assert (blocked, len(world.scheduler.running)) == ((), 1)
+
+
+# --- cancel ---
+
+
+@given(st.integers(0, 12), st.integers(0, 3))
+@settings(max_examples=50, deadline=None)
+def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int, other: int) -> None:
+    """(LESSONS 25) While it waits, while its prompt is computed, and while it speaks."""
+    world = World(budget_bytes=4000, rules=Rules(budget_s=0.0, max_running=2))
+    world.submit(*(Job(100, 50) for _ in range(other)))
+    job = Job(4 * CELL, 4, key=key_of("a"))
+    world.submit(job)
+    for _ in range(steps):
+        world.step()
+    job.is_cancelled = True
+    before = (job.computed, job.generated)
+    world.step()
+    assert (job.computed, job.generated) == before, "it was served after the cancel"
+    assert job in world.ended
+    assert job not in world.scheduler.running
+    assert job not in world.scheduler.waiting
+    assert world.memories.ledger.reserved_by(job) == 0

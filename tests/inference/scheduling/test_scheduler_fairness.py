@@ -1,0 +1,488 @@
+"""What one namespace asks for does not keep another waiting: order, room, rows and cells are shared."""
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.scheduling.hot_memories import HotMemories
+from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.seats import Seats
+from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Job, Kv, World, memory
+
+BUDGET = 16 * CELL
+NAMESPACES = ("a", "b", "c")
+
+
+@st.composite
+def jobs(draw: st.DrawFn, most_cells: int = 12, most_reply: int = 40) -> Job:
+    return Job(
+        draw(st.integers(1, most_cells)) * CELL,
+        draw(st.integers(1, most_reply)),
+        namespace=draw(st.sampled_from(NAMESPACES)),
+        priority=draw(st.sampled_from([INTERACTIVE, BACKGROUND])),
+        can_be_put_aside=draw(st.booleans()),
+    )
+
+
+def of(namespace: str, count: int, cells: int = 1, reply: int = 1, **fields: object) -> list[Job]:
+    return [Job(cells * CELL - reply, reply, namespace=namespace, **fields) for _ in range(count)]  # type: ignore[arg-type]
+
+
+# --- order ---
+
+
+@given(
+    st.lists(jobs(), min_size=2, max_size=8), st.dictionaries(st.integers(1, 40), jobs(), max_size=8), st.integers(1, 3)
+)
+@settings(max_examples=80, deadline=None)
+def test_no_background_turn_however_old_begins_before_another_namespaces_interactive_one(
+    first: list[Job], later: dict[int, Job], at_once: int
+) -> None:
+    world = World(rules=Rules(ageing_s=0.2, max_running=at_once))
+    world.arrivals = {after: [job] for after, job in later.items()}
+    world.submit(*first)
+    world.run()
+    for job in world.ended:
+        assert job.begun_s is not None
+        for other in world.ended:
+            if job.priority is BACKGROUND and other.priority is INTERACTIVE and other.namespace != job.namespace:
+                assert other.begun_s is not None
+                assert not other.submitted_s <= job.begun_s < other.begun_s
+
+
+@given(st.lists(jobs(most_reply=1), min_size=2, max_size=8), st.dictionaries(st.integers(1, 40), jobs(most_reply=1)))
+@settings(max_examples=80, deadline=None)
+def test_no_background_prompt_is_computed_before_another_namespaces_interactive_one(
+    first: list[Job], later: dict[int, Job]
+) -> None:
+    world = World(rules=Rules(ageing_s=0.0), cell_s=0.0)
+    next_prefill = world.scheduler.next_prefill
+
+    def checked(spent_s: float) -> Job | None:
+        people = {job.namespace for job in world.scheduler.running if job.is_prefilling and job.priority is INTERACTIVE}
+        job = next_prefill(spent_s)
+        assert job is None or job.priority is INTERACTIVE or people <= {job.namespace}
+        return job
+
+    world.scheduler.next_prefill = checked  # type: ignore[method-assign]
+    world.arrivals = {after: [job] for after, job in later.items()}
+    world.submit(*first)
+    world.run()
+
+
+def test_a_background_turn_waits_no_longer_for_its_own_people_because_others_find_no_room() -> None:
+    rules = Rules(ageing_s=2.0, max_running=3)
+    world = World(BUDGET, rules=rules)
+    world.submit(Job(100, 900, namespace="b", can_be_put_aside=False))
+    world.step()
+    world.submit(*of("b", 1, 14))
+    world.step()
+    [background] = of("a", 1, 4, 3, priority=BACKGROUND)
+    world.submit(*of("a", 6, 1, 5), background)
+    while background not in world.ended:
+        people = [job for job in (*world.scheduler.waiting, *world.scheduler.running) if job.namespace == "a"]
+        world.submit(*of("a", 7 - len(people), 1, 5))
+        world.step()
+        assert world.now < 60, "it starves"
+    assert background.begun_s is not None
+    assert background.begun_s <= background.submitted_s + rules.ageing_s + 2.0
+
+
+@given(st.lists(st.sampled_from(NAMESPACES), min_size=2, max_size=24))
+@settings(max_examples=60, deadline=None)
+def test_turns_begin_one_of_each_namespace_after_the_other_and_in_order_inside(order: list[str]) -> None:
+    world = World(rules=Rules(max_running=1))
+    submitted = [job for namespace in order for job in of(namespace, 1)]
+    world.submit(*submitted)
+    world.run()
+    begun: Counter[str | None] = Counter()
+    for job in world.begun:
+        begun[job.namespace] += 1
+        for other in {*order} - {job.namespace}:
+            assert begun[other] >= min(begun[job.namespace] - 1, order.count(other))
+    for namespace in NAMESPACES:
+        mine = [job for job in submitted if job.namespace == namespace]
+        assert [job for job in world.begun if job.namespace == namespace] == mine
+
+
+# --- room ---
+
+
+def fits_its_share(world: World, job: Job) -> bool:
+    return world.held_by(job.namespace) + job.needed_bytes <= world.share_bytes
+
+
+@given(st.lists(jobs(), min_size=3, max_size=10), st.dictionaries(st.integers(1, 60), jobs(), max_size=8))
+@settings(max_examples=120, deadline=None)
+def test_a_turn_that_fits_its_namespaces_share_and_what_is_free_waits_for_no_other_namespace(
+    first: list[Job], later: dict[int, Job]
+) -> None:
+    world = World(BUDGET, rules=Rules(ageing_s=0.2))
+
+    def nobody_waits_who_fits() -> None:
+        for namespace in NAMESPACES:
+            waiting = [job for job in world.scheduler.waiting if job.namespace == namespace]
+            if len({job.namespace for job in world.scheduler.waiting}) > 1 and len(waiting) == 1:
+                [job] = waiting
+                fits = fits_its_share(world, job) and job.needed_bytes <= world.memories.ledger.free_bytes
+                assert not fits, "it waits for another namespace"
+
+    world.when_begun = nobody_waits_who_fits
+    world.arrivals = {after: [job] for after, job in later.items()}
+    world.submit(*first)
+    world.run()
+
+
+@given(st.integers(1, 7), st.sampled_from([INTERACTIVE, BACKGROUND]), st.integers(1, 7), st.integers(5, 60))
+@settings(max_examples=40, deadline=None)
+def test_a_turn_that_fits_its_share_begins_though_another_namespace_never_stops_asking(
+    cells: int, priority: object, others_cells: int, reply: int
+) -> None:
+    """Nobody can be put aside: it waits until those that run have ended, and for nobody who comes after it."""
+    world = World(BUDGET)
+    crowd = {"cells": others_cells, "reply": reply, "can_be_put_aside": False}
+    world.submit(*of("b", 40, **crowd))  # type: ignore[arg-type]
+    world.step()
+    [job] = of("a", 1, cells, priority=priority)
+    before = [*world.scheduler.running]
+    world.submit(job)
+    while job.begun_s is None:
+        waiting = [other for other in world.scheduler.waiting if other.namespace == "b"]
+        world.submit(*of("b", 20 - len(waiting), **crowd))  # type: ignore[arg-type]
+        world.step()
+        assert world.steps < 1000, "it starves"
+    assert job.begun_s <= max(other.ended_s or world.now for other in before) + 1e-9
+
+
+def test_a_background_turn_that_asks_for_most_of_the_room_holds_up_no_person_of_another_namespace() -> None:
+    """(FINDINGS M3) Its age made it count as interactive, and whoever came after it waited with three quarters free."""
+    world = World(BUDGET)
+    world.submit(*of("a", 1, 4, 300, can_be_put_aside=False))
+    world.step()
+    world.submit(*of("a", 1, 14, priority=BACKGROUND))
+    while world.now < 6.0:
+        world.step()
+        [person] = of("b", 1, 1, 4)
+        world.submit(person)
+        world.step()
+        assert person.begun_s == person.submitted_s
+        while person not in world.ended:
+            world.step()
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_turn_that_others_leave_no_room_keeps_none_of_its_own_namespace_waiting(own: int) -> None:
+    """Others use their shares for ever: the turn that needs more than its own waits, and its colleagues go on."""
+    world = World(BUDGET)
+    world.submit(*of("b", 20, 2, 40, can_be_put_aside=False), *of("a", own, 1, 60, can_be_put_aside=False))
+    world.step()
+    [large] = of("a", 1, 13)
+    world.submit(large)
+    for _ in range(10):
+        waiting = [job for job in world.scheduler.waiting if job.namespace == "b"]
+        world.submit(*of("b", 20 - len(waiting), 2, 40, can_be_put_aside=False))
+        [small] = of("a", 1, 1, 4)
+        world.submit(small)
+        while small not in world.ended:
+            world.step()
+        assert world.now - small.submitted_s < 5
+    assert large.begun_s is None
+    # And it does not starve by them once there is room but for its own namespace's turns.
+    while large.begun_s is None:
+        world.submit(*of("a", 8 - len(world.scheduler.waiting), 1, 40, can_be_put_aside=False))
+        world.step()
+
+
+@pytest.mark.parametrize("cells", [6, 9])
+def test_who_holds_more_than_its_share_is_no_reason_to_let_ones_own_go_before(cells: int) -> None:
+    """It gives that back while a turn of another namespace waits: so this one gets its room, if its own make way."""
+    world = World(BUDGET)
+    world.submit(*of("b", 20, 2, 40, can_be_put_aside=False))
+    world.step()
+    assert world.held_by("b") > BUDGET // 2
+    [large] = of("a", 1, cells)
+    world.submit(*of("a", 2, 1, 40, can_be_put_aside=False), large)
+    while large.begun_s is None:
+        waiting = [job for job in world.scheduler.waiting if job.namespace == "b"]
+        world.submit(*of("b", 20 - len(waiting), 2, 40, can_be_put_aside=False))
+        world.submit(*of("a", 3 - len([job for job in world.scheduler.waiting if job.namespace == "a"]), 1, 40))
+        world.step()
+        assert world.steps < 2000, "it starves"
+
+
+def test_whoever_comes_finds_room_at_once_though_nobody_can_be_put_aside() -> None:
+    world = World(BUDGET)
+    world.submit(*of("b", 1))
+    world.run()
+    world.submit(*of("a", 40, 1, 200, can_be_put_aside=False))
+    world.step()
+    assert world.held_by("a") == BUDGET - BUDGET // 8
+    newcomers = of("b", 2, 1, 4)
+    world.submit(*newcomers)
+    world.step()
+    assert [job.begun_s for job in newcomers] == [job.submitted_s for job in newcomers]
+
+
+def test_a_namespace_alone_has_all_of_the_room_and_has_it_again_when_the_other_has_long_left() -> None:
+    world = World(BUDGET, rules=Rules(company_s=3.0))
+    world.submit(*of("a", 40, 1, 200, can_be_put_aside=False))
+    world.step()
+    assert world.held_by("a") == BUDGET
+    world.submit(*of("b", 1))
+    left = None
+    while world.held_by("a") < BUDGET or left is None:
+        left = world.now if "b" in {job.namespace for job in world.ended} and left is None else left
+        waiting = [job for job in world.scheduler.waiting if job.namespace == "a"]
+        world.submit(*of("a", 20 - len(waiting), 1, 200, can_be_put_aside=False))
+        world.step()
+        assert world.steps < 2000, "it never comes back to the whole room"
+    assert world.now >= left + 2.9
+
+
+# --- who gives way ---
+
+
+def crowded(priorities: Sequence[object], reply: int = 200) -> tuple[World, list[Job]]:
+    world = World(8 * CELL)
+    each = 8 // len(priorities)
+    mine = [job for priority in priorities for job in of("a", 1, each, reply, priority=priority)]
+    world.submit(*mine)
+    world.step()
+    assert world.held_by("a") == 8 * CELL
+    return world, mine
+
+
+def test_turns_of_a_namespace_over_its_share_give_way_background_first_and_youngest_first() -> None:
+    world, mine = crowded([INTERACTIVE, BACKGROUND, INTERACTIVE, BACKGROUND])
+    person = of("b", 1, 2, 4)[0]
+    world.submit(person)
+    world.step()
+    assert [job.preemptions for job in mine] == [0, 0, 0, 1]
+    world.submit(*of("b", 1, 1, 4))
+    world.step()
+    assert person.begun_s is not None
+    assert [job.preemptions for job in mine] == [0, 1, 0, 1]
+    world, mine = crowded([INTERACTIVE] * 4)
+    world.submit(*of("b", 1, 2, 4))
+    world.step()
+    assert [job.preemptions for job in mine] == [0, 0, 0, 1]
+    world.run()
+    assert all(job.generated == job.reply_tokens for job in mine)
+
+
+@pytest.mark.parametrize(("cells", "give_way"), [(5, 5), (6, 0)])
+def test_no_more_give_way_than_their_namespace_has_above_its_share(cells: int, give_way: int) -> None:
+    """Of eight cells each has a share of three and a half: five turns of a cell, and then no more."""
+    world = World(8 * CELL)
+    mine = of("a", 8, 1, 200)
+    world.submit(*mine)
+    world.step()
+    world.submit(*of("b", 1, cells, 4))
+    world.step()
+    assert sum(job.preemptions for job in mine) == give_way
+
+
+def test_a_namespace_over_its_share_has_nobody_elses_turns_put_aside() -> None:
+    world = World(8 * CELL)
+    mine = of("a", 1, 2, 300, priority=BACKGROUND)
+    world.submit(*mine, *of("b", 4, 1, 300), *of("b", 1, 1, 200))
+    world.step()
+    world.submit(*of("b", 1, 3, 4))
+    world.step()
+    assert [job.preemptions for job in mine] == [0]
+
+
+def test_background_turns_of_a_namespace_within_its_share_stay() -> None:
+    world = World(8 * CELL)
+    small, large = of("a", 1, 2, 300, priority=BACKGROUND), of("b", 2, 3, 300, can_be_put_aside=False)
+    world.submit(*small, *large)
+    world.step()
+    world.submit(*of("c", 1, 2, 4))
+    world.step()
+    assert [job.preemptions for job in small] == [0]
+
+
+@given(st.lists(jobs(8, 200), min_size=4, max_size=12), st.dictionaries(st.integers(1, 60), jobs(8, 200), max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_whoever_gives_way_all_come_to_their_end(first: list[Job], later: dict[int, Job]) -> None:
+    """And nobody within its share gives way to another namespace: the world looks at each."""
+    world = World(BUDGET, rules=Rules(ageing_s=0.5))
+    world.arrivals = {after: [job] for after, job in later.items()}
+    world.submit(*first)
+    world.run()
+    assert all(job.preemptions <= world.rules.max_preemptions for job in world.ended)
+
+
+# --- rows ---
+
+
+@given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 5), st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
+    crowd: int, others: int, rows: int, steps: int
+) -> None:
+    world = World(rules=Rules(rows_beside=rows, seat_steps=steps), token_s=0.001, cell_s=0.001)
+    mine, theirs = of("a", crowd, 1, 120), of("b", others, 1, 200)
+    world.submit(*theirs, *mine)
+    while any(job.is_prefilling for job in (*mine, *theirs)):
+        world.step()
+    seen: dict[Job, list[int]] = {job: [] for job in mine}
+    for step in range(-(-crowd // rows) * steps):
+        world.step()
+        for namespace, count in Counter(job.namespace for job in world.spoke[-1]).items():
+            assert count == min(rows, crowd if namespace == "a" else others)
+        for job in world.spoke[-1]:
+            seen.get(job, []).append(step)
+    assert all(len(steps) > 0 for steps in seen.values()), "somebody never has a seat"
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 5))
+@settings(max_examples=80, deadline=None)
+def test_a_seat_is_kept_for_its_steps_and_given_up_only_to_somebody(data: st.DataObject, rows: int, steps: int) -> None:
+    seats: Seats[int] = Seats(steps)
+    speaking: list[int] = []
+    since: dict[int, int] = {}
+    for now in range(30):
+        come = data.draw(st.lists(st.integers(0, 9), max_size=3, unique=True))
+        speaking = [turn for turn in speaking if data.draw(st.integers(0, 9))]
+        speaking += [turn for turn in come if turn not in speaking]
+        seated = seats.seat(speaking, rows, lambda turn: turn % 2 == 0, lambda _: False)
+        assert seated <= {*speaking}
+        assert len(seated) == min(rows, len(speaking))
+        for turn in {*since} - seated:
+            assert turn not in speaking or now - since[turn] >= steps
+        since = {turn: since.get(turn, now) for turn in seated}
+
+
+def test_who_needs_only_one_step_more_keeps_its_seat_for_it() -> None:
+    seats: Seats[str] = Seats(1)
+    assert seats.seat(["x", "y"], 1, lambda _: False, lambda _: False) == {"x"}
+    assert seats.seat(["x", "y"], 1, lambda _: False, lambda turn: turn == "x") == {"x"}
+    assert seats.seat(["x", "y"], 1, lambda _: False, lambda _: False) == {"y"}
+
+
+def test_urgent_rows_are_seated_first() -> None:
+    seats: Seats[str] = Seats(1)
+    assert seats.seat(["background", "person"], 1, lambda turn: turn == "person", lambda _: False) == {"person"}
+
+
+def test_when_there_are_fewer_seats_so_many_get_up_at_once() -> None:
+    seats: Seats[int] = Seats(9)
+    assert len(seats.seat(range(8), 8, lambda _: False, lambda _: False)) == 8
+    assert len(seats.seat(range(8), 2, lambda _: False, lambda _: False)) == 2
+
+
+def test_a_crowd_whose_company_has_long_left_comes_back_to_all_its_rows_by_doubling() -> None:
+    world = World(rules=Rules(company_s=1.0), token_s=0.01, cell_s=0.001)
+    world.submit(*of("b", 1, 1, 40), *of("a", 30, 1, 250))
+    while "b" in {job.namespace for job in world.scheduler.running} or not world.spoke:
+        world.step()
+    before = len(world.spoke)
+    while len(world.spoke[-1]) < 30:
+        world.step()
+    counts = [len(spoke) for spoke in world.spoke[before:]]
+    assert [after for count, after in pairwise(counts) if after != count] == [8, 16, 30]
+    assert counts.count(4) > 80, "it is alone only after a while"
+
+
+# --- cells ---
+
+
+@given(st.integers(1, 12), st.integers(0, 10), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+def test_a_namespaces_first_cell_waits_for_one_cell_of_each_other_however_many_prompts_they_have(
+    crowd: int, after: int, cells: int
+) -> None:
+    world = World(rules=Rules(ageing_s=1e9))
+    late = Job(cells * CELL, namespace="b")
+    world.arrivals = {after: [late]} if after else {}
+    world.submit(*of("a", crowd, 8), *of("c", crowd, 8), *([] if after else [late]))
+    world.run()
+    mine = [index for index, job in enumerate(world.prefilled) if job is late]
+    if mine:
+        assert mine[0] <= after + 2
+        assert all(end - start <= 3 for start, end in pairwise(mine))
+
+
+@given(st.integers(1, 12), st.floats(0.01, 0.2), st.floats(0.01, 0.1))
+@settings(max_examples=40, deadline=None)
+def test_others_prompts_take_as_much_time_from_a_reply_as_it_takes_itself(
+    crowd: int, cell_s: float, token_s: float
+) -> None:
+    """And one cell more. Without the rule each of its tokens waits for a step's whole prefill time."""
+    world = World(cell_s=cell_s, token_s=token_s)
+    person = Job(1, 60, namespace="b")
+    world.submit(person)
+    world.step()
+    world.submit(*of("a", crowd, 12))
+    began_s = world.now
+    while person not in world.ended:
+        world.step()
+    assert world.now - began_s <= 2 * 59 * token_s * 1.5 + 2 * (cell_s + token_s)
+    assert any(job.namespace == "a" for job in world.prefilled), "they stand still"
+
+
+def test_nobody_owes_others_for_cells_beside_its_own_replies() -> None:
+    world = World(cell_s=0.03, token_s=0.01)
+    world.submit(Job(1, 400, namespace="a"), Job(200 * CELL, namespace="a"))
+    for _ in range(12):
+        world.step()
+    person = Job(1, 300, namespace="b")
+    world.submit(person)
+    world.step()
+    so_far = len(world.prefilled)
+    for _ in range(10):
+        world.step()
+    assert len(world.prefilled) > so_far, "its prompt stands still"
+
+
+# --- hot memories ---
+
+
+def key(namespace: str, agent: int) -> SequenceKey:
+    return SequenceKey(namespace, f"agent {agent}")
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(1, 40), st.booleans()), max_size=60),
+)
+@settings(max_examples=80, deadline=None)
+def test_a_crowds_memories_drop_none_of_a_namespace_within_its_share(
+    few: list[int], crowd: list[tuple[int, int, bool]]
+) -> None:
+    """Whether they are left by turns or made by forks."""
+    memories: HotMemories[Kv] = HotMemories(200)
+    for agent, size in enumerate(few):
+        assert memories.put(key("b", agent), memory(size))
+    for agent, size, is_fork in crowd:
+        mine = key("a", agent)
+        if is_fork:
+            memories.put(mine, memory(size))
+        elif memories.reserve("turn", size, mine, namespace="a"):
+            memories.leave("turn", mine, memory(size))
+        assert {key("b", agent) for agent in range(len(few))} <= {*memories.sizes()}
+
+
+def test_idle_memories_of_others_keep_no_turn_waiting() -> None:
+    memories: HotMemories[Kv] = HotMemories(100)
+    memories.put(key("b", 1), memory(40))
+    assert memories.reserve("turn", 90, namespace="a")
+    assert memories.sizes() == {}
+
+
+@pytest.mark.parametrize("own", [0, 50])
+def test_running_turns_count_as_their_namespaces_too(own: int) -> None:
+    """Of two namespaces with equal memories the one whose turns run as well loses its own first."""
+    memories: HotMemories[Kv] = HotMemories(100)
+    memories.put(key("a", 1), memory(20))
+    memories.put(key("b", 1), memory(20))
+    if own:
+        assert memories.reserve("running", own, namespace="b")
+    assert memories.reserve("turn", 65 - own, namespace="c")
+    assert [one.namespace for one in memories.sizes()] == (["a"] if own else ["b"])

@@ -1,0 +1,202 @@
+"""Siblings with one prefix: it is prefilled once, and nobody waits longer for it than the gate allows."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.scheduling.prefix_gate import PrefixGate, common_blocks
+from inference_svc.engine.scheduling.schedulable import Rules
+from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of, memory
+
+blocks = st.lists(st.integers(0, 1), max_size=6)
+
+
+def sibling(*content: object, rest: int = 9, **fields: object) -> Job:
+    """A turn whose prompt is these blocks and `rest` tokens."""
+    plan = {"namespace": "home", "chain": chain_of(*content), "reply_tokens": 3}
+    return Job(len(content) * CELL + rest, **(plan | fields))  # type: ignore[arg-type]
+
+
+def cells_computed(world: World) -> int:
+    return len(world.prefilled)
+
+
+def test_siblings_that_come_together_prefill_their_prefix_once() -> None:
+    world = World()
+    world.submit(*(sibling("a", "b", "c", "d", agent) for agent in range(5)))
+    world.run()
+    assert cells_computed(world) == 4 + 5 * 2
+    assert [job.cached for job in world.ended].count(4 * CELL) == 4
+
+
+def test_a_sibling_that_comes_late_waits_only_for_what_is_not_computed_yet() -> None:
+    world = World()
+    first, late = sibling("a", "b", "c", "d"), sibling("a", "b", "x")
+    world.arrivals = {3: [late]}
+    world.submit(first)
+    world.run()
+    assert late.begun_s == late.submitted_s
+    assert (late.began_from, late.cached) == (first, 2 * CELL)
+
+
+def test_a_sibling_begins_with_the_hot_memory_of_one_that_is_over() -> None:
+    world = World()
+    first = sibling("a", "b", "c", key=key_of("first"))
+    world.submit(first)
+    world.run()
+    second = sibling("a", "b", "y", key=key_of("second"))
+    world.submit(second)
+    world.run()
+    assert (second.began_from, second.cached) == (key_of("first"), 2 * CELL)
+
+
+def test_who_speaks_already_still_gives_its_prefix_away() -> None:
+    world = World()
+    speaking = sibling("a", "b", reply_tokens=50)
+    world.submit(speaking)
+    world.step()
+    second = sibling("a", "b")
+    world.submit(second)
+    world.step()
+    assert (second.began_from, second.cached) == (speaking, 2 * CELL)
+
+
+def test_a_sibling_begins_as_soon_as_what_it_shares_is_computed() -> None:
+    """Not when the other's whole prompt is."""
+    world = World()
+    long, short = sibling(*range(16)), sibling(0, 1)
+    world.submit(long, short)
+    world.run()
+    assert (short.begun_s, short.cached) == (2 * world.cell_s, 2 * CELL)
+
+
+def test_the_last_prompt_token_is_always_computed() -> None:
+    world = World()
+    world.submit(sibling("a", "b", rest=0), sibling("a", "b", rest=0))
+    world.run()
+    assert [job.cached for job in world.ended] == [0, CELL]
+
+
+def test_nobody_shares_across_namespaces_or_without_one() -> None:
+    world = World()
+    world.submit(
+        sibling("a", "b"),
+        sibling("a", "b", namespace="elsewhere"),
+        sibling("a", "b", namespace=None),
+        sibling("a", "b", namespace=None),
+    )
+    world.step()
+    assert not world.scheduler.waiting, "one of them waits for another"
+    world.run()
+    assert [job.began_from for job in world.ended] == [None] * 4
+
+
+def test_less_than_a_whole_cell_is_not_waited_for() -> None:
+    world = World(rules=Rules(cell_tokens=2 * CELL))
+    world.submit(sibling("a", "b", "c"), sibling("a", "x", "y"))
+    world.step()
+    assert not world.scheduler.waiting
+
+
+def test_a_turn_whose_own_memory_reaches_as_far_waits_for_nobody() -> None:
+    world = World()
+    world.submit(sibling("a", "b", "c", "d"))
+    warm = sibling("a", "b", "c", "x", reusable_tokens=3 * CELL - 1, key=key_of("a"))
+    world.memories.put(key_of("a"), memory(3 * CELL))
+    world.submit(warm)
+    world.step()
+    assert warm.begun_s == 0.0
+    assert (warm.began_from, warm.cached) == (None, 3 * CELL - 1)
+
+
+def test_only_rows_on_the_grid_are_given_away() -> None:
+    """Who began with a memory that ends inside a cell computes other cells than a cold turn does."""
+    world = World()
+    world.memories.put(key_of("off"), memory(100))
+    off_grid = sibling("a", "b", "c", "d", reusable_tokens=100, key=key_of("off"))
+    world.submit(off_grid)
+    world.step()
+    late = sibling("a", "b", "c", "d")
+    world.submit(late)
+    world.step()
+    assert (late.began_from, late.begun_s is not None) == (None, True)
+
+
+def test_a_sibling_waits_no_longer_than_the_gate_allows() -> None:
+    world = World(rules=Rules(gate_s=1.0, budget_s=0.0), cell_s=0.4)
+    world.submit(Job(1, 1000, namespace="home"), sibling(*range(20)), sibling(*range(20)))
+    second = world.scheduler.waiting[-1]
+    while second.begun_s is None:
+        world.step()
+    assert 1.0 <= second.begun_s <= 1.5
+    assert second.cached >= 2 * CELL, "what was computed by then is used"
+
+
+def test_the_gate_can_be_off() -> None:
+    world = World(rules=Rules(gate_s=0.0))
+    world.submit(sibling("a", "b"), sibling("a", "b"))
+    world.step()
+    assert not world.scheduler.waiting
+
+
+def test_background_work_that_an_interactive_sibling_waits_for_is_not_put_off() -> None:
+    world = World(rules=Rules(budget_s=0.0, ageing_s=1e9))
+    background = sibling(*range(4), priority=BACKGROUND)
+    world.submit(Job(1, 1000, namespace="home"), background)
+    world.step()
+    other, person = Job(8 * CELL, namespace="home"), sibling(*range(4), "mine")
+    world.submit(other, person)
+    world.run()
+    assert (person.began_from, person.cached) == (background, 4 * CELL)
+    assert person.cells[-1] < other.cells[-1]
+
+
+@given(st.lists(st.tuples(blocks, st.integers(1, 300)), min_size=1, max_size=6), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_waiting_sibling_always_goes_on(prompts: list[tuple[list[int], int]], data: st.DataObject) -> None:
+    """Whoever is cancelled, and whenever; and within the gate's time, when there is room."""
+    world = World(rules=Rules(gate_s=1.0, budget_s=0.0))
+    jobs = [sibling(*content, rest=rest) for content, rest in prompts]
+    doomed = data.draw(st.dictionaries(st.integers(0, 12), st.sampled_from(jobs), max_size=3))
+    world.submit(*jobs)
+    for step in range(13):
+        if step in doomed:
+            doomed[step].is_cancelled = True
+        world.step()
+    world.run(200)
+    for job in jobs:
+        assert job.is_cancelled or job.begun_s is not None
+        assert job.is_cancelled or job.begun_s - job.submitted_s <= 1.0 + world.cell_s + world.token_s
+    whole = [job for job in jobs if not job.is_cancelled]
+    if len(whole) == len(jobs):
+        distinct = {name for job in jobs for name in job.chain}
+        rests = sum(2 for _ in jobs)  # a rest of up to 300 tokens; a prompt's last token is computed by itself
+        assert cells_computed(world) <= len(distinct) + rests
+
+
+@given(blocks, blocks)
+def test_two_prompts_share_their_common_beginning(one: list[int], other: list[int]) -> None:
+    same = 0
+    while same < min(len(one), len(other)) and one[same] == other[same]:
+        same += 1
+    assert common_blocks(chain_of(*one), chain_of(*other)) == same
+
+
+@given(
+    st.lists(st.tuples(blocks, st.integers(0, 6)), max_size=5),
+    blocks,
+    st.integers(0, 6 * CELL),
+    st.sampled_from([1, 2]),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_donor_is_the_one_that_has_most(
+    donors: list[tuple[list[int], int]], wanted: list[int], own: int, cell_blocks: int
+) -> None:
+    running = [sibling(*content, shareable=min(done, len(content)) * CELL) for content, done in donors]
+    turn = sibling(*wanted, reusable_tokens=min(own, len(wanted) * CELL + 8))
+    gate: PrefixGate[Job] = PrefixGate(cell_blocks * CELL)
+    best = 0
+    for other in running:
+        common = common_blocks(other.chain, turn.chain) * CELL
+        best = max(best, min(common, other.shareable) // gate.cell_tokens * gate.cell_tokens)
+    donor = gate.donor_of(turn, running)
+    assert (donor.shared_tokens if donor else 0) == (best if best >= turn.reusable_tokens + gate.cell_tokens else 0)

@@ -1,0 +1,493 @@
+"""Who gets bytes, whose memory is dropped for them, and which turn gives way."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from inference_svc.engine.scheduling.hot_memories import HotMemories
+from inference_svc.engine.scheduling.memory_ledger import MemoryLedger
+from inference_svc.engine.scheduling.schedulable import Rules
+from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Job, Kv, World, key_of, memory
+
+
+def hot(budget: int, **sizes: int) -> HotMemories[Kv]:
+    """Memories that were left in this order."""
+    memories: HotMemories[Kv] = HotMemories(budget)
+    for name, size in sizes.items():
+        assert memories.reserve(name, size, key_of(name))
+        assert memories.leave(name, key_of(name), memory(size))
+    return memories
+
+
+def names(memories: HotMemories[Kv]) -> set[str]:
+    return {key.agent_id for key in memories.sizes()}
+
+
+# --- the ledger ---
+
+
+class LedgerHistory(RuleBasedStateMachine):
+    """Any calls in any order, against a ledger kept by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ledger: MemoryLedger[int, int] = MemoryLedger(100)
+        self.held: dict[str, int] = {}  # "owner 1" or "key 1"
+        self.lent: dict[int, int] = {}
+
+    def free(self) -> int:
+        return 100 - sum(self.held.values())
+
+    @rule(owner=st.integers(0, 3), size=st.integers(0, 120), extends=st.none() | st.integers(0, 2))
+    def reserve(self, owner: int, size: int, extends: int | None) -> None:
+        if f"owner {owner}" in self.held:
+            with pytest.raises(ValueError, match="already"):
+                self.ledger.reserve(owner, size, extends)
+            return
+        own = self.held.get(f"key {extends}", 0)
+        fits = max(size, own) - own <= self.free()
+        assert self.ledger.reserve(owner, size, extends) is fits
+        if fits:
+            if self.held.pop(f"key {extends}", None) is not None and extends is not None:
+                self.lent[extends] = owner
+            self.held[f"owner {owner}"] = max(size, own)
+
+    @rule(owner=st.integers(0, 3), size=st.integers(0, 120))
+    def resize(self, owner: int, size: int) -> None:
+        if f"owner {owner}" in self.held:
+            fits = size - self.held[f"owner {owner}"] <= self.free()
+            assert self.ledger.resize(owner, size) is fits
+            if fits:
+                self.held[f"owner {owner}"] = size
+
+    @rule(owner=st.integers(0, 3))
+    def release(self, owner: int) -> None:
+        self.ledger.release(owner)
+        self.held.pop(f"owner {owner}", None)
+        self.lent = {key: lender for key, lender in self.lent.items() if lender != owner}
+
+    @rule(key=st.integers(0, 2), size=st.integers(0, 120))
+    def keep(self, key: int, size: int) -> None:
+        self.held.pop(f"key {key}", None)
+        fits = size <= self.free()
+        assert self.ledger.keep(key, size) is fits
+        if fits:
+            self.held[f"key {key}"] = size
+
+    @rule(key=st.integers(0, 2))
+    def drop(self, key: int) -> None:
+        assert self.ledger.drop(key) == self.held.pop(f"key {key}", 0)
+
+    @invariant()
+    def free_and_held_are_all_there_is(self) -> None:
+        ledger = self.ledger
+        assert ledger.free_bytes + ledger.reserved_bytes + ledger.resident_bytes == ledger.total_bytes == 100
+        assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
+        assert ledger.free_bytes == self.free()
+        assert all(ledger.is_lent(key) is (key in self.lent) for key in range(3))
+
+
+def test_free_and_reserved_and_resident_bytes_are_the_total_after_any_calls() -> None:
+    run_state_machine_as_test(LedgerHistory, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+
+
+def test_a_turn_that_extends_a_memory_needs_room_only_for_what_is_new() -> None:
+    memories = hot(100, a=70)
+    assert not memories.reserve("turn", 95, key_of("b"), spare={key_of("a")})
+    assert memories.reserve("turn", 95, key_of("a"), extends=True)
+    assert (memories.ledger.free_bytes, memories.ledger.resident_bytes) == (5, 0)
+
+
+def test_a_turn_that_goes_back_far_holds_all_of_its_memory() -> None:
+    """Buffers do not shrink when the turn needs less than they hold."""
+    memories = hot(100, a=70)
+    assert memories.reserve("turn", 20, key_of("a"), extends=True)
+    assert memories.ledger.free_bytes == 30
+
+
+def test_what_a_plan_holds_besides_its_kv_counts_until_it_is_given_back() -> None:
+    memories = hot(100)
+    assert memories.reserve("turn", 40 + 50, key_of("a"))
+    assert not memories.reserve("other", 20, key_of("b"))
+    assert memories.resize("turn", 40)
+    assert memories.reserve("other", 20, key_of("b"))
+    assert not memories.resize("turn", 90)
+
+
+def test_a_turn_that_holds_more_than_there_is_runs_alone_instead_of_never() -> None:
+    world = World(budget_bytes=1000)
+    before, large, after = Job(400, 9), Job(900, 9, extra_bytes=500), Job(400, 9)
+    world.submit(before, large, after)
+    world.run(50)
+    assert before.ended_s == large.begun_s
+    assert large.ended_s == after.begun_s
+
+
+def test_a_turn_that_is_undone_leaves_its_memory_where_it_was() -> None:
+    memories = hot(100, a=30)
+    assert memories.reserve("turn", 60, key_of("a"), extends=True)
+    memories.release("turn")
+    assert (names(memories), memories.ledger.free_bytes, memories.ledger.is_lent(key_of("a"))) == ({"a"}, 70, False)
+
+
+def test_a_memory_that_failed_under_its_turn_is_gone_and_so_are_its_bytes() -> None:
+    memories = hot(100, a=30)
+    assert memories.reserve("turn", 60, key_of("a"), extends=True)
+    memories.drop(key_of("a"))
+    memories.release("turn")
+    assert (names(memories), memories.ledger.free_bytes) == (set(), 100)
+
+
+def test_a_turn_that_used_more_than_it_had_reserved_does_not_break_the_budget() -> None:
+    memories = hot(100, old=30)
+    assert memories.reserve("turn", 60, key_of("a"))
+    assert memories.leave("turn", key_of("a"), memory(80))
+    assert names(memories) == {"a"}
+    assert memories.reserve("turn", 20, key_of("b"))
+    assert not memories.leave("turn", key_of("b"), memory(101))
+    assert "b" not in names(memories)
+    assert memories.ledger.free_bytes >= 0
+
+
+def test_a_fork_finds_room_or_is_refused() -> None:
+    memories = hot(100, a=40, b=40)
+    assert memories.put(key_of("c"), memory(40))
+    assert names(memories) == {"b", "c"}
+    assert memories.reserve("turn", 90, key_of("d"))
+    assert not memories.put(key_of("e"), memory(40))
+    assert names(memories) == set()
+
+
+# --- whose memory goes ---
+
+
+def test_of_strangers_the_longest_unused_memory_goes_first_and_one_in_use_never() -> None:
+    memories = hot(100, busy=30, old=30, young=30)
+    assert memories.reserve("busy turn", 30, key_of("busy"), extends=True)
+    assert memories.reserve("turn", 30, key_of("new"))
+    assert names(memories) == {"busy", "young"}
+
+
+def test_background_memories_go_first() -> None:
+    memories = hot(100, old=30)
+    assert memories.reserve("turn", 30, key_of("background"))
+    memories.leave("turn", key_of("background"), memory(30, BACKGROUND))
+    assert memories.reserve("other", 50, key_of("new"))
+    assert names(memories) == {"old"}
+
+
+def test_a_memory_that_a_turn_is_being_planned_with_goes_last() -> None:
+    memories = hot(100, planned=30, young=30)
+    assert memories.described(key_of("planned")) is not None
+    assert memories.reserve("turn", 50, key_of("new"))
+    assert names(memories) == {"planned"}
+
+
+def test_nothing_is_dropped_for_what_cannot_fit_anyway() -> None:
+    memories = hot(100, running=50, idle=40)
+    assert memories.reserve("running turn", 50, key_of("running"), extends=True)
+    assert not memories.reserve("turn", 60, key_of("new"))
+    assert memories.missing_bytes(60, key_of("new")) == 10
+    assert names(memories) == {"running", "idle"}
+
+
+def test_a_tag_belongs_to_one_memory() -> None:
+    memories = hot(100)
+    memories.tag(key_of("a"), "of nobody")
+    memories.put(key_of("a"), memory(1))
+    memories.tag(key_of("a"), "version 1")
+    described = memories.described(key_of("a"))
+    assert described is not None
+    assert described.tag == "version 1"
+    memories.put(key_of("a"), memory(1))
+    described = memories.described(key_of("a"))
+    assert described is not None
+    assert described.tag is None
+
+
+def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
+    """Which of these turns found its agent's memory hot; every memory is one cell, and `room` of them fit."""
+    world = World(budget_bytes=room * CELL)
+    found: list[bool] = []
+    for start in range(0, len(agents), at_once):
+        jobs = []
+        for agent in agents[start : start + at_once]:
+            is_hot = world.memories.described(key_of(agent)) is not None
+            jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * 200))
+        world.submit(*jobs)
+        world.run()
+        found += [job.is_warm for job in jobs]
+    return found
+
+
+@pytest.mark.parametrize(("agents", "room", "at_once"), [(5, 4, 1), (8, 5, 1), (8, 6, 2), (12, 8, 4), (3, 2, 1)])
+def test_agents_in_a_ring_too_large_for_the_budget_do_not_drop_each_others_memory_in_turn(
+    agents: int, room: int, at_once: int
+) -> None:
+    """(LESSONS 27) Dropping the least recently used, nobody would ever find its memory. The best that can be done finds
+    (room - 1) of (agents - 1).
+    """
+    ring = list(range(agents)) * 12
+    found = hits(ring, room, at_once)[4 * agents :]
+    assert sum(found) / len(found) >= 0.8 * (room - at_once) / (agents - 1)
+
+
+def test_agents_that_all_fit_always_find_their_memory() -> None:
+    assert all(hits([0, 1, 2, 3] * 6, room=4)[4:])
+
+
+def test_when_a_ring_ends_those_who_go_on_soon_have_their_memory() -> None:
+    """What was kept for the ring does not stay for ever."""
+    found = hits([*range(6)] * 6 + [0, 1, 2] * 12, room=4)
+    assert all(found[-24:])
+
+
+def test_an_agent_in_the_middle_of_a_dialogue_keeps_its_memory_though_others_come_round() -> None:
+    turns = [turn for other in [1, 2, 3, 4, 5] * 6 for turn in (0, 0, other)]
+    found = [is_hot for agent, is_hot in zip(turns, hits(turns, room=3), strict=True) if agent == 0]
+    assert all(found[4:])
+
+
+def test_many_agents_at_random_find_as_much_as_least_recently_used_would() -> None:
+    """The rule for rings costs nothing where there is none."""
+    draw = random.Random(7)
+    agents = [min(int(draw.expovariate(0.25)), 20) for _ in range(600)]
+    recent: list[int] = []
+    lru = 0
+    for agent in agents:
+        lru += agent in recent[-5:]
+        recent = [other for other in recent if other != agent] + [agent]
+    assert sum(hits(agents, room=5)) >= 0.9 * lru
+
+
+# --- whose memory is spared ---
+
+
+def test_a_turn_lets_those_begin_whose_memory_it_would_have_to_drop() -> None:
+    """(LESSONS 27) Turns submitted together: the two with a memory run on it, then the third takes the room."""
+    world = World(budget_bytes=3 * CELL)
+    for agent in (1, 2):
+        world.turn(agent, CELL - 1)
+    world.run()
+    large = Job(2 * CELL, 1, key=key_of(3))
+    world.submit(large)
+    warm = [world.turn(agent, 10) for agent in (1, 2)]
+    world.run()
+    assert [job.is_warm for job in warm] == [True, True]
+    assert not any(job.lost_memory for job in warm)
+    assert large.ended_s == max(job.ended_s for job in world.ended if job.ended_s is not None)
+
+
+def test_a_turn_spares_others_memories_only_for_so_long() -> None:
+    world = World(budget_bytes=4 * CELL, rules=Rules(patience_s=2.0))
+    for agent in (1, 2):
+        world.turn(agent, 10)
+    world.run()
+    large = Job(4 * CELL - 10, 1, key=key_of(3))
+    world.submit(large)
+    while large.begun_s is None:
+        if not any(job.key != key_of(3) for job in world.scheduler.running):
+            world.turn(1, 1, 20)
+        world.turn(2, 1, 20)
+        world.step()
+        assert world.now < 4.0, "it waits for ever"
+
+
+def test_two_that_spare_each_other_do_not_wait_while_nobody_runs() -> None:
+    world = World(budget_bytes=4 * CELL)
+    for agent in (1, 2):
+        world.turn(agent, 2 * CELL - 30, 20)
+    world.run()
+    both = [world.turn(agent, CELL, 20) for agent in (1, 2)]
+    world.step()
+    assert any(job.begun_s is not None for job in both)
+    world.run()
+
+
+# --- who gives way ---
+
+BUSY = 8 * CELL
+
+
+def busy_world(*priorities: object, rules: Rules | None = None) -> tuple[World, list[Job]]:
+    """Long turns that fill the budget together."""
+    world = World(budget_bytes=BUSY, rules=rules or Rules())
+    tokens = BUSY // len(priorities) - 200
+    jobs = [Job(tokens, 200, priority=priority) for priority in priorities]  # type: ignore[arg-type]
+    world.submit(*jobs)
+    world.step()
+    assert all(job.begun_s is not None for job in jobs)
+    return world, jobs
+
+
+def test_the_youngest_background_turn_gives_way_to_an_interactive_one_and_goes_on_later() -> None:
+    world, (old, young) = busy_world(BACKGROUND, BACKGROUND)
+    person = Job(CELL, 5)
+    world.submit(person)
+    world.step()
+    world.step()
+    assert person.begun_s is not None
+    assert (old.preemptions, young.preemptions) == (0, 1)
+    world.run()
+    assert young.generated == young.reply_tokens
+
+
+def test_no_more_give_way_than_are_needed_and_none_if_all_would_not_do() -> None:
+    world, jobs = busy_world(BACKGROUND, INTERACTIVE, BACKGROUND, BACKGROUND)
+    person = Job(BUSY // 2 - 1, 1)
+    world.submit(person)
+    world.step()
+    assert [job.preemptions for job in jobs] == [0, 0, 1, 1]
+    world, jobs = busy_world(BACKGROUND, INTERACTIVE, BACKGROUND, BACKGROUND)
+    world.submit(Job(BUSY - 1, 1))
+    world.step()
+    assert [job.preemptions for job in jobs] == [0, 0, 0, 0]
+
+
+def test_nobody_gives_way_while_dropping_idle_memories_is_enough() -> None:
+    world, jobs = busy_world(BACKGROUND, BACKGROUND, BACKGROUND)
+    jobs[0].is_cancelled = True
+    world.step()
+    assert world.memories.put(key_of("idle"), memory(BUSY // 3 - 10))
+    person = Job(CELL, 1)
+    world.submit(person)
+    world.step()
+    assert person.begun_s is not None
+    assert [job.preemptions for job in jobs] == [0, 0, 0]
+    assert world.memories.sizes() == {}
+
+
+def test_interactive_turns_give_way_to_nobody_and_background_turns_ask_nobody() -> None:
+    world, jobs = busy_world(INTERACTIVE, BACKGROUND)
+    world.submit(Job(CELL, 1, priority=BACKGROUND))
+    world.step()
+    assert [job.preemptions for job in jobs] == [0, 0]
+    world, jobs = busy_world(INTERACTIVE, INTERACTIVE)
+    world.submit(Job(CELL, 1))
+    world.step()
+    assert [job.preemptions for job in jobs] == [0, 0]
+
+
+def test_who_cannot_be_put_aside_is_not_and_another_is() -> None:
+    world, jobs = busy_world(BACKGROUND, BACKGROUND)
+    jobs[1].can_be_put_aside = False
+    world.submit(Job(CELL, 1))
+    world.step()
+    assert [job.preemptions for job in jobs] == [1, 0]
+
+
+@pytest.mark.parametrize("generated", [0, 2])
+def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(generated: int) -> None:
+    """Whether it was put aside while its prompt was computed or while it spoke."""
+    world, (old, young) = busy_world(BACKGROUND, BACKGROUND)
+    young.restore_s = 1.0
+    while young.generated < generated:
+        world.step()
+    person = Job(CELL, 1)
+    world.submit(person)
+    while not young.is_restoring:
+        world.step()
+    assert young.is_prefilling is (generated == 0)
+    assert world.memories.ledger.reserved_by(young) == young.needed_bytes
+    world.submit(Job(CELL, 1))
+    world.step()
+    assert (old.preemptions, young.preemptions) == (1, 1)  # never who has no rows to give up
+    world.run()
+    assert young.generated == young.reply_tokens
+
+
+def test_what_an_interactive_turn_spares_is_not_counted_as_its_room() -> None:
+    """Else others would be put aside for it, and it would wait all the same."""
+    world, jobs = busy_world(BACKGROUND, BACKGROUND, BACKGROUND)
+    jobs[0].is_cancelled = True
+    world.step()
+    key = key_of("idle")
+    assert world.memories.put(key, memory(BUSY // 3 - 10))
+    free = world.memories.ledger.free_bytes
+    assert world.memories.missing_bytes(free + 20) == 0
+    assert world.memories.missing_bytes(free + 20, spare={key}) == 20
+    assert world.memories.missing_bytes(free + 20, key, extends=True) == 0
+
+
+def test_a_predecessor_of_an_interactive_turns_line_does_not_give_way() -> None:
+    world = World(budget_bytes=BUSY)
+    before = Job(BUSY - 300, 100, key=key_of("a"), priority=BACKGROUND)
+    world.submit(before)
+    world.step()
+    world.submit(Job(CELL, 1, key=key_of("a")), Job(CELL, 1))
+    world.step()
+    assert before.preemptions == 0
+    world.run()
+
+
+def test_a_turn_that_waited_long_enough_to_begin_does_not_give_way() -> None:
+    world = World(budget_bytes=BUSY, rules=Rules(ageing_s=1.0))
+    first, aged = Job(BUSY - 100, 99), Job(BUSY - 200, 100, priority=BACKGROUND)
+    world.submit(first, aged)
+    while aged.begun_s is None:
+        world.step()
+    assert aged.begun_s >= 1.0
+    world.submit(Job(CELL, 1))
+    world.step()
+    assert aged.preemptions == 0
+
+
+def test_a_row_can_be_what_is_missing() -> None:
+    world = World(rules=Rules(max_running=2))
+    jobs = [Job(CELL, 50, priority=BACKGROUND) for _ in range(2)]
+    world.submit(*jobs)
+    world.step()
+    person = Job(CELL, 1)
+    world.submit(person)
+    world.step()
+    assert [job.preemptions for job in jobs] == [0, 1]
+    world.run()
+    assert world.ended[0] is person
+
+
+def test_who_gave_way_does_not_take_the_room_back_however_old_it_is() -> None:
+    world = World(budget_bytes=4 * CELL, rules=Rules(ageing_s=1.0))
+    background = Job(2 * CELL, 400, priority=BACKGROUND)
+    world.submit(background)
+    while world.now < 2.0:
+        world.step()
+    person = Job(2 * CELL, 20)
+    world.submit(person)
+    world.step()
+    assert background.preemptions == 1
+    world.step()
+    assert world.scheduler.running == [person]
+    world.run()
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_a_turn_gives_way_only_so_often(most: int) -> None:
+    """A person comes whenever it runs; in between it has the engine for itself."""
+    world = World(budget_bytes=4 * CELL, rules=Rules(max_preemptions=most, ageing_s=1e9))
+    background = Job(2 * CELL, 400, priority=BACKGROUND)
+    world.submit(background)
+    while background not in world.ended:
+        if world.scheduler.running == [background] and not world.scheduler.waiting:
+            world.submit(Job(2 * CELL, 20))
+        world.step()
+    assert background.preemptions == most
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.floats(0.5, 3.0))
+@settings(max_examples=15, deadline=None)
+def test_background_turns_end_though_people_never_stop_asking_for_their_room(
+    count: int, most: int, ageing_s: float
+) -> None:
+    """Each gives way so often and no more: no two turns chase each other for ever."""
+    world = World(budget_bytes=4 * CELL, rules=Rules(max_preemptions=most, ageing_s=ageing_s))
+    background = [Job(2 * CELL, 40, priority=BACKGROUND, restore_s=0.05 * number) for number in range(count)]
+    world.submit(*background)
+    while not all(job in world.ended for job in background):
+        if sum(job.priority is INTERACTIVE for job in (*world.scheduler.waiting, *world.scheduler.running)) < 2:
+            world.submit(Job(2 * CELL, 20))
+        world.step()
+        assert world.now < 300, "livelock"
+    assert all(job.preemptions <= most for job in background)

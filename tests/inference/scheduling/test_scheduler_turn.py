@@ -1,0 +1,123 @@
+"""What a turn says of itself to the scheduler: its prefix, its cells, and how it catches up after it gave way."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvasir.formats.block_hash import chain_hash
+
+from inference_svc.engine.api import (
+    BlocksFull,
+    Cold,
+    Hot,
+    Priority,
+    Restored,
+    Reuse,
+    SamplingParams,
+    SequenceKey,
+    TurnPlan,
+)
+from inference_svc.engine.turn import Turn
+from inference_svc.text.token_text import TokenText
+
+TEXT = TokenText.of_pieces([b"a", b"b", b"c"])
+IDENTITY = "11" * 32
+CELL = 512
+
+
+def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Turn:
+    plain = {"sampling": SamplingParams(1000), "reuse": reuse or Cold(), "key": SequenceKey("home", "a")}
+    plan = TurnPlan((1,) * tokens, (1,) * tokens, **(plain | fields))  # type: ignore[arg-type]
+    return Turn(plan, TEXT, frozenset(), CELL, lambda: 0.0, IDENTITY)
+
+
+def prefill(one: Turn, *, draws: bool = True) -> list[int]:
+    """Every cell of the rest of its prompt; the last one draws, or none does."""
+    cells = []
+    while one.is_prefilling:
+        assert one.next_cell_draws is (draws and one.next_cell_tokens == one.rest_tokens)
+        cells.append(one.next_cell_tokens)
+        assert one.next_cell() == one.token_ids[one.computed : one.computed + cells[-1]]
+        one.prefilled(cells[-1])
+    return cells
+
+
+def test_a_turn_extends_a_hot_memory_only_if_its_plan_does() -> None:
+    key = SequenceKey("home", "a")
+    assert turn(9, Hot(5)).memory_key == key
+    assert turn(9, Restored((), (), 5)).memory_key is None
+    assert turn(9).memory_key is None
+    assert [turn(9, reuse).reusable_tokens for reuse in (Hot(5), Hot(9), Restored((), (), 6), Cold())] == [5, 8, 6, 0]
+    assert turn(9, priority=Priority.BACKGROUND).priority is Priority.BACKGROUND
+
+
+def test_a_turn_that_began_holds_no_files_but_still_knows_what_it_reused() -> None:
+    one = turn(9, Restored((b"x" * 100,), (1,) * 9, 6))
+    one.began(6, 0)
+    assert one.plan.reuse == Restored((), (1,) * 9, 6)
+    assert (one.reusable_tokens, one.memory_key) == (6, None)
+
+
+def test_a_turn_that_was_put_aside_extends_no_hot_memory_any_more() -> None:
+    one = turn(9, Hot(5), can_be_put_aside=True)
+    one.began(5, 0)
+    assert one.can_be_put_aside
+    one.put_aside(())
+    assert one.memory_key is None
+    one.wanted()
+    assert one.is_restoring
+    one.resumed(5, 0)
+    assert not one.is_restoring
+    assert not turn(9, Hot(5), can_be_put_aside=True, keep_partial=True).can_be_put_aside
+    assert not turn(9, Hot(5)).can_be_put_aside
+
+
+def test_a_prompts_chain_says_what_its_files_will_say_and_nothing_without_a_namespace() -> None:
+    first = chain_hash(IDENTITY, "", [1] * 256)
+    assert turn(600, namespace="home").chain == (first, chain_hash(IDENTITY, first, [1] * 256))
+    assert turn(600).chain == ()
+
+
+@given(st.integers(1, 2000), st.integers(0, 2000), st.integers(0, 8))
+def test_what_will_be_shareable_is_what_is_in_the_end(tokens: int, cached: int, shareable_blocks: int) -> None:
+    """Known while the prompt is computed: siblings wait for it."""
+    one = turn(tokens)
+    one.began(min(cached, tokens - 1), shareable_blocks * 256)
+    foretold = one.final_shareable
+    while one.is_prefilling:
+        assert one.final_shareable == foretold
+        one.prefilled(one.next_cell_tokens)
+    assert one.shareable == one.final_shareable == foretold
+
+
+def test_the_cell_that_ends_the_prompt_draws_the_first_token_and_no_other_does() -> None:
+    one = turn(CELL + 10)
+    one.began(0, 0)
+    assert (one.rest_tokens, one.next_cell_tokens, one.next_cell_draws, one.is_warm) == (CELL + 10, CELL, False, False)
+    one.prefilled(CELL)
+    assert (one.rest_tokens, one.next_cell_tokens, one.next_cell_draws) == (10, 10, True)
+
+
+@given(st.integers(1, 1500), st.integers(1, 600), st.booleans())
+def test_a_turn_that_gave_way_computes_what_it_had_as_it_did_before(prompt: int, generated: int, is_lost: bool) -> None:
+    """The prompt in its cells, the reply token by token; nothing is drawn twice, and no block is told twice."""
+    one = turn(prompt)
+    one.began(0, 0)
+    cells = prefill(one)
+    one.accept(2)
+    for index in range(generated):
+        assert (one.next_token, one.next_token_draws) == (one.token_ids[-1], True)
+        one.decoded()
+        one.accept(index % 3)
+    computed, shareable, tokens = one.computed, one.shareable, list(one.token_ids)
+    told = [event.count for event in one.take_events() if isinstance(event, BlocksFull)]
+    one.resumed(0 if is_lost else computed, 0 if is_lost else shareable)
+    if is_lost:
+        assert one.rest_tokens == prompt
+        assert prefill(one, draws=False) == cells
+        while not one.next_token_draws:
+            assert one.next_token == tokens[one.computed]
+            one.decoded()
+    assert (one.computed, one.shareable, one.token_ids) == (computed, shareable, tokens)
+    assert one.next_token_draws
+    again = [event.count for event in one.take_events() if isinstance(event, BlocksFull)]
+    assert again == []
+    assert told == sorted(set(told))

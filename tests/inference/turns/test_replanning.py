@@ -1,0 +1,193 @@
+"""Hot memory that goes away between planning and running: the turn goes on, and never over another engine's turn."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Timings
+from inference_svc.formats.constraint import Constraint, ConstraintKind
+from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.recall import Prepared, Recollection
+from inference_svc.memory.remote_cache import Head
+from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.model.prompting import Tokenized
+from inference_svc.text.given_json import GivenJson
+from inference_svc.text.literal_text import Specials
+from inference_svc.text.prefix_matching import Memory, Outcome
+from inference_svc.text.reply_parts import ReplyReader
+from inference_svc.text.sequence_state import SequenceState
+from inference_svc.turns.admission import Admission, AdmissionLimits
+from inference_svc.turns.turn_data import MessagesInput, TurnRequest
+from inference_svc.turns.turn_flow import TurnLimits, TurnService
+
+OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
+ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState((1, 2), (1, 1), 0))
+
+
+def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recollection:
+    messages = (manifest_pb2.Message(role="user", content=content),)
+    kept = Kept(head, is_head=True)
+    return Recollection(AgentMemory(Memory("", (), ()), messages, manifest_pb2.Turn(), 0, "", kept), source, head)
+
+
+class Surroundings:
+    """What a turn meets: the recollections in turn, an engine whose hot memory goes away so often, and its end."""
+
+    model = SimpleNamespace(context_tokens=100, kv_identity_hash="x", stop_token_ids=(), has_states=False)
+    specials = Specials()
+    memory_budget_bytes = 100
+
+    def __init__(self, found: list[Recollection], losses: int) -> None:
+        self.found, self.losses = found, losses
+        self.planned: list[str] = []
+        self.finished: list[tuple[int, str]] = []
+
+    async def newest(self, key: object, budget: object) -> Recollection:
+        return self.found.pop(0) if len(self.found) > 1 else self.found[0]
+
+    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
+        self.planned.append(text)
+        return Prepared(text, Tokenized((1, 2), (1, 1)), Cold(), Source.COLD, Outcome.NONE, None, ())
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        self.losses -= 1
+        gone = Failed(errors.FailedPrecondition("gone", reason="HOT_MEMORY_GONE"))
+        on_events([gone if self.losses >= 0 else ENDED])
+        return SimpleNamespace(cancel=lambda: None)
+
+    def reader(self, *_how: object) -> ReplyReader:
+        return ReplyReader()
+
+    def needed_bytes(self, plan: object) -> int:
+        return 1
+
+    async def finish(self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        assert recollection.head is not None
+        self.finished.append((recollection.head.version, prepared.text))
+
+    def template(self, messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
+        return " ".join(message["content"] for message in messages)
+
+    async def run(self, namespace: str, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def fewest_tokens(self, text: str) -> int:
+        return 1
+
+    async def read(self, namespace: str, objects: GivenJson) -> None:
+        objects.read()
+
+
+PLAIN = SamplingParams(4)
+
+
+def serve(around: Surroundings, parent_version: int | None, sampling: SamplingParams = PLAIN) -> None:
+    async def to_the_end() -> None:
+        parts: Any = around
+        stats = ServiceStats(0.0)
+        admission = Admission(AdmissionLimits(), stats, time.monotonic)
+        service = TurnService(parts, parts, parts, parts, {}, {}, TurnLimits(), admission, stats, time.monotonic)
+        given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
+        request = TurnRequest("r", "default", "a", parent_version, given, "", sampling, False)
+        events: AsyncIterator[object] = service.begin(request).events()
+        async for _ in events:
+            pass
+
+    asyncio.run(to_the_end())
+
+
+class ForgetfulGrammars(Surroundings):
+    """An engine whose grammars have forgotten the turn's format since its request was checked."""
+
+    def __init__(self) -> None:
+        super().__init__([remembered(OURS, "ours")], losses=0)
+        self.grammars = self
+        self.compiled_by: list[threading.Thread] = []
+
+    def knows(self, namespace: str, constraint: Constraint) -> bool:
+        return bool(self.compiled_by)
+
+    def compile(self, namespace: str, constraint: Constraint) -> None:
+        self.compiled_by.append(threading.current_thread())
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        assert self.compiled_by, "the engine would compile it now, and every stream would wait"
+        return super().submit(plan, on_events)
+
+
+def test_a_format_that_was_forgotten_while_its_turn_waited_is_compiled_off_the_event_loop() -> None:
+    around = ForgetfulGrammars()
+    serve(around, None, SamplingParams(4, constraint=Constraint(ConstraintKind.REGEX, "a+")))
+    assert around.finished == [(5, "ours new")]
+    assert around.compiled_by != [threading.main_thread()]
+
+
+def test_a_turn_is_not_put_over_another_engines() -> None:
+    around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(THEIRS, "theirs")], losses=1)
+    with pytest.raises(errors.Conflict):
+        serve(around, parent_version=5)
+    assert around.finished == []
+
+
+def test_a_turn_that_names_no_parent_extends_what_is_newest_by_then() -> None:
+    around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(THEIRS, "theirs")], losses=1)
+    serve(around, parent_version=None)
+    assert around.planned == ["ours new", "theirs new"]
+    assert around.finished == [(6, "theirs new")]
+
+
+def test_the_same_version_is_planned_on_again() -> None:
+    around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(OURS, "ours")], losses=1)
+    serve(around, parent_version=5)
+    assert around.finished == [(5, "ours new")]
+
+
+def test_a_store_that_cannot_be_asked_any_more_leaves_the_turn_on_the_version_it_was_planned_on() -> None:
+    unasked = Recollection(None, Source.COLD, None, Miss(MissReason.STORE_UNREACHABLE, "gone"))
+    around = Surroundings([remembered(OURS, "ours", Source.HOT), unasked], losses=1)
+    serve(around, parent_version=5)
+    assert around.finished == [(5, "ours new")]
+
+
+def test_a_memory_that_keeps_moving_ends_the_turn() -> None:
+    moving = [remembered(Head(number, Digest.of(b"x"), number - 1), "x") for number in range(5, 40)]
+    around = Surroundings(moving, losses=1000)
+    with pytest.raises(errors.Unavailable):
+        serve(around, parent_version=None)
+    assert 1 < len(around.planned) < 10
+
+
+class Damaged(Surroundings):
+    """An engine that refuses the state of 300 tokens, then the tensor file 1."""
+
+    refusals: tuple[dict[str, str], ...] = ({"state": "300"}, {"blob": "1"})
+
+    def __init__(self) -> None:
+        super().__init__([remembered(OURS, "ours")], losses=0)
+        self.usable: list[tuple[int | None, int | None]] = []
+
+    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
+        self.usable.append((how["usable_files"], how["usable_point"]))
+        return await super().plan(recollection, text, **how)
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        refused = self.refusals[len(self.usable) - 1 :][:1]
+        on_events([Failed(errors.DataLoss("damaged", metadata=refused[0])) if refused else ENDED])
+        return SimpleNamespace(cancel=lambda: None)
+
+
+def test_what_the_engine_refused_is_not_planned_with_again() -> None:
+    """A refused state is gone back before, a refused file not used: damage costs time (LESSONS 10)."""
+    around = Damaged()
+    serve(around, parent_version=5)
+    assert around.usable == [(None, None), (None, 299), (1, 299)]
+    assert around.finished == [(5, "ours new")]

@@ -1,0 +1,259 @@
+"""The small parts of a turn: the outbox, the hand-off, retries, and a store's budget and breaker. No model, no wire."""
+
+import asyncio
+import contextlib
+import threading
+from dataclasses import replace
+
+import pytest
+from kvasir import errors
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import Event, Prefilled, SamplingParams
+from inference_svc.memory.agent_memory import AgentMemory, Kept, from_manifest
+from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.recall import Recollection
+from inference_svc.memory.remote_cache import NO_HEAD, Head, head_of
+from inference_svc.memory.store_patience import Breaker, Budget
+from inference_svc.memory.trust import is_current
+from inference_svc.text.prefix_matching import Memory
+from inference_svc.turns.handoff import HandOff
+from inference_svc.turns.outbox import Outbox, Patience
+from inference_svc.turns.replay import is_retry, is_whole
+from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnProgress, TurnRequest
+from inference_svc.turns.turn_state import check_parent, whole_conversation
+
+HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
+HELLO = manifest_pb2.Message(role="user", content="hello")
+HI = manifest_pb2.Message(role="assistant", content="hi")
+
+
+def request(**fields: object) -> TurnRequest:
+    plain = TurnRequest("r", "default", "a", None, PromptInput("x"), "digest", SamplingParams(1), True)
+    return replace(plain, **fields)  # type: ignore[arg-type]
+
+
+def memory(
+    *, is_head: bool = True, finish_reason: str = "stop", messages: tuple[manifest_pb2.Message, ...] = ()
+) -> AgentMemory:
+    turn = manifest_pb2.Turn(request_id="r", input_digest="digest", finish_reason=finish_reason)
+    return AgentMemory(Memory("", (), ()), messages, turn, 0, "", Kept(HEAD, is_head=is_head))
+
+
+# --- retries ---
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_head", "expected"),
+    [
+        (request(), True, True),
+        (request(parent_version=4), True, True),
+        (request(parent_version=5), True, False),  # extends this very memory with the same words
+        (request(parent_version=5), False, True),  # a turn behind version 5 that was not stored
+        (request(parent_version=4), False, False),
+        (request(request_id="other"), True, False),
+        (request(input_digest="other"), True, False),
+    ],
+)
+def test_a_retry_has_the_id_the_input_and_the_parent_of_the_last_turn(
+    asked: TurnRequest, is_head: bool, expected: bool
+) -> None:
+    assert is_retry(asked, memory(is_head=is_head)) is expected
+
+
+def test_a_turn_that_was_cut_is_not_told_again() -> None:
+    assert is_whole(memory())
+    assert not is_whole(memory(finish_reason="cancelled"))
+
+
+def test_a_parent_that_is_not_the_head_is_a_conflict_unless_the_head_is_unknown() -> None:
+    with pytest.raises(errors.Conflict):
+        check_parent(request(parent_version=4), Recollection(None, Source.COLD, HEAD))
+    check_parent(request(parent_version=5), Recollection(None, Source.COLD, HEAD))
+    check_parent(request(parent_version=4), Recollection(None, Source.COLD, None))
+
+
+# --- what is appended to ---
+
+
+def test_messages_are_appended_to_those_remembered_and_replace_a_reply_that_was_cut() -> None:
+    appended = request(input=MessagesInput((HELLO,), is_append=True))
+    recollection = Recollection(memory(messages=(HELLO, HI)), Source.HOT, HEAD)
+    assert whole_conversation(appended, recollection, is_retry=False) == (HELLO, HI, HELLO)
+    assert whole_conversation(appended, recollection, is_retry=True) == (HELLO,)
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (MissReason.NEW_AGENT, errors.FailedPrecondition),
+        (MissReason.MANIFEST_INVALID, errors.FailedPrecondition),
+        (MissReason.STORE_TIMEOUT, errors.Unavailable),
+        (MissReason.STORE_UNREACHABLE, errors.Unavailable),
+    ],
+)
+def test_appending_to_what_cannot_be_read_is_refused(reason: MissReason, kind: type[errors.KvasirError]) -> None:
+    appended = request(input=MessagesInput((HELLO,), is_append=True))
+    with pytest.raises(kind):
+        whole_conversation(appended, Recollection(None, Source.COLD, None, Miss(reason, "")), is_retry=False)
+
+
+def test_appending_to_an_agent_said_to_be_new_begins_it() -> None:
+    begun = request(input=MessagesInput((HELLO,), is_append=True), parent_version=0)
+    nobody = Recollection(None, Source.COLD, Head(0, None, 0), Miss(MissReason.NEW_AGENT, ""))
+    assert whole_conversation(begun, nobody, is_retry=False) == (HELLO,)
+
+
+# --- what a stored memory lets others share ---
+
+
+@pytest.mark.parametrize(("is_brought", "expected"), [(False, 512), (True, 0)])
+def test_what_was_brought_from_elsewhere_is_not_passed_on_to_other_agents(is_brought: bool, expected: int) -> None:
+    snapshot = cachestore_pb2.SnapshotVersion(
+        version=1, manifest=Digest.of(b"manifest").to_proto(), origin=cachestore_pb2.ORIGIN_FORK, is_brought=is_brought
+    )
+    manifest = manifest_pb2.Manifest(token_ids=range(600), token_chars=[0] * 600, shareable_tokens=512)
+    memory = from_manifest(manifest, head_of(snapshot))
+    assert (memory.shareable_tokens, memory.is_brought) == (expected, is_brought)
+
+
+# --- whether a hot memory is the newest ---
+
+OTHER = Head(6, Digest.of(b"another"), 5, "kv")
+
+
+@pytest.mark.parametrize(
+    ("kept", "newest", "expected"),
+    [
+        (Kept(HEAD, is_head=True), HEAD, True),
+        (Kept(HEAD, is_head=False), HEAD, True),  # extends it, not stored yet
+        (Kept(HEAD, is_head=True), OTHER, False),
+        (Kept(HEAD, is_head=True), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
+        (Kept(HEAD, is_head=True), NO_HEAD, False),
+        (Kept(HEAD, is_head=False, attempted=OTHER.identity), OTHER, True),  # a commit whose answer was lost
+        # Rolled back to it since: the number is another, and so is what the agent remembers.
+        (Kept(HEAD, is_head=False, attempted=OTHER.identity), Head(8, OTHER.manifest, 7, "kv"), False),
+        (Kept(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), OTHER, True),
+        (Kept(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), Head(8, OTHER.manifest, 7), False),
+        (Kept(HEAD, is_head=False, lost_to="6"), HEAD, False),
+        (Kept(None, is_head=False), OTHER, False),  # made while the store was away: what it follows was never told
+        (Kept(None, is_head=False), NO_HEAD, False),
+    ],
+)
+def test_a_hot_memory_is_used_only_if_it_is_or_extends_the_newest_version(
+    kept: Kept, newest: Head, expected: bool
+) -> None:
+    assert is_current(kept.claim, newest.identity) is expected
+    if expected:
+        kept.learn(newest)
+        assert kept.head == newest
+
+
+# --- outbox and hand-off ---
+
+
+async def read(outbox: Outbox) -> list[TurnEvent]:
+    return [event async for event in outbox.events()]
+
+
+def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
+    async def slow_reader() -> list[TurnEvent]:
+        outbox = Outbox(Patience(), lambda: 0.0)
+        for done in range(100):
+            outbox.put(TurnProgress(done, 100))
+        for token in range(1000):
+            outbox.put(TurnDelta(chr(97 + token % 26), (token,)))
+        outbox.close()
+        return await read(outbox)
+
+    progress, delta = asyncio.run(slow_reader())
+    assert progress == TurnProgress(99, 100)
+    assert isinstance(delta, TurnDelta)
+    assert (len(delta.text), delta.token_ids) == (1000, tuple(range(1000)))
+
+
+def test_a_reader_gets_what_was_put_before_the_error() -> None:
+    async def failing() -> list[TurnEvent]:
+        outbox, heard = Outbox(Patience(), lambda: 0.0), []
+        outbox.put(TurnDelta("a", (1,)))
+        outbox.close(errors.ResourceExhausted("full"))
+        try:
+            async for event in outbox.events():
+                heard.append(event)  # noqa: PERF401 - it raises at its end
+        except errors.ResourceExhausted:
+            return heard
+        raise AssertionError("the error did not arrive")
+
+    assert asyncio.run(failing()) == [TurnDelta("a", (1,))]
+
+
+def test_a_step_of_many_turns_wakes_the_loop_once_and_keeps_each_turns_order() -> None:
+    async def handing_over() -> tuple[int, dict[int, list[Event]]]:
+        loop, wakes = asyncio.get_running_loop(), 0
+        real = loop.call_soon_threadsafe
+
+        def counted(*given: object) -> object:
+            nonlocal wakes
+            wakes += 1
+            return real(*given)  # type: ignore[arg-type]
+
+        loop.call_soon_threadsafe = counted  # type: ignore[method-assign, assignment]
+        handoff, heard = HandOff(loop), {number: [] for number in range(32)}
+
+        def step() -> None:
+            for done in range(3):
+                for number in range(32):
+                    handoff.send(heard[number].extend, [Prefilled(done, 3)])
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()  # blocks the loop, as a busy one is
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return wakes, heard
+
+    wakes, heard = asyncio.run(handing_over())
+    assert wakes == 1
+    assert all(events == [Prefilled(done, 3) for done in range(3)] for events in heard.values())
+
+
+# --- the price of a store ---
+
+
+def test_a_budget_is_spent_by_waiting_and_earned_by_bytes() -> None:
+    now = [0.0]
+    budget = Budget(0.25, 1000, lambda: now[0])
+    with budget.spending():
+        now[0] += 0.2
+    assert budget.remaining_s == pytest.approx(0.05)
+    budget.earn(500)
+    assert budget.remaining_s == pytest.approx(0.55)
+    with contextlib.suppress(ZeroDivisionError), budget.spending():
+        now[0] += 9
+        raise ZeroDivisionError
+    assert budget.remaining_s == 0
+
+
+def test_a_breaker_opens_at_a_failure_and_closes_when_the_probe_is_answered() -> None:
+    async def breaking() -> None:
+        answers = iter((errors.Unavailable("away"), errors.DeadlineExceeded("slow"), None))
+        probes = 0
+
+        async def probe() -> None:
+            nonlocal probes
+            probes += 1
+            if (failure := next(answers)) is not None:
+                raise failure
+
+        breaker = Breaker(probe)
+        assert not breaker.is_open
+        breaker.trip()
+        breaker.trip()
+        assert breaker.is_open
+        await asyncio.wait_for(breaker.closed.wait(), 5)
+        assert not breaker.is_open
+        assert probes == 3
+        await breaker.close()
+
+    asyncio.run(breaking())
