@@ -27,8 +27,7 @@ from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
 from cachestore_svc.records import LAST_UNIX_MS, StoreConfig
-from cachestore_svc.recovery import applying, looking
-from cachestore_svc.upkeep import asides
+from cachestore_svc.recovery import applying, asides, looking
 
 DATABASE = "kvasir.sqlite3"
 

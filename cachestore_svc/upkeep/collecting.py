@@ -11,7 +11,7 @@ from cachestore_svc.index.sqlite import garbage
 from cachestore_svc.index.sqlite.blob_rows import namespaces
 from cachestore_svc.index.sqlite.index import HOUSE, Rows
 from cachestore_svc.records import GcReport
-from cachestore_svc.upkeep import asides
+from cachestore_svc.recovery import asides
 
 
 def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
