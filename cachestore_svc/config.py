@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvasir.address import Address, parse_address
-from kvasir.clients.channel import Tls
+from kvasir.clients import Tls
 from kvasir.credentials import CredentialFileError, read_token
 from kvasir.server.serving import Listening
 from pydantic import BaseModel, ConfigDict, Field, ValidationError

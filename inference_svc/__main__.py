@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc

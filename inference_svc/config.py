@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from kvasir.address import parse_address
-from kvasir.clients.channel import Tls
+from kvasir.clients import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
 from kvasir.server.serving import Listening

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import InferenceClient, StoreClient
 
 from inference_svc.model import kvasir_tiny
 from tests.programs import Program

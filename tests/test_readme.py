@@ -78,9 +78,42 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
     assert not problem("kvasir --home /tmp/x agents export ada ada.tar --format seed")
 
 
+# What users import from; every other module of the SDK may move.
+PUBLIC = {"kvasir.clients", "kvasir.credentials", "kvasir.errors"}
+
+
+def _is_public(node: ast.Import | ast.ImportFrom) -> bool:
+    if isinstance(node, ast.Import):
+        names = {alias.name for alias in node.names}
+    elif node.module == "kvasir":
+        names = {f"kvasir.{alias.name}" for alias in node.names}
+    else:
+        names = {node.module or ""}
+    return all(name in PUBLIC for name in names if name.split(".")[0] == "kvasir")
+
+
 def test_python_examples_use_names_that_exist() -> None:
     for language, block in _CODE.findall((ROOT / "README.md").read_text()):
         if language == "python":
             imports = [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Import | ast.ImportFrom)]
             assert imports
+            assert [node for node in imports if not _is_public(node)] == []
             exec(compile(ast.Module(imports, []), "README.md", "exec"), {})
+
+
+def test_the_pages_name_every_public_module() -> None:
+    for page in ("README.md", "CHANGELOG.md"):
+        assert [name for name in sorted(PUBLIC) if name not in (ROOT / page).read_text()] == []
+
+
+def test_a_path_that_may_move_is_noticed() -> None:
+    for line in (
+        "from kvasir.clients.store_client import StoreClient",
+        "from kvasir import status",
+        "import kvasir.cli",
+    ):
+        assert not all(
+            _is_public(node) for node in ast.parse(line).body if isinstance(node, ast.Import | ast.ImportFrom)
+        )
+    for line in ("from kvasir.clients import StoreClient", "from kvasir import errors", "from pathlib import Path"):
+        assert all(_is_public(node) for node in ast.parse(line).body if isinstance(node, ast.Import | ast.ImportFrom))

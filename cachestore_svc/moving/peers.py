@@ -6,7 +6,7 @@ No RPC takes a host. A peer's refusal of *us* must not look like a refusal of ou
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.credentials import CredentialFileError
 from kvasir.errors import (
     DataLoss,

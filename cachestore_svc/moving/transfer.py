@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Unavailable
 from kvasir.formats import archive
 from kvasir.formats import manifest as manifests

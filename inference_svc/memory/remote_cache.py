@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 import structlog
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason

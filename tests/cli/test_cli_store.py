@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from kvasir.cli.running.health import STORE_SERVICE
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.formats.digest import Digest
 from safetensors.numpy import load_file
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from kvasir.clients.aio_inference_client import AioInferenceClient
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.errors import KvasirError
 
 from tests.fairness.half_messages import HalfSender

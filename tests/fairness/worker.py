@@ -14,8 +14,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvasir.clients.aio_inference_client import AioInferenceClient
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 

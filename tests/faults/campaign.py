@@ -14,9 +14,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvasir.clients.aio_inference_client import AioInferenceClient
-from kvasir.clients.inference_client_turns import Reply
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import AioInferenceClient, Reply, StoreClient
 from kvasir.errors import KvasirError
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb

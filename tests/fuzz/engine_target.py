@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2 as store_pb
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, Principal
 from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats.digest import Digest

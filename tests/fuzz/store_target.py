@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf import duration_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest

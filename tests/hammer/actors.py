@@ -5,7 +5,7 @@ import contextlib
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients import AioInferenceClient
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, KvasirError, ResourceExhausted, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients.aio_inference_client import AioInferenceClient
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioInferenceClient, AioStoreClient
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.formats import manifest as manifests
 

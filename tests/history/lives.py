@@ -13,9 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvasir import errors
-from kvasir.clients.aio_inference_client import AioInferenceClient
-from kvasir.clients.aio_store_client import AioStoreClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import AioInferenceClient, AioStoreClient, Reply
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 

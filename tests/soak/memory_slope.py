@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients import AioInferenceClient
 
 from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer import canaries

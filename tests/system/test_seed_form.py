@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.demo.script import Story, told_story
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.formats import manifest as manifests
 from kvasir.formats.appendix_a import SeedFile, from_seed_file, to_seed_file
 from kvasir.formats.archive import pack

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 
 from tests.cachestore.service.running import RunningStore, StoreHome, store_home
 

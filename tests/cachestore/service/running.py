@@ -13,8 +13,7 @@ from pathlib import Path
 
 import psutil
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.clients.channel import Tls
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient, Tls
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal, write_credentials
 
 from tests.programs import Program, run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash

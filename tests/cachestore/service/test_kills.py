@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
 
 from cachestore_svc.records import StoreConfig

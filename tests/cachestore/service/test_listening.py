@@ -15,7 +15,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from kvasir.clients.channel import Tls
+from kvasir.clients import Tls
 from kvasir.errors import InvalidArgument, Unavailable
 
 from tests.cachestore.service.running import StoreHome, make_credentials, publish
@@ -148,7 +148,7 @@ def test_with_a_client_authority_strangers_cannot_even_connect(home: StoreHome, 
 
 
 def test_a_client_sends_no_token_in_the_clear_to_another_machine() -> None:
-    from kvasir.clients.store_client import StoreClient
+    from kvasir.clients import StoreClient
 
     with pytest.raises(InvalidArgument, match="TLS"):
         StoreClient.connect("192.0.2.1:7000", token="secret")

@@ -15,7 +15,7 @@ import grpc
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.credentials import write_private_text
 from kvasir.errors import (
     AlreadyExists,
@@ -242,7 +242,7 @@ def test_the_peers_credential_says_which_namespace_is_read(home: StoreHome, tmp_
     with store_home(tmp_path / "there") as their_home:
         options = ["--credentials-file", str(tmp_path / "c.toml"), *tls_options(cert, key)]
         there = their_home.start(*options, listen="127.0.0.1:0")
-        from kvasir.clients.channel import Tls
+        from kvasir.clients import Tls
 
         with there.client(tokens["all"], Tls(cert)) as theirs:
             publish(theirs, "ada", turn, 0)

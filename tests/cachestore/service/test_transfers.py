@@ -11,7 +11,7 @@ import grpc
 import pytest
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.errors import Conflict, KvasirError, ResourceExhausted
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import grpc
 import grpc.aio
 import pytest
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.errors import Unavailable
 from kvasir.formats.digest import Digest
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import House, running_house

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import from_rpc_error

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import Reply
 from kvasir.formats import archive, manifest
 from kvasir.formats.block_file import TensorSpec, encode, parse_header
 from kvasir.formats.block_hash import kv_identity_hash

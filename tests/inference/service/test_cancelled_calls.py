@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients import AioInferenceClient
 from kvasir.errors import ResourceExhausted
 
 from tests.system_fixtures import running_house

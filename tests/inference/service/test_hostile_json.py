@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.credentials import CLIENT, Principal
 
 from tests.guarded_house import guarded

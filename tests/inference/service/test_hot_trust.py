@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import Reply
 from kvasir.errors import Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb

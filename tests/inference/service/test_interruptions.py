@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 from kvasir import errors
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 

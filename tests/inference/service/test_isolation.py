@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import Reply
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
 from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.server.shared_room import SharedRoom

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 from kvasir import errors
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import from_rpc_error

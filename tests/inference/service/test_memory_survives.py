@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.tiny_models import LLAMA, write_model

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from kvasir import errors
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import Reply
 from kvasir.credentials import ADMIN, CLIENT, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
 

@@ -13,8 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 from kvasir import errors
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.credentials import CLIENT, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
@@ -31,7 +30,7 @@ FREED_WITHIN_S = 5.0  # one step or one cell of a slow model, on two cores that 
 # A program of its own: it asks, says that it was heard, and waits to be killed with its socket open.
 ASKER = """
 import sys, time
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 client = InferenceClient.connect(sys.argv[1])
 events = client.generate(agent_id=sys.argv[2], prompt=sys.argv[3], sampling={"max_tokens": 1000})
 print(next(events).WhichOneof("event"), flush=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.system_fixtures import House, running_house

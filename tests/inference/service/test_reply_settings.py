@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 from kvasir import errors
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.system_fixtures import House, running_house

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.inference_client_turns import Reply
+from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import archive
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from kvasir import errors
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 

@@ -24,7 +24,7 @@ from typing import Any
 from blake3 import blake3
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients import AioStoreClient
 from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.formats import manifest

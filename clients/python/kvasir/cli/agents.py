@@ -16,7 +16,7 @@ from kvasir.cli import carrying, failures
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.progress import transfer_progress
 from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import StoreClient
 from kvasir.errors import InvalidArgument
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import new_file, pieces_of
-from kvasir.clients.store_client import StoreClient
 from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest as manifests
 from kvasir.formats.appendix_a import from_seed_file, to_seed_file

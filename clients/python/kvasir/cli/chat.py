@@ -15,7 +15,7 @@ from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.talk import Heard, hear
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2

@@ -27,7 +27,7 @@ from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size, stats_row
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
 from kvasir.cli.running.home import Endpoint
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")

@@ -11,7 +11,7 @@ from rich.table import Table
 from kvasir.cli import failures
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import size
-from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
 models = typer.Typer(help="See which models the engine may load, and load one.", no_args_is_help=True)

@@ -1,1 +1,13 @@
-"""The clients of both services, blocking and asynchronous."""
+"""The clients of both services, blocking and asynchronous: import them from here, the modules below may move.
+
+Importing them costs gRPC and the generated messages; neither MLX nor SQL, and nothing of the command line.
+"""
+
+from kvasir.clients.aio_inference_client import AioInferenceClient
+from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients.channel import Tls
+from kvasir.clients.inference_client import InferenceClient
+from kvasir.clients.inference_client_turns import Choice, Reply
+from kvasir.clients.store_client import StoreClient
+
+__all__ = ["AioInferenceClient", "AioStoreClient", "Choice", "InferenceClient", "Reply", "StoreClient", "Tls"]

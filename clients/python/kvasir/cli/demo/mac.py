@@ -17,8 +17,7 @@ from kvasir.cli.running.processes import EngineProcess, StoreProcess
 from kvasir.cli.running.supervisor import Service, ending
 from kvasir.cli.running.up import make_credentials
 from kvasir.cli.talk import Heard, hear
-from kvasir.clients.inference_client import InferenceClient
-from kvasir.clients.store_client import StoreClient
+from kvasir.clients import InferenceClient, StoreClient
 from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvasir.address import MAX_SOCKET_PATH_BYTES
-from kvasir.clients.channel import Tls
+from kvasir.clients import Tls
 from kvasir.credentials import read_token
 from kvasir.errors import FailedPrecondition, InvalidArgument
 
