@@ -96,7 +96,7 @@ def _engine(standing: Standing) -> Iterator[Metric]:
         yield GaugeMetricFamily(name, help_text, value=value)
     totals = (
         ("kvasir_computed_tokens", "Tokens that went through the loaded model.", engine.computed_tokens),
-        ("kvasir_preemptions", "Turns put aside because others needed the room.", engine.preemptions),
+        ("kvasir_preemptions", "Turns preempted because others needed the room.", engine.preemptions),
         ("kvasir_model_loads", "Models loaded.", standing.model_loads),
     )
     for name, help_text, value in totals:

@@ -100,9 +100,9 @@ class TurnPlan:
     # Prompt tokens after which a model with states makes a point: what the next prompt surely begins with too. None:
     # all but the last, which is computed in any case.
     point_tokens: int | None = None
-    # While another turn needs its room its KV may be given to its listener (`PutAside`) and, if it extends a hot
+    # While another turn needs its room its KV may be given to its listener (`Preempted`) and, if it extends a hot
     # memory, that memory be dropped: it is whole elsewhere.
-    can_be_put_aside: bool = False
+    can_be_preempted: bool = False
 
     @property
     def speaks(self) -> bool:
@@ -184,7 +184,7 @@ class Tokens:
 
 
 @dataclass(frozen=True, slots=True)
-class PutAside:
+class Preempted:
     """The turn gave up its rows for another's. `files` are the tensor files of its first `tokens` tokens: full blocks,
     and the tail. They are the listener's to keep, who says by `TurnHandle.files_stored` when they have left this
     machine's memory. The turn goes on after `Wanted`.
@@ -196,12 +196,12 @@ class PutAside:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """There is room again for a turn that was put aside, and it is held until `TurnHandle.resume` brings the files."""
+    """There is room again for a turn that was preempted, and it is held until `TurnHandle.resume` brings the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A turn that was put aside goes on where it was. KV of its first `tokens` tokens came back; that of `lost_tokens`
+    """A turn that was preempted goes on where it was. KV of its first `tokens` tokens came back; that of `lost_tokens`
     more did not, and is computed again.
     """
 
@@ -238,7 +238,7 @@ class Failed:
     error: KvasirError
 
 
-Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | PutAside | Wanted | Resumed | Ended | Failed
+Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Preempted | Wanted | Resumed | Ended | Failed
 
 
 @dataclass(frozen=True, slots=True)

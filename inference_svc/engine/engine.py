@@ -45,11 +45,11 @@ class TurnHandle:
         self._post(lambda _worker: None)  # wakes it
 
     def files_stored(self) -> None:
-        """The files of `PutAside` have left this machine's memory: others may be put aside."""
+        """The files of `Preempted` have left this machine's memory: others may be preempted."""
         self._post(lambda worker: worker.files_stored(self._turn))
 
     def resume(self, blobs: Sequence[bytes]) -> None:
-        """The answer to `Wanted`: the files of `PutAside`, or as many leading ones as could be had. They are checked;
+        """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be had. They are checked;
         what is missing or damaged is computed again. Without effect once the turn is over.
         """
         self._post(lambda worker: worker.resume(self._turn, blobs))
@@ -169,7 +169,7 @@ class Engine:
 
     @property
     def preemptions(self) -> int:
-        """Turns that were put aside because others needed their room."""
+        """Turns that were preempted because others needed their room."""
         return self._worker.preemptions
 
     def hot_sizes(self) -> dict[SequenceKey, int]:

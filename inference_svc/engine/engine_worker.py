@@ -2,7 +2,7 @@
 
 All turns that speak are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
 fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit. When an interactive turn finds
-no room, background turns are put aside for it (`putting_aside`).
+no room, background turns are preempted for it (`preempted_turns`).
 """
 
 import logging
@@ -13,7 +13,7 @@ from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import Event, SamplingParams, SequenceKey, Snapshot, TurnPlan
-from inference_svc.engine.putting_aside import PuttingAside
+from inference_svc.engine.preempted_turns import PreemptedTurns
 from inference_svc.engine.running_turn import MOST_POINTS, RunningTurn, begin
 from inference_svc.engine.sampling import Sampler, sample
 from inference_svc.engine.scheduling.hot_memories import HotMemories, Memory
@@ -31,7 +31,7 @@ from inference_svc.model.model_runner import ModelRunner
 
 OnEvents = Callable[[list[Event]], None]
 logger = logging.getLogger(__name__)
-# Files of turns that were put aside and are not stored yet may take this part of the budget, beside it.
+# Files of turns that were preempted and are not stored yet may take this part of the budget, beside it.
 _UNSTORED_PART = 2
 
 
@@ -67,7 +67,7 @@ class EngineWorker:
         self._masks: MaskBudget[Turn] = MaskBudget()
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._running: dict[Turn, RunningTurn] = {}
-        self._aside = PuttingAside(runner, model, memory_budget_bytes // _UNSTORED_PART)
+        self._preempted = PreemptedTurns(runner, model, memory_budget_bytes // _UNSTORED_PART)
         self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
         self._listeners: dict[Turn, OnEvents] = {}
@@ -106,21 +106,21 @@ class EngineWorker:
         self._tell()
 
     def when_idle(self, key: SequenceKey, work: Callable[[], None]) -> None:
-        """Do `work` now, or as soon as no turn of the key runs or is put aside."""
+        """Do `work` now, or as soon as no turn of the key runs or is preempted."""
         if not self._is_used(key):
             work()
         else:
             self._when_idle.setdefault(key, []).append(work)
 
     def resume(self, turn: Turn, blobs: Sequence[bytes]) -> None:
-        """The files of a turn that was put aside and is wanted, as far as they could be had."""
-        if turn.is_restoring and turn in self._aside:
-            self._guarded(turn, lambda _: self._running.update({turn: self._aside.take_back(turn, blobs)}))
+        """The files of a turn that was preempted and is wanted, as far as they could be had."""
+        if turn.is_restoring and turn in self._preempted:
+            self._guarded(turn, lambda _: self._running.update({turn: self._preempted.take_back(turn, blobs)}))
             self._tell()
 
     def files_stored(self, turn: Turn) -> None:
-        """The files of a turn that was put aside are not held in memory any more."""
-        self._aside.stored(turn)
+        """The files of a turn that was preempted are not held in memory any more."""
+        self._preempted.stored(turn)
 
     # --- memories ---
 
@@ -150,7 +150,7 @@ class EngineWorker:
         """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
         running = self._running_of(key)
         if running is None and self._is_used(key):
-            return None  # its turn is put aside: the memory is another's blocks
+            return None  # its turn is preempted: the memory is another's blocks
         if running is None:
             whole = self.snapshot(key, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
@@ -191,13 +191,13 @@ class EngineWorker:
             self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
 
     def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
-        """Begin a waiting turn, or have the files of one that was put aside brought; False if there is no room yet."""
+        """Begin a waiting turn, or have the files of one that was preempted brought; False if there is no room yet."""
         extends = turn.memory_key is not None
         needed, key, namespace = self._needed_bytes(turn), turn.plan.key, turn.namespace
         if not self.memories.reserve(turn, needed, key, extends=extends, spare=spare, namespace=namespace):
             self._refused.setdefault(turn, spare)
             return False
-        if turn in self._aside:
+        if turn in self._preempted:
             turn.wanted()
             self._tell_one(turn, self._listeners[turn])
         else:
@@ -205,23 +205,23 @@ class EngineWorker:
         return True
 
     def _make_room(self, blocked: Turn) -> bool:
-        """Put turns aside for one that found no room; False if nobody was."""
+        """Preempt turns for one that found no room; False if nobody was."""
         needed, extends = self._needed_bytes(blocked), blocked.memory_key is not None
         spare = self._refused.get(blocked, ())
         missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, spare=spare)
         preemptions = self._scheduler.preemptions(blocked, missing)
         turns = [preemption.turn for preemption in preemptions]
-        if not self._aside.have_room(turns):
+        if not self._preempted.have_room(turns):
             return False
         for turn in turns:
-            self._guarded(turn, self._put_aside)
+            self._guarded(turn, self._preempt)
         self._runner.release_unused()
         return bool(turns)
 
-    def _put_aside(self, turn: Turn) -> None:
+    def _preempt(self, turn: Turn) -> None:
         running = self._running[turn]
         self._batch.leave(running.kv)
-        self._aside.put(running)
+        self._preempted.put(running)
         if running.memory is not None and turn.plan.key is not None:
             self.memories.drop(turn.plan.key)  # its rows are the turn's
         del self._running[turn]
@@ -407,7 +407,7 @@ class EngineWorker:
     def _remove(self, turn: Turn) -> None:
         """The turn is over: it leaves the schedule, and what waited for its agent is done."""
         self._running.pop(turn, None)
-        self._aside.forget(turn)
+        self._preempted.forget(turn)
         self.memories.release(turn)
         self._scheduler.remove(turn)
         self._tell_one(turn, self._listeners.pop(turn))
@@ -434,7 +434,7 @@ class EngineWorker:
 
     def _is_used(self, key: SequenceKey) -> bool:
         """A turn of the key has begun and is not over."""
-        return self._running_of(key) is not None or self._aside.has(key)
+        return self._running_of(key) is not None or self._preempted.has(key)
 
     def _sampler_of(self, turn: Turn) -> Sampler:
         draws = turn.next_token_draws and turn.finish_reason is None

@@ -15,9 +15,9 @@ from inference_svc.engine.api import (
     Failed,
     FinishReason,
     Hot,
+    Preempted,
     Prefilled,
     Priority,
-    PutAside,
     Restored,
     Resumed,
     Started,
@@ -61,8 +61,8 @@ class Turn:
         self.shareable = 0
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
-        self.is_restoring = False  # it has room again after it was put aside, but not its KV yet
-        self._was_put_aside = False
+        self.is_restoring = False  # it has room again after it was preempted, but not its KV yet
+        self._was_preempted = False
         self._full_told = self._prefilled_told = 0
         self._stop_token_ids = stop_token_ids
         self._cell_tokens = cell_tokens
@@ -111,13 +111,13 @@ class Turn:
 
     @property
     def memory_key(self) -> Hashable | None:
-        """The hot memory that the plan extends; none once the turn was put aside, with that memory's rows."""
-        return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_put_aside else None
+        """The hot memory that the plan extends; none once the turn was preempted, with that memory's rows."""
+        return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_preempted else None
 
     @property
-    def can_be_put_aside(self) -> bool:
+    def can_be_preempted(self) -> bool:
         """Not if a cancel must leave what was said so far."""
-        is_allowed = self.plan.can_be_put_aside and not self.plan.keep_partial
+        is_allowed = self.plan.can_be_preempted and not self.plan.keep_partial
         return is_allowed and self.finish_reason is None
 
     @property
@@ -196,10 +196,10 @@ class Turn:
         self._events.append(Started(cached, is_shared))
         self._end_if_silent()
 
-    def put_aside(self, files: tuple[bytes, ...]) -> None:
+    def preempted(self, files: tuple[bytes, ...]) -> None:
         """Its KV is in these files and nowhere else."""
-        self._was_put_aside = True
-        self._events.append(PutAside(files, self.computed))
+        self._was_preempted = True
+        self._events.append(Preempted(files, self.computed))
 
     def wanted(self) -> None:
         """There is room for its KV."""

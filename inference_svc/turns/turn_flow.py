@@ -19,7 +19,6 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
 from inference_svc.engine.engine import Engine, TurnHandle
-from inference_svc.memory.kept_aside import AsideLimits, KeptAside, may_be_put_aside
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.publishing import BlockStream
@@ -27,6 +26,7 @@ from inference_svc.memory.recall import NOTHING_REMEMBERED, Prepared, Recall, Re
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import conversation
@@ -326,10 +326,10 @@ class TurnService:
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
                 turn.restore_s = budget.spent_s
-                may_wait = may_be_put_aside(
+                may_wait = may_be_preempted(
                     self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
                 )
-                plan = replace(self._plan(turn, prepared), can_be_put_aside=may_wait)
+                plan = replace(self._plan(turn, prepared), can_be_preempted=may_wait)
                 prepared = replace(prepared, reuse=Cold())
                 running = self._run_plan(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
@@ -375,13 +375,13 @@ class TurnService:
         needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
         telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
-        aside: KeptAside | None = None
+        swap: SwapStore | None = None
         try:
             with self._admission.kv(turn.request.namespace, needed_bytes):
                 turn.running.handle = self._engine.submit(plan, on_events)
                 del plan
-                aside = self._kept_aside(turn, turn.running.handle, store) if store is not None else None
-                return await self._until_ended(turn, inbox, telling, aside)
+                swap = self._swap_store(turn, turn.running.handle, store) if store is not None else None
+                return await self._until_ended(turn, inbox, telling, swap)
         except BaseException:
             if turn.running.handle is not None:
                 turn.running.handle.cancel()
@@ -390,17 +390,17 @@ class TurnService:
             raise
         finally:
             turn.running.handle = None
-            if aside is not None:
-                aside.close()
+            if swap is not None:
+                swap.close()
 
     async def _until_ended(
-        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling, aside: KeptAside | None
+        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling, swap: SwapStore | None
     ) -> Ended:
         while True:
             for event in await inbox.get():
                 telling.event(event)
-                if aside is not None:
-                    aside.event(event)
+                if swap is not None:
+                    swap.event(event)
                 match event:
                     case Started():
                         self._let_go(turn)
@@ -416,15 +416,15 @@ class TurnService:
         timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
         return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
 
-    def _kept_aside(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> KeptAside:
-        limits = AsideLimits(
+    def _swap_store(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> SwapStore:
+        limits = SwapLimits(
             write_timeout_s=self._limits.publish_timeout_s,
-            read_budget_s=max(self._limits.store_budget_s, AsideLimits().read_budget_s),
+            read_budget_s=max(self._limits.store_budget_s, SwapLimits().read_budget_s),
             min_bytes_per_s=self._limits.store_min_bytes_per_s,
             piece_files=self._ending.copies.piece_blocks,
         )
         namespace, copies, restoring = turn.request.namespace, self._ending.copies.held, self._admission.restoring
-        return KeptAside(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
+        return SwapStore(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
 
     def _let_go(self, turn: TurnState) -> None:
         """What was read from the store is KV now, or is not needed."""

@@ -338,7 +338,7 @@ SHARED = (
         "inference_svc/engine/scheduling/room_shares.py: _held",
         ("inference_svc.engine.scheduling.schedulable:Rules.kept_part", 8),
         "an equal part of seven eighths, and more of what is free while nobody below its own waits",
-        IN_TURN + "; turns of who has more are put aside for people of who has less",
+        IN_TURN + "; turns of who has more are preempted for people of who has less",
         WAITS,
     ),
     Shared(

@@ -6,7 +6,7 @@ else's. Beyond it a namespace may use what is free, but not
 - while a turn of another namespace, which holds less than its share, was refused for want of room: so what the others
   give back comes to that turn in the end, if it fits its share, and does not go to whoever has most already;
 - what is kept for namespaces that hold nothing, one part of so many: whoever comes finds room at once, although nobody
-  can be put aside. A namespace that holds nothing may take whatever is free, or its largest turn would never begin.
+  can be preempted. A namespace that holds nothing may take whatever is free, or its largest turn would never begin.
 
 A turn larger than its namespace's share begins when others leave the room: as long as they use their own, it waits.
 

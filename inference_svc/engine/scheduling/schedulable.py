@@ -30,13 +30,13 @@ class Schedulable(Sharing, Hashable, Protocol):
         ...
 
     @property
-    def can_be_put_aside(self) -> bool:
+    def can_be_preempted(self) -> bool:
         """It may be asked to give up its rows: they can be kept elsewhere meanwhile."""
         ...
 
     @property
     def is_restoring(self) -> bool:
-        """It was put aside, has room again, and waits for its KV: it neither speaks nor prefills."""
+        """It was preempted, has room again, and waits for its KV: it neither speaks nor prefills."""
         ...
 
     @property

@@ -7,7 +7,7 @@ between two looks at its mailbox:
     end what scheduler.cancelled() says                 # remove(turn) each
     blocked = scheduler.begin_waiting(now, try_begin)   # try_begin reserves bytes and gives the turn its KV
     for each of blocked: for each of scheduler.preemptions(blocked, missing_bytes):
-        put it aside and free its rows; scheduler.preempted(turn, now)
+        preempt it and free its rows; scheduler.preempted(turn, now)
     decode one token for all of scheduler.begin_step(now); the others sit out
     while (turn := scheduler.next_prefill(seconds since the first)) is not None:
         one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
@@ -362,7 +362,7 @@ class Scheduler(Generic[TurnT]):
 
     def _is_preemptible(self, turn: TurnT) -> bool:
         return (
-            turn.can_be_put_aside
+            turn.can_be_preempted
             and not turn.is_restoring
             and not turn.is_cancelled
             and self._entries[turn].preemptions < self.rules.max_preemptions

@@ -97,7 +97,7 @@ class Driver:
         keep_partial: bool = False,
         namespace: str | None = None,
         priority: Priority = Priority.INTERACTIVE,
-        can_be_put_aside: bool = False,
+        can_be_preempted: bool = False,
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
@@ -111,7 +111,7 @@ class Driver:
             keep_partial,
             priority,
             namespace,
-            can_be_put_aside=can_be_put_aside,
+            can_be_preempted=can_be_preempted,
         )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener

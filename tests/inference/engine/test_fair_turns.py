@@ -66,7 +66,7 @@ def test_a_large_background_turn_that_waits_for_room_holds_up_no_other_namespace
     assert order == ["person", "running", "large"]
 
 
-def test_a_namespace_that_holds_nothing_finds_room_beside_a_crowd_that_cannot_be_put_aside(small: Driver) -> None:
+def test_a_namespace_that_holds_nothing_finds_room_beside_a_crowd_that_cannot_be_preempted(small: Driver) -> None:
     small.turn(tokens_of(8, 1), namespace="b", max_tokens=2)
     person, begun = Listener(), list[int]()
     crowd = [Listener() for _ in range(12)]

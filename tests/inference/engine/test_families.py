@@ -26,7 +26,7 @@ from inference_svc.engine.api import (
 from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import DEEPSEEK_V3, FALCON_H1, FAMILIES, write_family
-from tests.inference.engine.test_putting_aside import PROMPT, Keeper, background, disturbed
+from tests.inference.engine.test_preempted_turns import PROMPT, Keeper, background, disturbed
 
 ALL = {**FAMILIES, "falcon_h1": FALCON_H1, "deepseek_v3": DEEPSEEK_V3}
 WITH_STATES = ["gemma3", "gpt_oss", "granite_hybrid", "falcon_h1"]

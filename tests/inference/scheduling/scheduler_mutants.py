@@ -382,9 +382,9 @@ MUTANTS = (
         MEMORY,
     ),
     Mutant(
-        "who cannot be put aside gives way",
+        "who cannot be preempted gives way",
         "scheduler.py",
-        "            turn.can_be_put_aside\n            and not",
+        "            turn.can_be_preempted\n            and not",
         "            not",
         MEMORY,
     ),
@@ -519,7 +519,7 @@ MUTANTS = (
         FAIRNESS,
     ),
     Mutant(
-        "a namespace over its share has others put aside",
+        "a namespace over its share has others preempted",
         "scheduler.py",
         "(is_entitled and shares.is_over(turn.namespace))",
         "shares.is_over(turn.namespace)",

@@ -48,8 +48,8 @@ class Job:
     begun_s: float | None = None
     ended_s: float | None = None
     preemptions: int = 0
-    can_be_put_aside: bool = True
-    restore_s: float = 0.0  # how long its KV takes to come back after it was put aside
+    can_be_preempted: bool = True
+    restore_s: float = 0.0  # how long its KV takes to come back after it was preempted
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
     lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
@@ -230,7 +230,7 @@ class World:
             else:
                 assert self.held_by(blocked.namespace) < self.share_bytes < self.held_by(job.namespace)
             assert blocked.priority is INTERACTIVE
-            assert job.can_be_put_aside
+            assert job.can_be_preempted
             assert not job.is_restoring
             job.preemptions += 1
             job.cached = job.shareable = job.reusable_tokens = 0

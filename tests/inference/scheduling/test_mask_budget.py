@@ -69,7 +69,7 @@ def test_another_namespaces_prompt_or_wait_counts_as_much_as_its_speech() -> Non
     assert len(budget.begin_step(rows, rows)) == 8
 
 
-def test_a_turn_that_was_put_aside_is_not_billed_twice() -> None:
+def test_a_turn_that_was_preempted_is_not_billed_twice() -> None:
     budget, row, other = MaskBudget[Row](), Row("a", 0.001, masks_s=5.0), Row("b")
     budget.begin_step([row, other], [row, other])
     budget.end_step(STEP_S)

@@ -25,7 +25,7 @@ def jobs(draw: st.DrawFn, most_cells: int = 12, most_reply: int = 40) -> Job:
         draw(st.integers(1, most_reply)),
         namespace=draw(st.sampled_from(NAMESPACES)),
         priority=draw(st.sampled_from([INTERACTIVE, BACKGROUND])),
-        can_be_put_aside=draw(st.booleans()),
+        can_be_preempted=draw(st.booleans()),
     )
 
 
@@ -78,7 +78,7 @@ def test_no_background_prompt_is_computed_before_another_namespaces_interactive_
 def test_a_background_turn_waits_no_longer_for_its_own_people_because_others_find_no_room() -> None:
     rules = Rules(ageing_s=2.0, max_running=3)
     world = World(BUDGET, rules=rules)
-    world.submit(Job(100, 900, namespace="b", can_be_put_aside=False))
+    world.submit(Job(100, 900, namespace="b", can_be_preempted=False))
     world.step()
     world.submit(*of("b", 1, 14))
     world.step()
@@ -143,9 +143,9 @@ def test_a_turn_that_fits_its_namespaces_share_and_what_is_free_waits_for_no_oth
 def test_a_turn_that_fits_its_share_begins_though_another_namespace_never_stops_asking(
     cells: int, priority: object, others_cells: int, reply: int
 ) -> None:
-    """Nobody can be put aside: it waits until those that run have ended, and for nobody who comes after it."""
+    """Nobody can be preempted: it waits until those that run have ended, and for nobody who comes after it."""
     world = World(BUDGET)
-    crowd = {"cells": others_cells, "reply": reply, "can_be_put_aside": False}
+    crowd = {"cells": others_cells, "reply": reply, "can_be_preempted": False}
     world.submit(*of("b", 40, **crowd))  # type: ignore[arg-type]
     world.step()
     [job] = of("a", 1, cells, priority=priority)
@@ -162,7 +162,7 @@ def test_a_turn_that_fits_its_share_begins_though_another_namespace_never_stops_
 def test_a_background_turn_that_asks_for_most_of_the_room_holds_up_no_person_of_another_namespace() -> None:
     """(FINDINGS M3) Its age made it count as interactive, and whoever came after it waited with three quarters free."""
     world = World(BUDGET)
-    world.submit(*of("a", 1, 4, 300, can_be_put_aside=False))
+    world.submit(*of("a", 1, 4, 300, can_be_preempted=False))
     world.step()
     world.submit(*of("a", 1, 14, priority=BACKGROUND))
     while world.now < 6.0:
@@ -179,13 +179,13 @@ def test_a_background_turn_that_asks_for_most_of_the_room_holds_up_no_person_of_
 def test_a_turn_that_others_leave_no_room_keeps_none_of_its_own_namespace_waiting(own: int) -> None:
     """Others use their shares for ever: the turn that needs more than its own waits, and its colleagues go on."""
     world = World(BUDGET)
-    world.submit(*of("b", 20, 2, 40, can_be_put_aside=False), *of("a", own, 1, 60, can_be_put_aside=False))
+    world.submit(*of("b", 20, 2, 40, can_be_preempted=False), *of("a", own, 1, 60, can_be_preempted=False))
     world.step()
     [large] = of("a", 1, 13)
     world.submit(large)
     for _ in range(10):
         waiting = [job for job in world.scheduler.waiting if job.namespace == "b"]
-        world.submit(*of("b", 20 - len(waiting), 2, 40, can_be_put_aside=False))
+        world.submit(*of("b", 20 - len(waiting), 2, 40, can_be_preempted=False))
         [small] = of("a", 1, 1, 4)
         world.submit(small)
         while small not in world.ended:
@@ -194,7 +194,7 @@ def test_a_turn_that_others_leave_no_room_keeps_none_of_its_own_namespace_waitin
     assert large.begun_s is None
     # And it does not starve by them once there is room but for its own namespace's turns.
     while large.begun_s is None:
-        world.submit(*of("a", 8 - len(world.scheduler.waiting), 1, 40, can_be_put_aside=False))
+        world.submit(*of("a", 8 - len(world.scheduler.waiting), 1, 40, can_be_preempted=False))
         world.step()
 
 
@@ -202,24 +202,24 @@ def test_a_turn_that_others_leave_no_room_keeps_none_of_its_own_namespace_waitin
 def test_who_holds_more_than_its_share_is_no_reason_to_let_ones_own_go_before(cells: int) -> None:
     """It gives that back while a turn of another namespace waits: so this one gets its room, if its own make way."""
     world = World(BUDGET)
-    world.submit(*of("b", 20, 2, 40, can_be_put_aside=False))
+    world.submit(*of("b", 20, 2, 40, can_be_preempted=False))
     world.step()
     assert world.held_by("b") > BUDGET // 2
     [large] = of("a", 1, cells)
-    world.submit(*of("a", 2, 1, 40, can_be_put_aside=False), large)
+    world.submit(*of("a", 2, 1, 40, can_be_preempted=False), large)
     while large.begun_s is None:
         waiting = [job for job in world.scheduler.waiting if job.namespace == "b"]
-        world.submit(*of("b", 20 - len(waiting), 2, 40, can_be_put_aside=False))
+        world.submit(*of("b", 20 - len(waiting), 2, 40, can_be_preempted=False))
         world.submit(*of("a", 3 - len([job for job in world.scheduler.waiting if job.namespace == "a"]), 1, 40))
         world.step()
         assert world.steps < 2000, "it starves"
 
 
-def test_whoever_comes_finds_room_at_once_though_nobody_can_be_put_aside() -> None:
+def test_whoever_comes_finds_room_at_once_though_nobody_can_be_preempted() -> None:
     world = World(BUDGET)
     world.submit(*of("b", 1))
     world.run()
-    world.submit(*of("a", 40, 1, 200, can_be_put_aside=False))
+    world.submit(*of("a", 40, 1, 200, can_be_preempted=False))
     world.step()
     assert world.held_by("a") == BUDGET - BUDGET // 8
     newcomers = of("b", 2, 1, 4)
@@ -230,7 +230,7 @@ def test_whoever_comes_finds_room_at_once_though_nobody_can_be_put_aside() -> No
 
 def test_a_namespace_alone_has_all_of_the_room_and_has_it_again_when_the_other_has_long_left() -> None:
     world = World(BUDGET, rules=Rules(company_s=3.0))
-    world.submit(*of("a", 40, 1, 200, can_be_put_aside=False))
+    world.submit(*of("a", 40, 1, 200, can_be_preempted=False))
     world.step()
     assert world.held_by("a") == BUDGET
     world.submit(*of("b", 1))
@@ -238,7 +238,7 @@ def test_a_namespace_alone_has_all_of_the_room_and_has_it_again_when_the_other_h
     while world.held_by("a") < BUDGET or left is None:
         left = world.now if "b" in {job.namespace for job in world.ended} and left is None else left
         waiting = [job for job in world.scheduler.waiting if job.namespace == "a"]
-        world.submit(*of("a", 20 - len(waiting), 1, 200, can_be_put_aside=False))
+        world.submit(*of("a", 20 - len(waiting), 1, 200, can_be_preempted=False))
         world.step()
         assert world.steps < 2000, "it never comes back to the whole room"
     assert world.now >= left + 2.9
@@ -287,7 +287,7 @@ def test_no_more_give_way_than_their_namespace_has_above_its_share(cells: int, g
     assert sum(job.preemptions for job in mine) == give_way
 
 
-def test_a_namespace_over_its_share_has_nobody_elses_turns_put_aside() -> None:
+def test_a_namespace_over_its_share_has_nobody_elses_turns_preempted() -> None:
     world = World(8 * CELL)
     mine = of("a", 1, 2, 300, priority=BACKGROUND)
     world.submit(*mine, *of("b", 4, 1, 300), *of("b", 1, 1, 200))
@@ -299,7 +299,7 @@ def test_a_namespace_over_its_share_has_nobody_elses_turns_put_aside() -> None:
 
 def test_background_turns_of_a_namespace_within_its_share_stay() -> None:
     world = World(8 * CELL)
-    small, large = of("a", 1, 2, 300, priority=BACKGROUND), of("b", 2, 3, 300, can_be_put_aside=False)
+    small, large = of("a", 1, 2, 300, priority=BACKGROUND), of("b", 2, 3, 300, can_be_preempted=False)
     world.submit(*small, *large)
     world.step()
     world.submit(*of("c", 1, 2, 4))

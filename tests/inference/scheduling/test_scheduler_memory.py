@@ -371,9 +371,9 @@ def test_interactive_turns_give_way_to_nobody_and_background_turns_ask_nobody() 
     assert [job.preemptions for job in jobs] == [0, 0]
 
 
-def test_who_cannot_be_put_aside_is_not_and_another_is() -> None:
+def test_who_cannot_be_preempted_is_not_and_another_is() -> None:
     world, jobs = busy_world(BACKGROUND, BACKGROUND)
-    jobs[1].can_be_put_aside = False
+    jobs[1].can_be_preempted = False
     world.submit(Job(CELL, 1))
     world.step()
     assert [job.preemptions for job in jobs] == [1, 0]
@@ -381,7 +381,7 @@ def test_who_cannot_be_put_aside_is_not_and_another_is() -> None:
 
 @pytest.mark.parametrize("generated", [0, 2])
 def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(generated: int) -> None:
-    """Whether it was put aside while its prompt was computed or while it spoke."""
+    """Whether it was preempted while its prompt was computed or while it spoke."""
     world, (old, young) = busy_world(BACKGROUND, BACKGROUND)
     young.restore_s = 1.0
     while young.generated < generated:
@@ -400,7 +400,7 @@ def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(gener
 
 
 def test_what_an_interactive_turn_spares_is_not_counted_as_its_room() -> None:
-    """Else others would be put aside for it, and it would wait all the same."""
+    """Else others would be preempted for it, and it would wait all the same."""
     world, jobs = busy_world(BACKGROUND, BACKGROUND, BACKGROUND)
     jobs[0].is_cancelled = True
     world.step()

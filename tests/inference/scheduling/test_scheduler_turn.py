@@ -56,18 +56,18 @@ def test_a_turn_that_began_holds_no_files_but_still_knows_what_it_reused() -> No
     assert (one.reusable_tokens, one.memory_key) == (6, None)
 
 
-def test_a_turn_that_was_put_aside_extends_no_hot_memory_any_more() -> None:
-    one = turn(9, Hot(5), can_be_put_aside=True)
+def test_a_turn_that_was_preempted_extends_no_hot_memory_any_more() -> None:
+    one = turn(9, Hot(5), can_be_preempted=True)
     one.began(5, 0)
-    assert one.can_be_put_aside
-    one.put_aside(())
+    assert one.can_be_preempted
+    one.preempted(())
     assert one.memory_key is None
     one.wanted()
     assert one.is_restoring
     one.resumed(5, 0)
     assert not one.is_restoring
-    assert not turn(9, Hot(5), can_be_put_aside=True, keep_partial=True).can_be_put_aside
-    assert not turn(9, Hot(5)).can_be_put_aside
+    assert not turn(9, Hot(5), can_be_preempted=True, keep_partial=True).can_be_preempted
+    assert not turn(9, Hot(5)).can_be_preempted
 
 
 def test_a_prompts_chain_says_what_its_files_will_say_and_nothing_without_a_namespace() -> None:

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Aside:
+class _PreemptedTurn:
     sampler: Sampler
     chain: tuple[str, ...]
     tokens: int  # whose KV is in the files
@@ -34,28 +34,28 @@ class _Aside:
     unstored_bytes: int  # of files that are in memory still
 
 
-class PuttingAside:
-    """The turns of one engine that are put aside. On the MLX thread."""
+class PreemptedTurns:
+    """The turns of one engine that are preempted. On the MLX thread."""
 
     def __init__(self, runner: ModelRunner, model: ModelInfo, max_unstored_bytes: int) -> None:
         """`max_unstored_bytes` bounds the files that have not left this machine's memory."""
         self._runner = runner
         self._model = model
         self._max_unstored_bytes = max_unstored_bytes
-        self._aside: dict[Turn, _Aside] = {}
+        self._turns: dict[Turn, _PreemptedTurn] = {}
 
     def __contains__(self, turn: Turn) -> bool:
-        return turn in self._aside
+        return turn in self._turns
 
     def has(self, key: SequenceKey) -> bool:
-        """Whether a turn of the key is put aside."""
-        return any(turn.plan.key == key for turn in self._aside)
+        """Whether a turn of the key is preempted."""
+        return any(turn.plan.key == key for turn in self._turns)
 
     def have_room(self, turns: Iterable[Turn]) -> bool:
         """Whether the files of these turns may be held in memory too."""
         states_bytes = MOST_POINTS * self._model.state_bytes
         more = sum(turn.computed * self._model.kv_bytes_per_token + states_bytes for turn in turns if turn.computed)
-        held = sum(aside.unstored_bytes for aside in self._aside.values())
+        held = sum(preempted.unstored_bytes for preempted in self._turns.values())
         return not more or held + more <= self._max_unstored_bytes
 
     def put(self, running: RunningTurn) -> None:
@@ -69,44 +69,46 @@ class PuttingAside:
         identities = file_identities(model.kv_identity_hash, tokens, chain) if running.kv.row_layers else []
         identities += [state_identity(model.kv_identity_hash, tokens[:point], chain) for point in points]
         files = tuple(running.kv.to_file(model.kv_identity, identity) for identity in identities)
-        self._aside[turn] = _Aside(running.sampler, chain, turn.computed, points, sum(map(len, files)))
-        turn.put_aside(files)
+        self._turns[turn] = _PreemptedTurn(running.sampler, chain, turn.computed, points, sum(map(len, files)))
+        turn.preempted(files)
 
     def stored(self, turn: Turn) -> None:
-        """Its files have left memory. Without effect if it is not put aside any more."""
-        if aside := self._aside.get(turn):
-            aside.unstored_bytes = 0
+        """Its files have left memory. Without effect if it is not preempted any more."""
+        if preempted := self._turns.get(turn):
+            preempted.unstored_bytes = 0
 
     def take_back(self, turn: Turn, blobs: Sequence[bytes]) -> RunningTurn:
         """The turn with the KV of its files, or of as many leading ones as are here and whole."""
-        aside = self._aside.pop(turn)
+        preempted = self._turns.pop(turn)
         restored = self._restored_with_states if self._model.has_states else self._restored
-        kv, kept = restored(turn, aside, blobs)
+        kv, kept = restored(turn, preempted, blobs)
         turn.resumed(kept, turn.shareable)
-        return RunningTurn(turn, kv, aside.sampler, aside.chain[: kept // BLOCK_TOKENS])
+        return RunningTurn(turn, kv, preempted.sampler, preempted.chain[: kept // BLOCK_TOKENS])
 
     def forget(self, turn: Turn) -> None:
-        """The turn is over. Without effect if it is not put aside."""
-        self._aside.pop(turn, None)
+        """The turn is over. Without effect if it is not preempted."""
+        self._turns.pop(turn, None)
 
-    def _restored_with_states(self, turn: Turn, aside: _Aside, blobs: Sequence[bytes]) -> tuple[SequenceKV, int]:
+    def _restored_with_states(
+        self, turn: Turn, preempted: _PreemptedTurn, blobs: Sequence[bytes]
+    ) -> tuple[SequenceKV, int]:
         """All of it or nothing: states go on from where they were taken and from nowhere else."""
-        model, tokens = self._model, turn.token_ids[: aside.tokens]
-        rows = len(blobs) - len(aside.points)
+        model, tokens = self._model, turn.token_ids[: preempted.tokens]
+        rows = len(blobs) - len(preempted.points)
         try:
-            if rows >= 0 and aside.points:
+            if rows >= 0 and preempted.points:
                 files = check_files(model.kv_identity, model.kv_identity_hash, blobs[:rows], tokens)
                 states = [
                     check_state(model.kv_identity, model.kv_identity_hash, blob, tokens[:point])
-                    for blob, point in zip(blobs[rows:], aside.points, strict=True)
+                    for blob, point in zip(blobs[rows:], preempted.points, strict=True)
                 ]
-                return SequenceKV.from_files(model.kv_identity, files, aside.tokens, states), aside.tokens
+                return SequenceKV.from_files(model.kv_identity, files, preempted.tokens, states), preempted.tokens
         except DataLoss:
-            logger.warning("aside.damaged")
+            logger.warning("swap.damaged")
         return self._runner.new_kv(model.kv_identity.policy), 0
 
-    def _restored(self, turn: Turn, aside: _Aside, blobs: Sequence[bytes]) -> tuple[SequenceKV, int]:
-        model, tokens = self._model, aside.tokens
+    def _restored(self, turn: Turn, preempted: _PreemptedTurn, blobs: Sequence[bytes]) -> tuple[SequenceKV, int]:
+        model, tokens = self._model, preempted.tokens
         while blobs:
             covered = min(len(blobs) * BLOCK_TOKENS, tokens)
             keep = covered if covered == tokens else self._edge_before(turn, covered)
@@ -116,7 +118,7 @@ class PuttingAside:
                     return SequenceKV.from_files(model.kv_identity, files, keep), keep
                 break
             except DataLoss as error:
-                logger.warning("aside.damaged")
+                logger.warning("swap.damaged")
                 blobs = blobs[: min(int(error.metadata.get("blob", "0")), len(blobs) - 1)]
         return self._runner.new_kv(model.kv_identity.policy), 0
 

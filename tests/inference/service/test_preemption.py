@@ -23,7 +23,7 @@ BACKGROUND = pb.PRIORITY_BACKGROUND
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with running_house(tmp_path_factory.mktemp("aside"), model, engine_options=OPTIONS) as house:
+    with running_house(tmp_path_factory.mktemp("preempted"), model, engine_options=OPTIONS) as house:
         yield house
 
 
@@ -82,7 +82,7 @@ def misses(house: House) -> dict[str, int]:
         return dict(namespace.misses)
 
 
-def until_put_aside(house: House, before: int) -> None:
+def until_preempted(house: House, before: int) -> None:
     give_up = time.monotonic() + 30
     while preemptions(house) == before:
         assert time.monotonic() < give_up
@@ -102,8 +102,8 @@ def test_a_background_agent_and_many_people_all_get_their_right_replies(house: H
     people = [threading.Thread(target=person, args=(house, f"person {number}")) for number in range(4)]
     for one in people:
         one.start()
-    until_put_aside(house, before)
-    assert versions(house, turn.agent) == [1]  # what was put aside is no version of it
+    until_preempted(house, before)
+    assert versions(house, turn.agent) == [1]  # what was preempted is no version of it
     for one in people:
         one.join(60)
     reply = turn.end()
@@ -118,13 +118,13 @@ def test_a_background_agent_and_many_people_all_get_their_right_replies(house: H
     assert told[0] == told[1]
 
 
-def test_a_store_that_dies_while_a_turn_is_aside_costs_time_and_no_word(house: House) -> None:
+def test_a_store_that_dies_while_a_turn_is_preempted_costs_time_and_no_word(house: House) -> None:
     expected = Turn(house, "alone 2").start().end()
     before, missed = preemptions(house), sum(misses(house).values())
     turn = Turn(house, "bereft").start()
     first = threading.Thread(target=person, args=(house, "", 500))
     first.start()
-    until_put_aside(house, before)
+    until_preempted(house, before)
     time.sleep(0.1)  # its files are written
     house.store.kill()
     first.join(60)
@@ -149,7 +149,7 @@ def test_a_turn_whose_files_no_store_takes_keeps_them_and_goes_on(house: House) 
     assert misses(house) == missed  # nothing was lost, though the store has none of it
 
 
-def test_who_goes_away_while_its_turn_is_aside_leaves_the_agent_as_it_was(house: House) -> None:
+def test_who_goes_away_while_its_turn_is_preempted_leaves_the_agent_as_it_was(house: House) -> None:
     before = preemptions(house)
     turn = Turn(house, "fickle")
     with house.client() as client:
@@ -160,7 +160,7 @@ def test_who_goes_away_while_its_turn_is_aside_leaves_the_agent_as_it_was(house:
             pass
         first = threading.Thread(target=person, args=(house, "", 300))
         first.start()
-        until_put_aside(house, before)
+        until_preempted(house, before)
         events.close()
         first.join(60)
         assert versions(house, "fickle") == [1]

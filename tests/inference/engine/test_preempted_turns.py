@@ -13,9 +13,9 @@ from inference_svc.engine.api import (
     Ended,
     Event,
     Hot,
+    Preempted,
     Prefilled,
     Priority,
-    PutAside,
     Resumed,
     Reuse,
     Started,
@@ -33,7 +33,7 @@ BUDGET_TOKENS = 1_700
 
 
 class Keeper(Listener):
-    """Keeps the files of a turn that was put aside, and brings `brought` of them back when it is wanted."""
+    """Keeps the files of a turn that was preempted, and brings `brought` of them back when it is wanted."""
 
     def __init__(
         self, brought: Callable[[Sequence[bytes]], Sequence[bytes] | None] = lambda files: files, *, keeps: bool = False
@@ -42,13 +42,13 @@ class Keeper(Listener):
         super().__init__()
         self._keeps = keeps
         self.files: tuple[bytes, ...] = ()
-        self.tokens_at: list[int] = []  # generated before each time that it was put aside
+        self.tokens_at: list[int] = []  # generated before each time that it was preempted
         self._brought = brought
 
     def __call__(self, events: list[Event]) -> None:
         super().__call__(events)
         for event in events:
-            if isinstance(event, PutAside):
+            if isinstance(event, Preempted):
                 self.files = event.files
                 self.tokens_at.append(self.count(Tokens))
                 if not self._keeps:
@@ -81,7 +81,7 @@ def small(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def background(driver: Driver, listener: Listener, reuse: Reuse | None = None, **settings: Any) -> Listener:
     plain: dict[str, Any] = {"key": driver.key(), "max_tokens": 48}
-    plain |= {"priority": Priority.BACKGROUND, "can_be_put_aside": True}
+    plain |= {"priority": Priority.BACKGROUND, "can_be_preempted": True}
     return driver.submit(settings.pop("tokens", PROMPT), reuse, listener=listener, **(plain | settings))
 
 
@@ -113,7 +113,7 @@ CUTS: list[tuple[type[Event], int]] = [(Tokens, 10), (Prefilled, 2)]
 
 @pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_a_turn_that_was_put_aside_says_and_remembers_what_it_does_undisturbed(
+def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
     small: Driver, cut: tuple[type[Event], int], settings: dict[str, Any]
 ) -> None:
     alone, alone_key = Keeper(), small.key()
@@ -146,7 +146,7 @@ def test_a_person_gets_the_room_within_a_step_and_a_cell(
 ) -> None:
     keeper = Keeper()
     disturbed(small, keeper, *cut)
-    events = keeper.events[: keeper.events.index(keeper.one(PutAside))]
+    events = keeper.events[: keeper.events.index(keeper.one(Preempted))]
     assert cut[1] <= sum(isinstance(event, cut[0]) for event in events) <= most
 
 
@@ -173,8 +173,8 @@ def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said
     small.engine.drop_hot(alone_key).result(60)
     keeper, key = Keeper(brought), small.key()
     ended = disturbed(small, keeper, *cut, key=key, **settings)
-    aside, resumed = keeper.one(PutAside), keeper.one(Resumed)
-    assert resumed.tokens + resumed.lost_tokens == aside.tokens
+    preempted, resumed = keeper.one(Preempted), keeper.one(Resumed)
+    assert resumed.tokens + resumed.lost_tokens == preempted.tokens
     assert (ended.text, ended.state) == (expected.text, expected.state)
     assert logprobs(keeper) == logprobs(alone)
     assert [event for event in keeper.events if isinstance(event, Prefilled)] == [
@@ -183,7 +183,7 @@ def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said
     assert small.files(key) == expected_files
 
 
-def test_a_turn_is_put_aside_twice_and_no_more(small: Driver) -> None:
+def test_a_turn_is_preempted_twice_and_no_more(small: Driver) -> None:
     key, alone_key = small.key(), small.key()
     expected = background(small, Keeper(), key=alone_key).end()
     small.engine.drop_hot(alone_key).result(60)
@@ -205,15 +205,15 @@ def test_the_hot_memory_that_it_extends_goes_with_it_and_the_turn_is_what_it_wou
     expected_files = small.files(alone)
     small.engine.drop_hot(alone).result(60)
     keeper, seen = Keeper(), []
-    keeper.at(PutAside, 1, lambda: seen.append(small.engine.hot_memory(key)))
+    keeper.at(Preempted, 1, lambda: seen.append(small.engine.hot_memory(key)))
     ended = disturbed(small, keeper, Tokens, 5, reuse=Hot(500), key=key, tokens=tokens, max_tokens=24)
     assert seen == [None]
     assert (ended.state, ended.cached_tokens) == (expected.state, 500)
     assert small.files(key) == expected_files
 
 
-@pytest.mark.parametrize("when", [PutAside, Wanted])
-def test_a_cancel_while_it_is_aside_or_wanted_frees_everything_at_once(small: Driver, when: type[Event]) -> None:
+@pytest.mark.parametrize("when", [Preempted, Wanted])
+def test_a_cancel_while_it_is_preempted_or_wanted_frees_everything_at_once(small: Driver, when: type[Event]) -> None:
     key, state = small.remember(300)
     tokens = (*state.token_ids, *PROMPT[:300])
     keeper = Keeper(lambda _: None)
@@ -226,34 +226,34 @@ def test_a_cancel_while_it_is_aside_or_wanted_frees_everything_at_once(small: Dr
     assert small.engine.hot_memory(key) is None  # its memory is where the plan says that it is whole
 
 
-def test_nobody_begins_with_blocks_of_a_turn_that_is_aside_nor_takes_its_memory_for_it(small: Driver) -> None:
+def test_nobody_begins_with_blocks_of_a_turn_that_is_preempted_nor_takes_its_memory_for_it(small: Driver) -> None:
     """A key's older memory is not the turn's: blocks that are asked for meanwhile would be another text's."""
     key, _ = small.remember(300)
     asked: list[Any] = []
     keeper = Keeper()
-    keeper.at(PutAside, 1, lambda: asked.append(small.engine.snapshot(key, 0, blocks_only=True)))
-    keeper.at(PutAside, 1, lambda: asked.append(small.engine.snapshot(key, 0)))
+    keeper.at(Preempted, 1, lambda: asked.append(small.engine.snapshot(key, 0, blocks_only=True)))
+    keeper.at(Preempted, 1, lambda: asked.append(small.engine.snapshot(key, 0)))
     ended = disturbed(small, keeper, Tokens, 5, key=key)
     assert asked[0].result(60) is None
     assert asked[1].result(60).state == ended.state
 
 
-def test_who_may_not_be_put_aside_is_not(small: Driver) -> None:
-    for settings in ({"can_be_put_aside": False}, {"keep_partial": True}, {"priority": Priority.INTERACTIVE}):
+def test_who_may_not_be_preempted_is_not(small: Driver) -> None:
+    for settings in ({"can_be_preempted": False}, {"keep_partial": True}, {"priority": Priority.INTERACTIVE}):
         keeper = Keeper()
         disturbed(small, keeper, Tokens, 5, **settings)
-        assert keeper.count(PutAside) == 0
+        assert keeper.count(Preempted) == 0
 
 
 def test_files_in_memory_are_bounded_until_they_are_stored(small: Driver) -> None:
     """By half of the budget: who has computed more does not give way, nor does anybody while others' are too many."""
     keeper = Keeper()
     disturbed(small, keeper, Tokens, 5, tokens=tokens_of(1000, 5))
-    assert keeper.count(PutAside) == 0
+    assert keeper.count(Preempted) == 0
 
     old, young, people = Keeper(), Keeper(keeps=True), [Listener(), Listener()]
     old.at(Tokens, 5, lambda: small.submit(PERSON, listener=people[0], max_tokens=60))
-    young.at(PutAside, 1, lambda: small.submit(PERSON[:400], listener=people[1], max_tokens=60))
+    young.at(Preempted, 1, lambda: small.submit(PERSON[:400], listener=people[1], max_tokens=60))
     old.at(Tokens, 20, lambda: young.handle.result(60).files_stored())
     for listener, seed in ((old, 6), (young, 7)):
         background(small, listener, tokens=tokens_of(450, seed), max_tokens=60)
@@ -284,13 +284,13 @@ def test_many_people_and_many_background_turns_all_come_to_their_end(small: Driv
     assert all_is_free(small)
 
 
-def test_an_engine_that_closes_ends_who_is_aside_and_who_is_wanted(model_dir: Path, tmp_path: Path) -> None:
+def test_an_engine_that_closes_ends_who_is_preempted_and_who_is_wanted(model_dir: Path, tmp_path: Path) -> None:
     driver = Driver(open_engine(model_dir, tmp_path))
-    aside, wanted, first = Keeper(), Keeper(lambda _: None), Listener()
-    background(driver, aside.at(Tokens, 5, lambda: driver.submit(PERSON, listener=first, max_tokens=400)))
-    aside.wait_for(PutAside)
+    preempted, wanted, first = Keeper(), Keeper(lambda _: None), Listener()
+    background(driver, preempted.at(Tokens, 5, lambda: driver.submit(PERSON, listener=first, max_tokens=400)))
+    preempted.wait_for(Preempted)
     driver.engine.close()
-    for one in (aside, first):
+    for one in (preempted, first):
         with pytest.raises(Unavailable):
             one.end()
     driver = Driver(open_engine(model_dir, tmp_path))
@@ -305,4 +305,4 @@ def all_is_free(driver: Driver) -> bool:
     """No turn holds bytes any more."""
     worker = driver.engine._worker
     driver.engine.drop_hot(driver.key()).result(60)  # the worker has done what came before
-    return worker.memories.ledger.reserved_bytes == 0 and not worker._aside._aside
+    return worker.memories.ledger.reserved_bytes == 0 and not worker._preempted._turns

@@ -1,4 +1,4 @@
-"""Files of a turn that was put aside, between an engine and a real store: kept as long as it waits, and no longer."""
+"""Files of a turn that was preempted, between an engine and a real store: kept as long as it waits, and no longer."""
 
 import asyncio
 import time
@@ -13,12 +13,12 @@ from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
 from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import Cold, Hot, PutAside, Resumed, Wanted
+from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
 from inference_svc.memory.agent_memory import Kept
-from inference_svc.memory.kept_aside import AsideLimits, KeptAside, may_be_put_aside
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.remote_cache import NO_HEAD, RemoteCache
 from inference_svc.memory.service_stats import NamespaceCounters
+from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
 from tests.synthetic import SMALL
 from tests.system_fixtures import House
 
@@ -51,21 +51,21 @@ class Handle:
 
 
 class Scene:
-    """A turn that is put aside at once."""
+    """A turn that is preempted at once."""
 
-    def __init__(self, address: str, limits: AsideLimits) -> None:
+    def __init__(self, address: str, limits: SwapLimits) -> None:
         self.store = RemoteCache(AioStoreClient.connect(address))
         self.handle = Handle()
         self.publishing, self.restoring = SharedRoom(1 << 20), SharedRoom(1 << 20)
         self.counters = NamespaceCounters()
         handle = cast("Any", self.handle)
-        self.aside = KeptAside(
+        self.swap = SwapStore(
             handle, self.store, "ns", self.publishing, self.restoring, self.counters, limits, time.monotonic
         )
-        self.aside.event(PutAside(FILES, 81))
+        self.swap.event(Preempted(FILES, 81))
 
     async def wanted(self) -> Sequence[bytes]:
-        self.aside.event(Wanted())
+        self.swap.event(Wanted())
         return await asyncio.wait_for(self.handle.resumed, 20)
 
     async def close(self) -> None:
@@ -83,9 +83,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     house.close()
 
 
-def run(house: House, work: Callable[[Scene], Any], limits: AsideLimits | None = None) -> None:
+def run(house: House, work: Callable[[Scene], Any], limits: SwapLimits | None = None) -> None:
     async def scene() -> None:
-        one = Scene(house.store.address, limits or AsideLimits())
+        one = Scene(house.store.address, limits or SwapLimits())
         await work(one)
         await one.close()
 
@@ -102,10 +102,10 @@ def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone
         await asyncio.sleep(6 * GRACE_S)
         blobs = await scene.wanted()
         assert tuple(blobs) == (FILES if is_renewed else ())
-        scene.aside.event(Resumed(81 if is_renewed else 0, 0 if is_renewed else 81))
+        scene.swap.event(Resumed(81 if is_renewed else 0, 0 if is_renewed else 81))
         assert scene.counters.misses == ({} if is_renewed else {MissReason.BLOB_MISSING: 1})
 
-    run(house, work, AsideLimits(renew_s=GRACE_S / 4 if is_renewed else 1000))
+    run(house, work, SwapLimits(renew_s=GRACE_S / 4 if is_renewed else 1000))
 
 
 def test_a_turn_that_is_wanted_before_its_files_are_stored_gets_them_from_memory(house: House) -> None:
@@ -113,7 +113,7 @@ def test_a_turn_that_is_wanted_before_its_files_are_stored_gets_them_from_memory
         assert scene.publishing.held_units == HELD_BYTES
         assert tuple(await scene.wanted()) == FILES
         assert not scene.handle.are_stored.is_set()
-        scene.aside.event(Resumed(81, 0))
+        scene.swap.event(Resumed(81, 0))
 
     run(house, work)
 
@@ -127,7 +127,7 @@ def test_a_store_that_is_away_takes_nothing_and_the_files_stay(house: House) -> 
             assert not scene.handle.are_stored.is_set()
             assert scene.publishing.held_units == HELD_BYTES
             assert tuple(await scene.wanted()) == FILES
-            scene.aside.event(Resumed(81, 0))
+            scene.swap.event(Resumed(81, 0))
             assert not scene.counters.misses
 
         run(house, work)
@@ -138,22 +138,22 @@ def test_a_store_that_is_away_takes_nothing_and_the_files_stay(house: House) -> 
 def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: House) -> None:
     async def work(scene: Scene) -> None:
         await asyncio.wait_for(scene.handle.are_stored.wait(), 20)
-        scene.aside.event(Wanted())
+        scene.swap.event(Wanted())
         await asyncio.sleep(0)
         assert scene.restoring.held_units == HELD_BYTES
-        scene.aside.close()
+        scene.swap.close()
         await asyncio.sleep(0.05)
         assert not scene.handle.resumed.done()
 
     run(house, work)
 
 
-def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_put_aside() -> None:
+def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
     """The hot memory that it extends goes with its rows: the store must have all of it."""
 
     def may_wait(reuse: Cold | Hot, kept: Kept | None, *, is_reachable: bool = True) -> bool:
         memory = None if kept is None else SimpleNamespace(kept=kept)
-        return may_be_put_aside(cast("Any", SimpleNamespace(is_reachable=is_reachable)), cast("Any", memory), reuse)
+        return may_be_preempted(cast("Any", SimpleNamespace(is_reachable=is_reachable)), cast("Any", memory), reuse)
 
     async def being_published() -> Kept:
         kept = Kept(NO_HEAD, is_head=True)
@@ -161,7 +161,7 @@ def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_put_aside() -> None:
         return kept
 
     assert may_wait(Cold(), None)
-    assert not may_be_put_aside(None, None, Cold())
+    assert not may_be_preempted(None, None, Cold())
     assert not may_wait(Cold(), None, is_reachable=False)
     assert may_wait(Hot(5), Kept(NO_HEAD, is_head=True))
     assert may_wait(Cold(), Kept(NO_HEAD, is_head=False))

@@ -1,8 +1,8 @@
-"""What the service does for a turn that the engine put aside: its files go to the store, unlisted, and come back.
+"""What the service does for a turn that the engine preempted: its files go to the store, unlisted, and come back.
 
 No manifest names these blobs: they are never a version of the agent. They rest for the store's grace period, which is
 renewed while the turn waits, and then go by themselves. Files that the store does not take stay in this machine's
-memory until the turn goes on, and the engine puts nobody else aside whose files would be too many beside them.
+memory until the turn goes on, and the engine preempts no other turn whose files would be too many beside them.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import Event, Hot, PutAside, Resumed, Reuse, Wanted
+from inference_svc.engine.api import Event, Hot, Preempted, Resumed, Reuse, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
@@ -26,8 +26,8 @@ _LOG = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class AsideLimits:
-    """How the store is asked for a turn that was put aside."""
+class SwapLimits:
+    """How the store is asked for a turn that was preempted."""
 
     write_timeout_s: float = 30.0
     read_budget_s: float = 2.0
@@ -38,8 +38,8 @@ class AsideLimits:
     """Files that are hashed and sent at a time: hashing holds up the event loop."""
 
 
-def may_be_put_aside(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
-    """Whether the engine may put a turn aside: there is a store for its KV, and the hot memory that it extends, which
+def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
+    """Whether the engine may preempt a turn: there is a store for its KV, and the hot memory that it extends, which
     would go with it, is whole there.
     """
     if store is None or not store.is_reachable:
@@ -48,7 +48,7 @@ def may_be_put_aside(store: RemoteCache | None, memory: AgentMemory | None, reus
     return is_stored or not isinstance(reuse, Hot)
 
 
-class KeptAside:
+class SwapStore:
     """Of one turn, on the event loop."""
 
     def __init__(
@@ -59,7 +59,7 @@ class KeptAside:
         publishing: SharedRoom,
         restoring: SharedRoom,
         counters: NamespaceCounters,
-        limits: AsideLimits,
+        limits: SwapLimits,
         clock: Callable[[], float],
     ) -> None:
         """`publishing` counts files that wait for the store, `restoring` those that came back and are not KV yet.
@@ -81,7 +81,7 @@ class KeptAside:
 
     def event(self, event: Event) -> None:
         match event:
-            case PutAside(files):
+            case Preempted(files):
                 self._files = files
                 self._hold(self._publishing, sum(map(len, files)))
                 self._begin(self._keep(files))
@@ -108,7 +108,7 @@ class KeptAside:
                     piece = files[first : first + self._limits.piece_files]
                     digests += (await self._store.write_tensors(piece, self._limits.write_timeout_s))[0]
         except (KvasirError, TimeoutError) as error:
-            _LOG.warning("aside.not_stored", error=type(error).__name__, reason=getattr(error, "reason", ""))
+            _LOG.warning("swap.not_stored", error=type(error).__name__, reason=getattr(error, "reason", ""))
             return
         self._files, self._digests = None, digests
         self._let_go()
@@ -121,7 +121,7 @@ class KeptAside:
             try:
                 await self._store.renew(self._digests, self._limits.write_timeout_s)
             except KvasirError as error:
-                _LOG.info("aside.not_renewed", error=type(error).__name__)
+                _LOG.info("swap.not_renewed", error=type(error).__name__)
 
     async def _bring_back(self) -> None:
         blobs: Sequence[bytes] = self._files or ()
@@ -131,14 +131,14 @@ class KeptAside:
                 budget = Budget(self._limits.read_budget_s, self._limits.min_bytes_per_s, self._clock)
                 blobs, self._miss = await self._store.read_blobs(self._digests, budget)
         except Exception:  # noqa: BLE001 - whatever failed, the turn holds room and must go on
-            _LOG.exception("aside.read_failed")
+            _LOG.exception("swap.read_failed")
         self._handle.resume(blobs)
 
     def _count(self, lost_tokens: int) -> None:
         if lost_tokens:
             reason = self._miss.reason if self._miss is not None else MissReason.BLOB_DAMAGED
             self._counters.misses[reason] += 1
-            _LOG.warning("aside.lost", reason=reason.value, tokens=lost_tokens)
+            _LOG.warning("swap.lost", reason=reason.value, tokens=lost_tokens)
 
     def _begin(self, work: Coroutine[None, None, None]) -> None:
         if self._task is not None:
