@@ -18,7 +18,7 @@ from kvasir.names import check_agent_id, check_namespace
 
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import agents, committing, garbage, lineage, listing, statistics, versions
+from cachestore_svc.index.sqlite import agents, committing, garbage, lineage, listing, versions
 from cachestore_svc.index.sqlite.blob_rows import all_blobs, find_namespace
 from cachestore_svc.index.sqlite.index import SLICE, Rows
 from cachestore_svc.lease_store import LeaseStore
@@ -49,7 +49,7 @@ from cachestore_svc.records import (
     VerifyProgress,
 )
 from cachestore_svc.recovery.opening import open_directory
-from cachestore_svc.upkeep import check, collecting
+from cachestore_svc.upkeep import check, collecting, statistics
 
 # A line's time of last use is written at most this often.
 _USE_RESOLUTION_MS = 1000

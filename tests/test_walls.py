@@ -317,7 +317,15 @@ ROOMS = {
         "text": "",
         "bench": "engine model kv text",
     },
-    "cachestore_svc": {},
+    "cachestore_svc": {
+        "edge": "store moving index threads lease_waiting records",
+        "moving": "store index threads lease_waiting config records",
+        "upkeep": "recovery core index blobs journal manifests records",
+        "recovery": "core index blobs journal manifests records",
+        "index": "journal blobs manifests records limits",
+        "journal": "blobs",
+        "blobs": "records",
+    },
     SDK: {},
 }
 

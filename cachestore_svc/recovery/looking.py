@@ -14,9 +14,8 @@ from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import index_state
+from cachestore_svc.index.sqlite import blob_rows, index_state
 from cachestore_svc.index.sqlite.index import Rows, index_damaged, looking_at, read_anyway
-from cachestore_svc.index.sqlite.migrations import MIGRATIONS
 from cachestore_svc.journal import closed, journal
 from cachestore_svc.journal.journal_lines import Parsed, Position
 from cachestore_svc.journal.replay import Change, State, differences
@@ -54,7 +53,7 @@ def look(database: Path, files: BlobFiles, disk: Disk) -> Look:
             raise _missing(database, files)
         return Look()
     with looking_at(database, disk) as rows:
-        if _is_too_new(rows):
+        if index_state.is_too_new(rows):
             # The migrations say so in words of their own.
             return Look()
         return _look_inside(rows, database, found, files, disk)
@@ -69,11 +68,11 @@ def words_of(damage: dict[str, str]) -> str:
 
 def check_tables(rows: Rows) -> bool:
     """Whether SQLite's own indexes say what its tables do. Raises DataLoss (INDEX_DAMAGED) when these are damaged."""
-    said = [str(answer) for (answer,) in rows.all("PRAGMA integrity_check")]
-    for answer in said:
-        if answer != "ok" and not _OF_AN_INDEX.match(answer):
-            raise index_damaged(answer)
-    return said == ["ok"]
+    problems = index_state.integrity_problems(rows)
+    for problem in problems:
+        if not _OF_AN_INDEX.match(problem):
+            raise index_damaged(problem)
+    return not problems
 
 
 def check_whole(rows: Rows) -> None:
@@ -159,7 +158,7 @@ def lies_here(state: State, files: BlobFiles) -> bool:
 def _check_names_enough(rows: Rows, files: BlobFiles) -> None:
     """Without a journal nothing says whether the index lost commits. One that names less than half of what lies there
     did, or all of that is garbage: a person must say."""
-    named = {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}
+    named = blob_rows.all_hashes(rows)
     there = list(_blob_files(files))
     unnamed = sum(hash_ not in named for hash_ in there)
     if unnamed > _HANDFUL and unnamed * 2 > len(there):
@@ -178,13 +177,6 @@ def _tells(found: Parsed) -> bool:
 
 def _why(found: Parsed | None) -> str:
     return "it is missing" if found is None else f"{found.damaged_lines} of its lines are damaged"
-
-
-def _is_too_new(rows: Rows) -> bool:
-    if not index_state.has_tables(rows):
-        return False
-    found = rows.one("SELECT MAX(number) FROM migrations")
-    return bool(found and isinstance(found[0], int) and found[0] > len(MIGRATIONS))
 
 
 def _missing(database: Path, files: BlobFiles) -> FailedPrecondition:

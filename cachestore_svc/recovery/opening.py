@@ -19,15 +19,16 @@ from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import Core
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.sqlite import index_state, leases
+from cachestore_svc.index.sqlite import blob_rows, index_state, leases
 from cachestore_svc.index.sqlite.events import History
-from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows, reading_damage
+from cachestore_svc.index.sqlite.index import HOUSE, Index, reading_damage
 from cachestore_svc.index.sqlite.recording import Recorder
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
 from cachestore_svc.records import LAST_UNIX_MS, StoreConfig
-from cachestore_svc.recovery import applying, asides, looking
+from cachestore_svc.recovery import asides, looking
+from cachestore_svc.recovery.rolling_forward import roll_forward
 
 DATABASE = "kvasir.sqlite3"
 
@@ -114,7 +115,7 @@ def _open(
         log = _follow(index, seen, path, files, disk, ballast, token_hex)
         try:
             incarnation = _incarnation(index, path, token_hex)
-            space = Space(config, disk, ballast, index.read(HOUSE, _stored_bytes))
+            space = Space(config, disk, ballast, index.read(HOUSE, blob_rows.stored_bytes))
             writers = Writers(files, disk, space, now)
             history = History(incarnation, config.event_history)
             live = LiveLeases(steady)
@@ -157,7 +158,7 @@ def _follow(
             index.rebuild_indexes()
         if seen.forward:
             log.warning("index.rolled_forward", sequence=position.sequence)
-            index.write(HOUSE, lambda rows: applying.roll_forward(rows, files, seen.forward, store, position))
+            index.write(HOUSE, lambda rows: roll_forward(rows, files, seen.forward, store, position))
         if index.is_migrated:
             # A step of the database's form may change what the journal tells. Of a damaged index it tells what it told.
             state = index.read(HOUSE, index_state.state_of) | {
@@ -207,22 +208,5 @@ def _incarnation(index: Index, database: Path, token_hex: Callable[[int], str]) 
     """The name of this history. A database copied back lies in another inode: its history went on without it."""
     inode = str(database.stat().st_ino)
 
-    def find(rows: Rows) -> str | None:
-        facts = dict(rows.all("SELECT name, value FROM facts"))
-        return facts.get("incarnation") if facts.get("inode") == inode else None
-
-    def begin(rows: Rows) -> str:
-        name = token_hex(8)
-        rows.many("INSERT OR REPLACE INTO facts VALUES (?, ?)", [("incarnation", name), ("inode", inode)])
-        return name
-
-    return index.read(HOUSE, find) or index.write(HOUSE, begin)
-
-
-def _stored_bytes(rows: Rows) -> dict[str, int]:
-    return dict(
-        rows.all(
-            """SELECT namespaces.name, SUM(blobs.size_bytes)
-                FROM blobs JOIN namespaces ON namespaces.id = blobs.namespace_id GROUP BY namespaces.id"""
-        )
-    )
+    found = index.read(HOUSE, lambda rows: index_state.incarnation(rows, inode))
+    return found or index.write(HOUSE, lambda rows: index_state.begin_incarnation(rows, inode, token_hex(8)))

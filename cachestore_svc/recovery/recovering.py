@@ -20,7 +20,7 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_text
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import blob_rows, index_state
+from cachestore_svc.index.sqlite import applying, blob_rows, index_state
 from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows
 from cachestore_svc.index.sqlite.leases import set_floor
 from cachestore_svc.journal import journal, journal_lines
@@ -28,7 +28,7 @@ from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
 from cachestore_svc.manifests import ManifestFacts, NamedBlob
 from cachestore_svc.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
-from cachestore_svc.recovery import applying, salvage
+from cachestore_svc.recovery import salvage
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
 
 _NEW_SUFFIX = ".recovering"

@@ -17,8 +17,8 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import index_state
-from cachestore_svc.index.sqlite.index import Rows, looking_at, read_anyway, reading_damage
+from cachestore_svc.index.sqlite import blob_rows, index_state
+from cachestore_svc.index.sqlite.index import looking_at, read_anyway, reading_damage
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 from cachestore_svc.manifests import ManifestFacts, read_manifest
@@ -71,17 +71,13 @@ def _ask_index(told: Told, database: Path, files: BlobFiles, disk: Disk) -> None
     try:
         with looking_at(database, disk) as rows, reading_damage():
             state = read_anyway(rows, index_state.state_of)
-            names = {str(name) for (name,) in read_anyway(rows, _names)}
+            names = set(read_anyway(rows, blob_rows.namespaces))
     except KvasirError:
         return
     if state and looking.lies_here(state, files):
         told.sources.append("the old index")
         told.namespaces |= names
         _add(told.state, state)
-
-
-def _names(rows: Rows) -> list[tuple[object, ...]]:
-    return rows.all("SELECT name FROM namespaces")
 
 
 def _add(state: State, found: State) -> None:

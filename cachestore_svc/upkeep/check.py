@@ -13,8 +13,8 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_files import Damaged
 from cachestore_svc.core import Core
-from cachestore_svc.index.sqlite import blob_rows, index_state, versions
-from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_namespace
+from cachestore_svc.index.sqlite import blob_rows, index_state, statistics, versions
+from cachestore_svc.index.sqlite.blob_rows import find_namespace
 from cachestore_svc.index.sqlite.index import HOUSE, Rows, read_anyway, reading_damage
 from cachestore_svc.journal import replay
 from cachestore_svc.manifests import read_manifest
@@ -34,7 +34,7 @@ def check(core: Core, repair: bool) -> CheckReport:
         findings += _damaged(core, namespace, repair)
         findings += _files(core, namespace, repair)
         findings += _manifests(core, namespace, repair)
-        counts = core.index.read(namespace, partial(_counts, namespace=namespace))
+        counts = core.index.read(namespace, partial(statistics.counts, namespace=namespace))
         blobs += counts[0]
         snapshots += counts[1]
     set_aside = sum(len(core.files.listing_of(directory).asides) for directory in core.files.directories())
@@ -66,11 +66,10 @@ def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
 
 
 def _database(core: Core) -> Iterator[Finding]:
-    for (answer,) in core.index.read(HOUSE, lambda rows: rows.all("PRAGMA integrity_check")):
-        if answer != "ok":
-            yield Finding("INDEX_DAMAGED", "", str(answer))
-    for row in core.index.read(HOUSE, lambda rows: rows.all("PRAGMA foreign_key_check")):
-        yield Finding("DANGLING_ROW", "", f"a row of {row[0]} names a row of {row[2]} that is not there")
+    for problem in core.index.read(HOUSE, index_state.integrity_problems):
+        yield Finding("INDEX_DAMAGED", "", problem)
+    for problem in core.index.read(HOUSE, index_state.dangling_rows):
+        yield Finding("DANGLING_ROW", "", problem)
 
 
 def _kept_out(core: Core) -> Iterator[Finding]:
@@ -124,7 +123,7 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
     """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
     with core.files.naming(namespace, hash_):
-        if core.index.read(namespace, lambda rows: _has_row(rows, namespace, hash_)):
+        if core.index.read(namespace, lambda rows: blob_rows.has_hash(rows, namespace, hash_)):
             return False
         if repair:
             core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())
@@ -144,7 +143,7 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
 
 def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Manifests whose rows name other blobs than their bytes do."""
-    held = core.index.read(namespace, lambda rows: _held_manifests(rows, namespace))
+    held = core.index.read(namespace, lambda rows: versions.held_manifests(rows, namespace))
     for manifest in held:
         try:
             facts = read_manifest(core.read_blob(namespace, manifest.digest))
@@ -155,9 +154,11 @@ def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
             # Damaged: told as such. Swept: not there to be wrong.
             continue
         named = [blob.digest for blob in facts.named]
-        if core.index.read(namespace, partial(_names_others, manifest=manifest, named=named)):
+        if core.index.read(namespace, partial(versions.names_others, manifest=manifest, named=named)):
             if repair:
-                core.index.write(namespace, partial(_rename, namespace=namespace, manifest=manifest, named=named))
+                core.index.write(
+                    namespace, partial(versions.rename, namespace=namespace, manifest=manifest, named=named)
+                )
             yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
 
 
@@ -186,53 +187,9 @@ def _quarantined(rows: Rows, *, namespace: str) -> list[Digest]:
     return blob_rows.damaged_blobs(rows, find_namespace(rows, namespace))
 
 
-def _names_others(rows: Rows, *, manifest: BlobRow, named: list[Digest]) -> bool:
-    # A version dropped meanwhile has no rows at all.
-    is_held = rows.one("SELECT 1 FROM manifests WHERE blob_id = ?", manifest.id) is not None
-    return is_held and versions.named_digests(rows, manifest.id) != named
-
-
-def _rename(rows: Rows, *, namespace: str, manifest: BlobRow, named: list[Digest]) -> None:
-    """Write a manifest's references anew from its bytes, for those of its blobs that are here."""
-    found = blob_rows.find_blobs(rows, find_namespace(rows, namespace), named)
-    rows.run("DELETE FROM manifest_blobs WHERE manifest_id = ?", manifest.id)
-    rows.many(
-        "INSERT INTO manifest_blobs VALUES (?, ?, ?)",
-        [(manifest.id, place, found[digest].id) for place, digest in enumerate(named) if digest in found],
-    )
-
-
-def _held_manifests(rows: Rows, namespace: str) -> list[BlobRow]:
-    held = rows.all(
-        """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
-            WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
-        find_namespace(rows, namespace),
-    )
-    digests = [Digest(*row) for row in held]
-    return list(blob_rows.find_blobs(rows, find_namespace(rows, namespace), digests).values())
-
-
 def _undamaged(rows: Rows, *, namespace: str) -> list[Digest]:
     return blob_rows.all_blobs(rows, find_namespace(rows, namespace))
 
 
-def _has_row(rows: Rows, namespace: str, hash_: str) -> bool:
-    namespace_id = find_namespace(rows, namespace)
-    return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, hash_) is not None
-
-
 def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
-    return core.index.read(namespace, lambda rows: _has_row(rows, namespace, digest.hash))
-
-
-def _counts(rows: Rows, *, namespace: str) -> tuple[int, int]:
-    namespace_id = find_namespace(rows, namespace)
-    blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
-    snapshots = rows.one(
-        """SELECT COUNT(*) FROM versions JOIN lines ON lines.id = versions.line_id
-            JOIN agents ON agents.id = lines.agent_id WHERE agents.namespace_id = ?""",
-        namespace_id,
-    )
-    assert blobs is not None
-    assert snapshots is not None
-    return int(blobs[0]), int(snapshots[0])
+    return core.index.read(namespace, lambda rows: blob_rows.has_hash(rows, namespace, digest.hash))

@@ -48,7 +48,7 @@ def make_namespace(rows: Rows, namespace: str) -> int:
 
 
 def namespaces(rows: Rows) -> list[str]:
-    return [name for (name,) in rows.all("SELECT name FROM namespaces ORDER BY name")]
+    return [str(name) for (name,) in rows.all("SELECT name FROM namespaces ORDER BY name")]
 
 
 def find_blob(rows: Rows, namespace_id: int, digest: Digest) -> BlobRow | None:
@@ -123,3 +123,24 @@ def all_blobs(rows: Rows, namespace_id: int) -> list[Digest]:
     """Every blob of the namespace that is not in quarantine."""
     found = rows.all("SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND NOT is_damaged", namespace_id)
     return [Digest(*row) for row in found]
+
+
+def all_hashes(rows: Rows) -> set[str]:
+    """Hashes of the blobs of every namespace, damaged ones too."""
+    return {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}
+
+
+def has_hash(rows: Rows, namespace: str, hash_: str) -> bool:
+    """Whether the namespace lists a blob of this hash, damaged or not."""
+    namespace_id = find_namespace(rows, namespace)
+    return rows.one("SELECT 1 FROM blobs WHERE namespace_id = ? AND hash = ?", namespace_id, hash_) is not None
+
+
+def stored_bytes(rows: Rows) -> dict[str, int]:
+    """Bytes of all blobs, by namespace."""
+    return dict(
+        rows.all(
+            """SELECT namespaces.name, SUM(blobs.size_bytes)
+                FROM blobs JOIN namespaces ON namespaces.id = blobs.namespace_id GROUP BY namespaces.id"""
+        )
+    )

@@ -9,6 +9,7 @@ from typing import Any
 from blake3 import blake3
 
 from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.sqlite.migrations import MIGRATIONS
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 
@@ -45,6 +46,40 @@ def position(rows: Rows) -> tuple[str, Position] | None:
 
 def set_position(rows: Rows, store: str, reached: Position) -> None:
     rows.run("INSERT OR REPLACE INTO facts VALUES (?, ?)", _FACT, f"{store} {reached.sequence} {reached.chain}")
+
+
+def incarnation(rows: Rows, inode: str) -> str | None:
+    """The name of the event history; None when there is none, or when the database was written under another inode."""
+    facts = dict(rows.all("SELECT name, value FROM facts"))
+    return facts.get("incarnation") if facts.get("inode") == inode else None
+
+
+def begin_incarnation(rows: Rows, inode: str, name: str) -> str:
+    rows.many("INSERT OR REPLACE INTO facts VALUES (?, ?)", [("incarnation", name), ("inode", inode)])
+    return name
+
+
+def forget_incarnation(rows: Rows) -> None:
+    rows.run("DELETE FROM facts WHERE name = 'incarnation'")
+
+
+def integrity_problems(rows: Rows) -> list[str]:
+    """What SQLite finds wrong with its tables and their indexes, in its own words."""
+    return [str(answer) for (answer,) in rows.all("PRAGMA integrity_check") if answer != "ok"]
+
+
+def dangling_rows(rows: Rows) -> list[str]:
+    """Rows that name a row that is not there, in words."""
+    found = rows.all("PRAGMA foreign_key_check")
+    return [f"a row of {row[0]} names a row of {row[2]} that is not there" for row in found]
+
+
+def is_too_new(rows: Rows) -> bool:
+    """Whether a later Kvasir changed the form of the database."""
+    if not has_tables(rows):
+        return False
+    found = rows.one("SELECT MAX(number) FROM migrations")
+    return bool(found and isinstance(found[0], int) and found[0] > len(MIGRATIONS))
 
 
 def fingerprint(rows: Rows, manifest_id: int) -> str:

@@ -1,13 +1,8 @@
-"""Sizes and counters of a namespace, computed when asked."""
+"""Sums over the rows of a namespace, a slice at a time: no operation keeps the others waiting."""
 
-from functools import partial
-from typing import Any
-
-from cachestore_svc.core import Core
 from cachestore_svc.index.sqlite import versions
 from cachestore_svc.index.sqlite.blob_rows import find_namespace
 from cachestore_svc.index.sqlite.index import SLICE, Rows
-from cachestore_svc.records import Stats
 
 _AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = ? AND name > ? ORDER BY name LIMIT {SLICE})
     SELECT (SELECT MAX(name) FROM some), (SELECT COUNT(*) FROM some), COUNT(versions.version), COALESCE(SUM(CASE WHEN
@@ -21,37 +16,36 @@ _BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = ? AND hash >
     FROM some AS blobs"""  # noqa: S608
 
 
-def of(core: Core, namespace: str) -> Stats:
-    """See cachestore_svc.store.Store.stats."""
-    agents, snapshots, logical = _sums(core, namespace, _AGENTS, 3)
-    blobs, blob_bytes, damaged, unheld = _sums(core, namespace, _BLOBS, 4)
-    return Stats(
-        agent_count=agents,
-        snapshot_count=snapshots,
-        blob_count=blobs,
-        blob_bytes=blob_bytes,
-        logical_bytes=logical,
-        quota_bytes=core.config.quota_bytes(namespace),
-        reserved_bytes=core.space.reserved_bytes(namespace),
-        free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
-        unreferenced_bytes=unheld,
-        damaged_blob_count=damaged,
-        counters=core.counters.of(namespace),
+# The name or hash that a slice ends with, None when there was nothing left; and sums over the slice.
+Sums = tuple[str | None, list[int]]
+
+
+def sums_of_agents(rows: Rows, *, namespace: str, after: str) -> Sums:
+    """Agents, versions, and bytes of the newest versions, over the agents whose names follow `after`."""
+    return _slice(rows, namespace, _AGENTS, after)
+
+
+def sums_of_blobs(rows: Rows, *, namespace: str, after: str) -> Sums:
+    """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the hashes that follow `after`."""
+    return _slice(rows, namespace, _BLOBS, after)
+
+
+def counts(rows: Rows, *, namespace: str) -> tuple[int, int]:
+    """Blobs and versions of a namespace."""
+    namespace_id = find_namespace(rows, namespace)
+    blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
+    snapshots = rows.one(
+        """SELECT COUNT(*) FROM versions JOIN lines ON lines.id = versions.line_id
+            JOIN agents ON agents.id = lines.agent_id WHERE agents.namespace_id = ?""",
+        namespace_id,
     )
+    assert blobs is not None
+    assert snapshots is not None
+    return int(blobs[0]), int(snapshots[0])
 
 
-def _sums(core: Core, namespace: str, sql: str, count: int) -> list[int]:
-    """Sums over all rows, a slice at a time, so that other operations come in between; each slice tells its last."""
-    sums, after = [0] * count, ""
-    while True:
-        found = core.index.read(namespace, partial(_slice, namespace=namespace, sql=sql, after=after))
-        if found[0] is None:
-            return sums
-        after = str(found[0])
-        sums = [total + number for total, number in zip(sums, found[1:], strict=True)]
-
-
-def _slice(rows: Rows, *, namespace: str, sql: str, after: str) -> tuple[Any, ...]:
+def _slice(rows: Rows, namespace: str, sql: str, after: str) -> Sums:
     found = rows.one(sql, find_namespace(rows, namespace), after)
     assert found is not None
-    return found
+    last, *sums = found
+    return (None if last is None else str(last)), [int(each) for each in sums]

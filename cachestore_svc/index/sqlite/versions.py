@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.sqlite.blob_rows import BlobRow
+from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_blobs, find_namespace
 from cachestore_svc.index.sqlite.index import Rows
 from cachestore_svc.records import Origin, SnapshotVersion
 
@@ -200,6 +200,33 @@ def is_held(rows: Rows, namespace_id: int, manifest: Digest) -> bool:
         manifest.size_bytes,
     )
     return found is not None
+
+
+def held_manifests(rows: Rows, namespace: str) -> list[BlobRow]:
+    """Manifests that some version is, those in quarantine left out."""
+    namespace_id = find_namespace(rows, namespace)
+    held = rows.all(
+        """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
+            WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
+        namespace_id,
+    )
+    return list(find_blobs(rows, namespace_id, [Digest(*row) for row in held]).values())
+
+
+def names_others(rows: Rows, *, manifest: BlobRow, named: list[Digest]) -> bool:
+    """Whether a manifest's rows name other blobs than these. A version dropped meanwhile has no rows at all."""
+    is_held = rows.one("SELECT 1 FROM manifests WHERE blob_id = ?", manifest.id) is not None
+    return is_held and named_digests(rows, manifest.id) != named
+
+
+def rename(rows: Rows, *, namespace: str, manifest: BlobRow, named: list[Digest]) -> None:
+    """Write a manifest's references anew from its bytes, for those of its blobs that are here."""
+    found = find_blobs(rows, find_namespace(rows, namespace), named)
+    rows.run("DELETE FROM manifest_blobs WHERE manifest_id = ?", manifest.id)
+    rows.many(
+        "INSERT INTO manifest_blobs VALUES (?, ?, ?)",
+        [(manifest.id, place, found[digest].id) for place, digest in enumerate(named) if digest in found],
+    )
 
 
 def drop_version(rows: Rows, line_id: int, version: int) -> list[int]:

@@ -203,8 +203,8 @@ JOURNAL_MUTANTS = (
     (
         "journal: one flipped name keeps all namespaces out",
         "looking.py",
-        '        if answer != "ok" and not _OF_AN_INDEX.match(answer):\n',
-        '        if answer != "ok":\n',
+        "        if not _OF_AN_INDEX.match(problem):\n",
+        "        if True:\n",
         "index_damage",
     ),
 )

@@ -41,7 +41,7 @@ MUTANTS = (
     ),
     Mutant(
         "the directory is not synced after the rename",
-        "blobs.py",
+        "blob_files.py",
         "        self._disk.fsync_directory(path.parent)\n",
         "",
         "power_loss",
@@ -55,14 +55,14 @@ MUTANTS = (
     ),
     Mutant(
         "no rename: a blob is written under its final name",
-        "blobs.py",
+        "blob_files.py",
         "return path.with_name(path.name + PART_SUFFIX)",
         "return path",
         "blobs",
     ),
     Mutant(
         "the rename is left out",
-        "blobs.py",
+        "blob_files.py",
         "        self._disk.rename(self.part_path(namespace, hash_), path)\n",
         "",
         "blobs",
@@ -123,8 +123,8 @@ MUTANTS = (
     Mutant(
         "compare-and-swap is left out",
         "committing.py",
-        "    if head != asked.parent_version:\n",
-        "    if False:\n",
+        "    if head != asked.parent_version or",
+        "    if",
         "commits",
     ),
     Mutant(
@@ -255,9 +255,9 @@ MUTANTS = (
     ),
     Mutant(
         "a sweep and a writer of the same blob are not kept apart",
-        "blobs.py",
-        "        with self._locks[int(hash_[:2], 16) % _LOCKS]:\n            yield\n",
-        "        yield\n",
+        "blob_files.py",
+        "        return self._locks[directory][int(hash_[:2], 16) % _LOCKS]\n",
+        "        return threading.Lock()\n",
         "garbage kill",
     ),
     Mutant(
@@ -304,7 +304,7 @@ MUTANTS = (
     ),
     Mutant(
         "a digest is not verified when a blob is read",
-        "blobs.py",
+        "blob_files.py",
         "        if blake3(data).hexdigest() != digest.hash:\n",
         "        if False:\n",
         "flips blobs",
@@ -369,12 +369,19 @@ MUTANTS = (
 )
 
 
+def file_of(mutant: Mutant, root: Path) -> Path:
+    """The file that the mutant changes. Raises LookupError unless one file has that name and, once, that code."""
+    found = sorted((root / "cachestore_svc").rglob(mutant.file))
+    counts = [path.read_text().count(mutant.old) for path in found]
+    if counts != [1]:
+        raise LookupError(f"{mutant.what}: {mutant.file} is {len(found)} files with {counts} times the code to change")
+    return found[0]
+
+
 def caught_by(mutant: Mutant, copy: Path) -> str:
     """The first test that fails with the mutant; "" when none does."""
-    path = copy / "cachestore_svc" / mutant.file
+    path = file_of(mutant, copy)
     source = path.read_text()
-    if source.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.what}: {mutant.file} has {source.count(mutant.old)} times what is to be changed")
     environment = {**os.environ, "KVASIR_KILLS": "200"}
     path.write_text(source.replace(mutant.old, mutant.new))
     try:

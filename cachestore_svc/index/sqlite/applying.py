@@ -1,4 +1,4 @@
-"""Writes what a journal tells into an index: for a start that lacks the last group, and for a recovery that lacks all.
+"""Writes what a journal tells into the database: a start may lack the last group, a recovery lacks everything.
 
 What a version holds is read from its manifest; the rows of its blobs must be there.
 """
@@ -6,17 +6,14 @@ What a version holds is read from its manifest; the rows of its blobs must be th
 from collections.abc import Callable, Iterable
 from itertools import takewhile
 
-from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
-from cachestore_svc.index.sqlite import agents, committing, index_state, leases, versions
+from cachestore_svc.index.sqlite import agents, committing, leases, versions
 from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, make_namespace
 from cachestore_svc.index.sqlite.index import Rows
-from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts, read_manifest
+from cachestore_svc.manifests import ManifestFacts
 from cachestore_svc.records import Origin
 
 ReadManifest = Callable[[str, Digest], ManifestFacts]
@@ -24,25 +21,6 @@ ReadManifest = Callable[[str, Digest], ManifestFacts]
 
 class Unheld(Exception):
     """A version's manifest, or a row of a blob that it names, is not here. The message says which."""
-
-
-def roll_forward(rows: Rows, files: BlobFiles, changes: Iterable[Change], store: str, position: Position) -> None:
-    """Let the journal's last group happen, which was synced and then not committed. Watchers are told that they missed
-    something: the history has another name. Raises FailedPrecondition (INDEX_BEHIND)."""
-
-    def read(namespace: str, digest: Digest) -> ManifestFacts:
-        return read_manifest(files.read(namespace, digest))
-
-    try:
-        apply(rows, read, changes)
-        _fence(rows, changes)
-    except (Unheld, KvasirError, Damaged, OSError) as error:
-        raise FailedPrecondition(
-            f"the last commit of the journal cannot be repeated: {error}; stop the store and run: kvasir store recover",
-            reason="INDEX_BEHIND",
-        ) from error
-    index_state.set_position(rows, store, position)
-    rows.run("DELETE FROM facts WHERE name = 'incarnation'")
 
 
 def apply(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
@@ -55,7 +33,7 @@ def apply(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
             _HOW[kind](rows, namespace, *rest)
 
 
-def _fence(rows: Rows, changes: Iterable[Change]) -> None:
+def fence(rows: Rows, changes: Iterable[Change]) -> None:
     """Shut out late writers, as what takes back a memory does: leases are not in the journal."""
     for kind, namespace, agent, *rest in changes:
         if kind == "forget":

@@ -1,0 +1,32 @@
+"""Lets the journal's last group happen in an index that lacks it: the group was synced, and then not committed."""
+
+from collections.abc import Iterable
+
+from kvasir.errors import FailedPrecondition, KvasirError
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
+from cachestore_svc.index.sqlite import applying, index_state
+from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.journal.journal_lines import Position
+from cachestore_svc.journal.replay import Change
+from cachestore_svc.manifests import ManifestFacts, read_manifest
+
+
+def roll_forward(rows: Rows, files: BlobFiles, changes: Iterable[Change], store: str, position: Position) -> None:
+    """Repeat the changes of the journal's last group. The event history gets a new name, so that watchers learn that
+    they missed something. Raises FailedPrecondition (INDEX_BEHIND)."""
+
+    def read(namespace: str, digest: Digest) -> ManifestFacts:
+        return read_manifest(files.read(namespace, digest))
+
+    try:
+        applying.apply(rows, read, changes)
+        applying.fence(rows, changes)
+    except (applying.Unheld, KvasirError, Damaged, OSError) as error:
+        raise FailedPrecondition(
+            f"the last commit of the journal cannot be repeated: {error}; stop the store and run: kvasir store recover",
+            reason="INDEX_BEHIND",
+        ) from error
+    index_state.set_position(rows, store, position)
+    index_state.forget_incarnation(rows)
