@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test demo bench lint check-generated generate install campaigns campaign-fairness campaign-history fresh help
+.PHONY: test demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -66,6 +66,9 @@ campaign-history: install ## 500 random lives over two engines and one store: no
 
 hammer: install ## 10,000 requests of many agents, each turn held against the same turn alone; goes on where it was ended
 	$(BIN)/python -m tests.hammer $(HAMMER)
+
+mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
+	$(BIN)/python -m tests.mutation $(MUTANTS)
 
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out

@@ -1,35 +1,9 @@
-"""Breaks the store once per row, in a copy, and sees which test notices: `python -m tests.cachestore.core.mutants`.
+"""Faults of the store, each with the tests that are asked whether they notice it."""
 
-Writes tests/cachestore/MUTANTS.md. A mutant that no test notices is a test that is missing.
-"""
-
-import argparse
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.cachestore.core.journal_mutants import JOURNAL_MUTANTS
-
-ROOT = Path(__file__).parents[3]
-TABLE = ROOT / "tests/cachestore/MUTANTS.md"
-_COPIED = ("cachestore_svc", "clients", "tests", "pyproject.toml")
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file, and the tests to ask first."""
-
-    what: str
-    file: str
-    old: str
-    new: str
-    tests: str
-
+from tests.mutation.mutant import Mutant, Suite
 
 MUTANTS = (
     Mutant(
@@ -368,63 +342,11 @@ MUTANTS = (
     *(Mutant(*row) for row in JOURNAL_MUTANTS),
 )
 
-
-def file_of(mutant: Mutant, root: Path) -> Path:
-    """The file that the mutant changes. Raises LookupError unless one file has that name and, once, that code."""
-    found = sorted((root / "cachestore_svc").rglob(mutant.file))
-    counts = [path.read_text().count(mutant.old) for path in found]
-    if counts != [1]:
-        raise LookupError(f"{mutant.what}: {mutant.file} is {len(found)} files with {counts} times the code to change")
-    return found[0]
-
-
-def caught_by(mutant: Mutant, copy: Path) -> str:
-    """The first test that fails with the mutant; "" when none does."""
-    path = file_of(mutant, copy)
-    source = path.read_text()
-    environment = {**os.environ, "KVASIR_KILLS": "200"}
-    path.write_text(source.replace(mutant.old, mutant.new))
-    try:
-        for name in mutant.tests.split():
-            pattern = f"tests/cachestore/core/test_*{name}*.py"
-            files = sorted(str(each) for each in copy.glob(pattern))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=120", "--no-header", *files]
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode == 1 and (failed := re.search(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)):
-                return failed[1]
-            if done.returncode:
-                return f"(the tests ended with {done.returncode}: {done.stdout[-300:]})"
-    finally:
-        path.write_text(source)
-    return ""
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="words of the mutant")
-    arguments = parser.parse_args()
-    rows, missed = [], 0
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory)
-        for name in _COPIED:
-            source = ROOT / name
-            ignored = shutil.ignore_patterns("__pycache__")
-            (shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy))
-        for mutant in MUTANTS:
-            if arguments.only in mutant.what:
-                test = caught_by(mutant, copy)
-                missed += not test or test.startswith("(")
-                rows.append(f"| {mutant.what} | `{mutant.file}` | {(test and f'`{test}`') or '**nothing**'} |")
-                print(rows[-1], flush=True)
-    if not arguments.only:
-        head = (
-            "# Mutants of the cache store\n\nEach was put into a copy of the code; the test is the first that failed.\n"
-        )
-        how = "Written by `python -m tests.cachestore.core.mutants`.\n"
-        table = ["| what was broken | where | which test noticed |", "|---|---|---|", *rows]
-        TABLE.write_text("\n".join([head, how, *table]) + "\n")
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+STORE = Suite(
+    "store",
+    "Mutants of the cache store",
+    "cachestore_svc",
+    Path("tests/cachestore/MUTANTS.md"),
+    MUTANTS,
+    tests="tests/cachestore/core/test_*{}*.py",
+)

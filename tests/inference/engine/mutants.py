@@ -1,67 +1,34 @@
-"""Breaks the engine once per row, in a copy, and sees which test notices: `python -m tests.inference.engine.mutants`.
+"""Faults of the engine, each with the tests that are asked whether they notice it."""
 
-Writes tests/inference/engine/MUTANTS.md. A mutant that no test notices is a test that is missing.
-"""
-
-import argparse
-import os
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[3]
-TABLE = ROOT / "tests/inference/engine/MUTANTS.md"
-_COPIED = ("inference_svc", "clients", "tests", "pyproject.toml")
-
-# That a test fails is enough to know here; the smallest example of it takes minutes.
-_NO_SHRINKING = """
-from hypothesis import Phase, settings
-settings.register_profile("no shrinking", phases=[Phase.explicit, Phase.generate])
-settings.load_profile("no shrinking")
-"""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One change of one file, and the tests to ask."""
-
-    what: str
-    file: str
-    old: str
-    new: str
-    tests: str
-
+from tests.mutation.mutant import Mutant, Suite
 
 MUTANTS = (
     Mutant(
         "a trim trims nothing",
-        "kv/sequence_kv.py",
+        "sequence_kv.py",
         "            layer.trim(layer.offset - length)",
         "            layer.trim(0)",
         "kv",
     ),
     Mutant(
         "a restored sequence is one token short",
-        "kv/sequence_kv.py",
+        "sequence_kv.py",
         "            layer.offset = keep\n",
         "            layer.offset = keep - (keep > 1)\n",
         "kv",
     ),
     Mutant(
         "rows are written in place, through a fork",
-        "kv/row_buffer.py",
+        "row_buffer.py",
         "    result = copy.copy(part)\n",
         "    result = part\n",
         "kv",
     ),
     Mutant(
         "a fork shares its source's buffers",
-        "kv/layer_kv.py",
+        "layer_kv.py",
         "other.keys, other.values = self.keys.fork(), self.values.fork()",
         "other.keys, other.values = self.keys, self.values",
         "kv",
@@ -82,14 +49,14 @@ MUTANTS = (
     ),
     Mutant(
         "live scales are finer than the stored ones",
-        "kv/codec.py",
+        "codec.py",
         "return codes, scales.astype(self.scale_type), biases.astype(self.scale_type)",
         "return codes, scales, biases",
         "restore kv",
     ),
     Mutant(
         "attention sees new rows before they were stored",
-        "kv/layer_kv.py",
+        "layer_kv.py",
         "        return self.decoded(keys.dtype, values.dtype)\n",
         "        whole = self.decoded(keys.dtype, values.dtype)\n"
         "        news = zip(whole, (keys, values), strict=True)\n"
@@ -98,7 +65,7 @@ MUTANTS = (
     ),
     Mutant(
         "a few rows behind the valid ones are read",
-        "kv/row_buffer.py",
+        "row_buffer.py",
         "        if start == 0 and stop == self.capacity:",
         "        if start == 0 and stop + 8 >= self.capacity:",
         "kv",
@@ -112,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "what is put back is one token short",
-        "kv/sequence_kv.py",
+        "sequence_kv.py",
         "            layer.offset = saved.start + parts[0].shape[2]",
         "            layer.offset = saved.start + parts[0].shape[2] - 1",
         "kv",
@@ -218,7 +185,7 @@ MUTANTS = (
     ),
     Mutant(
         "an exact repetition computes two tokens",
-        "plan.py",
+        "api.py",
         "        return len(self.token_ids) - (1 if self.speaks else 0)",
         "        return max(len(self.token_ids) - (2 if self.speaks else 0), 0)",
         "restore",
@@ -232,7 +199,7 @@ MUTANTS = (
     ),
     Mutant(
         "K and V are swapped in files",
-        "kv/layer_kv.py",
+        "layer_kv.py",
         "        return self.keys, self.values\n",
         "        return self.values, self.keys\n",
         "kv turns",
@@ -365,62 +332,11 @@ MUTANTS = (
     ),
 )
 
-
-def caught_by(mutant: Mutant, copy: Path, tests_of: str = "engine/test_") -> str:
-    """The first test that fails with the mutant; "" when none does."""
-    path = copy / "inference_svc" / mutant.file
-    source = path.read_text()
-    if source.count(mutant.old) != 1:
-        raise SystemExit(f"{mutant.what}: {mutant.file} has {source.count(mutant.old)} times what is to be changed")
-    path.write_text(source.replace(mutant.old, mutant.new))
-    environment = {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'clients/python'}"}
-    try:
-        for name in mutant.tests.split():
-            tests = f"tests/inference/{tests_of}{name}.py"
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "--timeout=120", "--no-header", tests]
-            done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode == 1 and (failed := re.search(r"^FAILED \S+::(\w+)", done.stdout, re.MULTILINE)):
-                return failed[1]
-            if done.returncode:
-                return f"(the tests ended with {done.returncode}: {done.stdout[-300:]})"
-    finally:
-        path.write_text(source)
-    return ""
-
-
-def report(
-    mutants: Sequence[Mutant], table: Path, title: str, how: str, tests_of: str = "engine/test_", only: str = ""
-) -> int:
-    """Try those whose words hold `only`; the table is written when all were tried. 1 if a mutant was not noticed."""
-    rows, missed = [], 0
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory)
-        for name in _COPIED:
-            source = ROOT / name
-            ignored = shutil.ignore_patterns("__pycache__")
-            (shutil.copytree(source, copy / name, ignore=ignored) if source.is_dir() else shutil.copy(source, copy))
-        with (copy / "tests/conftest.py").open("a") as conftest:
-            conftest.write(_NO_SHRINKING)
-        for mutant in mutants:
-            if only in mutant.what:
-                test = caught_by(mutant, copy, tests_of)
-                missed += not test or test.startswith("(")
-                rows.append(f"| {mutant.what} | `{mutant.file}` | {(test and f'`{test}`') or '**nothing**'} |")
-                print(rows[-1], flush=True)
-    if not only:
-        head = f"# {title}\n\nEach was put into a copy of the code; the test is the first that failed.\n"
-        lines = ["| what was broken | where | which test noticed |", "|---|---|---|", *rows]
-        table.write_text("\n".join([head, f"Written by `{how}`.\n", *lines]) + "\n")
-    return 1 if missed else 0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="words of the mutant")
-    arguments = parser.parse_args()
-    how = "python -m tests.inference.engine.mutants"
-    return report(MUTANTS, TABLE, "Mutants of the engine", how, only=arguments.only)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+ENGINE = Suite(
+    "engine",
+    "Mutants of the engine",
+    "inference_svc",
+    Path("tests/inference/engine/MUTANTS.md"),
+    MUTANTS,
+    tests="tests/inference/engine/test_{}.py",
+)

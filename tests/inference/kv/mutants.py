@@ -1,97 +1,92 @@
-"""Breaks the batched KV once per row, in a copy, and sees which test notices: `python -m tests.inference.kv.mutants`.
+"""Faults of the batched KV, each with the tests that are asked whether they notice it."""
 
-Writes MUTANTS.md beside itself.
-"""
-
-import argparse
-import sys
 from pathlib import Path
 
-from tests.inference.engine.mutants import Mutant, report
+from tests.mutation.mutant import Mutant, Suite
 
 BATCH, WINDOW, BATCHING = "kv/test_backends", "kv/test_window_kv", "engine/test_batching"
 
 MUTANTS = (
     Mutant(
         "a copy is decoded from rows that lag behind",
-        "kv/batch_kv.py",
+        "batch_kv.py",
         "(row := self.settle(slot)).offset",
         "(row := self.rows[slot]).offset",
         BATCH,
     ),
     Mutant(
         "who takes a free slot brings no decoded rows along",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         "                self._decoded.move(last, slot, self._rows_to_move(last))\n",
         "                pass\n",
         BATCH,
     ),
     Mutant(
         "who takes a free slot brings no staged codes along",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         "            self._staged.move(last, slot, self._staged_rows[last])\n",
         "",
         BATCH,
     ),
     Mutant(
         "a row sees one position more",
-        "kv/batch_kv.py",
+        "batch_kv.py",
         "<= last[:, None, :, None]",
         "<= last[:, None, :, None] + 1",
         BATCH,
     ),
     Mutant(
         "a row does not see itself",
-        "kv/batch_kv.py",
+        "batch_kv.py",
         "<= last[:, None, :, None]",
         "<= mx.maximum(last[:, None, :, None] - 1, 0)",
         BATCH,
     ),
     Mutant(
         "staged codes of one sequence are another's",
-        "kv/slot_arrays.py",
+        "slot_arrays.py",
         "        return tuple(array[slot : slot + 1, :, :rows] for array in self.arrays)",
         "        return tuple(array[:1, :, :rows] for array in self.arrays)",
         BATCH,
     ),
     Mutant(
         "a merge takes the sequences themselves",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         'cls([cast("RowT", cache.fork()) for cache in caches])',
         "cls(list(caches))",
         BATCH,
     ),
     Mutant(
         "padding on the right is stored",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         "        taken = [min(count, left) for left in self._unread]",
         "        taken = [count for left in self._unread]",
         BATCH,
     ),
     Mutant(
         "few rows have no company",
-        "kv/row_exact.py",
+        "row_exact.py",
         "_LEAST_ROWS = 4",
         "_LEAST_ROWS = 1",
         BATCH,
     ),
     Mutant(
         "codes are staged and never computed",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         "tuple(mx.depends(list(new), self._stage(codes)))",
         "(self._stage(codes), new)[1]",
         BATCH,
     ),
     Mutant(
         "V takes K's heads",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         "*(part[:, heads:] for part in parts))",
         "*(part[:, :heads] for part in parts))",
         BATCH,
     ),
     Mutant(
         "the offset that a model holds is one array for ever",
-        "kv/batched_rows.py",
+        "batched_rows.py",
         "        return mx.array(self.lengths)",
         "        self._held = getattr(self, '_held', mx.array(self.lengths))\n"
         "        self._held[:] = mx.array(self.lengths)\n"
@@ -100,14 +95,14 @@ MUTANTS = (
     ),
     Mutant(
         "a ring is filled one place off",
-        "kv/batch_window.py",
+        "batch_window.py",
         "        start = (row.offset - rows) % row.window",
         "        start = (row.offset - rows + 1) % row.window",
         WINDOW,
     ),
     Mutant(
         "a ring shows places that no position has",
-        "kv/batch_window.py",
+        "batch_window.py",
         " & (places < self._window)",
         "",
         WINDOW + " " + BATCH,
@@ -128,19 +123,11 @@ MUTANTS = (
     ),
 )
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="words of the mutant")
-    return report(
-        MUTANTS,
-        Path(__file__).with_name("MUTANTS.md"),
-        "Mutants of the batched KV",
-        "python -m tests.inference.kv.mutants",
-        tests_of="",
-        only=parser.parse_args().only,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+KV = Suite(
+    "kv",
+    "Mutants of the batched KV",
+    "inference_svc",
+    Path("tests/inference/kv/MUTANTS.md"),
+    MUTANTS,
+    tests="tests/inference/{}.py",
+)

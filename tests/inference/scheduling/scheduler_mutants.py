@@ -1,12 +1,8 @@
-"""Breaks each rule of the schedule and of the budget once, in a copy, and sees which test notices:
-`python -m tests.inference.scheduling.scheduler_mutants`. Writes SCHEDULER_MUTANTS.md beside itself.
-"""
+"""Faults of each rule of the schedule and of the budget, each with the tests that are asked whether they notice it."""
 
-import argparse
-import sys
 from pathlib import Path
 
-from tests.inference.engine.mutants import Mutant, report
+from tests.mutation.mutant import Mutant, Suite
 
 ORDER, TURN = "scheduler", "scheduler_turn"
 HISTORY, GATE, MEMORY = "scheduler_history", "scheduler_gate", "scheduler_memory"
@@ -692,19 +688,11 @@ MUTANTS = (
     ),
 )
 
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="words of the mutant")
-    return report(
-        MUTANTS,
-        Path(__file__).with_name("SCHEDULER_MUTANTS.md"),
-        "Mutants of the scheduler",
-        "python -m tests.inference.scheduling.scheduler_mutants",
-        tests_of="pure/test_",
-        only=parser.parse_args().only,
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+SCHEDULER = Suite(
+    "scheduler",
+    "Mutants of the scheduler",
+    "inference_svc",
+    Path("tests/inference/scheduling/SCHEDULER_MUTANTS.md"),
+    MUTANTS,
+    tests="tests/inference/scheduling/test_{}.py",
+)

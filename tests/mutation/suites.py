@@ -1,0 +1,12 @@
+"""Every list of mutants of this repository."""
+
+from collections.abc import Mapping
+
+from tests.cachestore.core.mutants import STORE
+from tests.hammer.mutants import HAMMER
+from tests.inference.engine.mutants import ENGINE
+from tests.inference.kv.mutants import KV
+from tests.inference.scheduling.scheduler_mutants import SCHEDULER
+from tests.mutation.mutant import Suite
+
+SUITES: Mapping[str, Suite] = {suite.name: suite for suite in (STORE, ENGINE, SCHEDULER, KV, HAMMER)}
