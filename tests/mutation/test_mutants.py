@@ -39,7 +39,8 @@ def test_every_mutant_has_a_name_of_its_own_and_tests_to_ask(suite: Suite) -> No
 def test_a_table_has_the_mutants_of_its_list_in_order_each_with_the_test_that_noticed(suite: Suite) -> None:
     text = (ROOT / suite.table).read_text()
     rows = rows_of(text)
-    assert [(what, file) for what, file, _ in rows] == [(mutant.what, mutant.file) for mutant in suite.mutants]
+    listed = [(mutant.what, mutant.file) for mutant in suite.mutants]
+    assert [(what, file) for what, file, _ in rows] == listed, "run: python -m tests.mutation --tables"
     assert text == suite.table_text([noticed for _, _, noticed in rows])
     if suite.ask is None:
         said = {noticed.strip("`") for _, _, noticed in rows}
