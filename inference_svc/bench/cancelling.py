@@ -10,7 +10,7 @@ _MOST_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CancellingRow:
     """When the cancel came; keys as in `kvasir.bench.engine_keys`."""
 
     during: str
@@ -48,9 +48,9 @@ def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) ->
     return seconds, times[-1] - times[-2]
 
 
-def _row(during: str, found: list[tuple[float, float]]) -> Row:
+def _row(during: str, found: list[tuple[float, float]]) -> CancellingRow:
     seconds, steps = zip(*found, strict=True)
-    return Row(
+    return CancellingRow(
         during=during,
         median_s=Summary.of(seconds).median,
         longest_s=max(seconds),

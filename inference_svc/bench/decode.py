@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from inference_svc.bench.arithmetic import Summary, Target, rate_of_all
-from inference_svc.bench.lab import Case, Lab, Memory
+from inference_svc.bench.lab import Case, Lab, LabMemory
 from inference_svc.bench.prompts import mixed_lengths
 
 MIXED = "200-4000"
@@ -12,7 +12,7 @@ _LEAST_RATIO = 3.0  # 8 rows to one, at 128 tokens
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class DecodeRow:
     """A context and a batch; keys as in `kvasir.bench.engine_keys`."""
 
     context: str
@@ -25,7 +25,7 @@ class Row:
 def run(lab: Lab) -> Case:
     """Tokens per second through the engine."""
     batches, contexts, tokens = ((1, 2), ("64",), 6) if lab.is_quick else ((1, 2, 4, 8, 16), ("128", "512", "2048"), 48)
-    rows: list[Row] = []
+    rows: list[DecodeRow] = []
     for context in (*contexts, MIXED)[: 1 if lab.is_quick else None]:
         rows += _rows(lab, context, batches, tokens)
     ratios = [row.ratio_to_one for row in rows if (row.context, row.batch) == ("128", 8)]
@@ -40,7 +40,7 @@ def lengths_of(context: str, batch: int) -> list[int]:
     return mixed_lengths(batch) if batch > 1 else [sum(mixed_lengths(2)) // 2]
 
 
-def decode_rate(lab: Lab, memories: Sequence[Memory], tokens: int) -> float:
+def decode_rate(lab: Lab, memories: Sequence[LabMemory], tokens: int) -> float:
     """Tokens per second of all memories going on at once, about `tokens` each while all of them do."""
     forks = [lab.fork(memory) for memory in memories]
     # Rows join one after another, a suffix of one token each: as many steps pass until the last has joined.
@@ -51,7 +51,7 @@ def decode_rate(lab: Lab, memories: Sequence[Memory], tokens: int) -> float:
     return rate_of_all([each.token_times for each in runs])
 
 
-def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[Row]:
+def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[DecodeRow]:
     wanted = {length for batch in batches for length in lengths_of(context, batch)}
     numbers = range(max(batches) if context != MIXED else 1)
     known = {(length, n): lab.remember(lab.prompts.tokens(length, n)) for length in sorted(wanted) for n in numbers}
@@ -64,4 +64,4 @@ def _rows(lab: Lab, context: str, batches: Sequence[int], tokens: int) -> list[R
     lab.forget(known.values())
     found = {batch: Summary.of(values) for batch, values in rates.items()}
     one = found[batches[0]].median
-    return [Row(context, batch, each.median, each.spread, each.median / one) for batch, each in found.items()]
+    return [DecodeRow(context, batch, each.median, each.spread, each.median / one) for batch, each in found.items()]

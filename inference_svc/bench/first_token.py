@@ -9,7 +9,7 @@ _SUFFIX_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class FirstTokenRow:
     """A context; keys as in `kvasir.bench.engine_keys`."""
 
     context_tokens: int
@@ -29,7 +29,7 @@ def run(lab: Lab) -> Case:
     return Case("Time to the first token", [_row(lab, lab.shortened(context)) for context in contexts])
 
 
-def _row(lab: Lab, context: int) -> Row:
+def _row(lab: Lab, context: int) -> FirstTokenRow:
     suffix = lab.prompts.tokens(_SUFFIX_TOKENS, 1)
     memory = lab.remember(lab.prompts.tokens(context - 1, 0))
     prompt, files = (*memory.tokens, *suffix), lab.restored(memory)
@@ -46,7 +46,7 @@ def _row(lab: Lab, context: int) -> Row:
         lab.forget([fork])
     lab.forget([memory])
     cold, warm, hot = (Summary.of(found[name]) for name in ("cold", "warm", "hot"))
-    return Row(
+    return FirstTokenRow(
         len(memory.tokens),
         cold.median,
         cold.spread,

@@ -9,7 +9,7 @@ from inference_svc.bench.lab import Case, Lab, Run
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class InterruptionRow:
     """What happens beside the stream; keys as in `kvasir.bench.engine_keys`."""
 
     beside: str
@@ -60,9 +60,9 @@ def _gaps(lab: Lab, stream_tokens: int, begin_other: Callable[[], Run]) -> tuple
     return gaps(times[:began], times[0], other.submitted_s), gaps(times, other.submitted_s, other.token_times[0])
 
 
-def _row(name: str, tokens: int, found: list[list[float]], quiet: float) -> Row:
+def _row(name: str, tokens: int, found: list[list[float]], quiet: float) -> InterruptionRow:
     longest = Summary.of([max(each) for each in found])
-    return Row(
+    return InterruptionRow(
         beside=name,
         tokens=tokens,
         median_gap_s=median(gap for each in found for gap in each),

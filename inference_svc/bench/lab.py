@@ -141,7 +141,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Memory:
+class LabMemory:
     """An agent that the engine remembers, and what it remembers."""
 
     key: SequenceKey
@@ -214,27 +214,27 @@ class Lab:
         plan = TurnPlan(tuple(tokens), (1,) * len(tokens), sampling, reuse or Cold(), key, namespace=namespace)
         return (run or self.run()).begin(self.engine, plan)
 
-    def remember(self, tokens: Sequence[int]) -> Memory:
+    def remember(self, tokens: Sequence[int]) -> LabMemory:
         """A new agent with these tokens, and the one that follows them, in memory."""
         key = self.new_key()
-        return Memory(key, self.start(tokens, 1, key=key).end().state)
+        return LabMemory(key, self.start(tokens, 1, key=key).end().state)
 
-    def fork(self, memory: Memory) -> Memory:
+    def fork(self, memory: LabMemory) -> LabMemory:
         """The same memory for a new agent: one that a turn may use up."""
         key = self.new_key()
         if not self.engine.fork_hot(memory.key, key).result(_PATIENCE_S):
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
-        return Memory(key, memory.state)
+        return LabMemory(key, memory.state)
 
-    def forget(self, memories: Iterable[Memory]) -> None:
+    def forget(self, memories: Iterable[LabMemory]) -> None:
         for memory in memories:
             self.engine.drop_hot(memory.key).result(_PATIENCE_S)
 
-    def resume(self, memory: Memory, suffix: Sequence[int], max_tokens: int) -> Run:
+    def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
         """A turn that extends an agent's hot memory."""
         return self.start((*memory.tokens, *suffix), max_tokens, Hot(len(memory.tokens)), memory.key)
 
-    def restored(self, memory: Memory) -> Restored:
+    def restored(self, memory: LabMemory) -> Restored:
         """What a store would give back of a memory."""
         snapshot = self.engine.snapshot(memory.key, 0).result(_PATIENCE_S)
         if snapshot is None:

@@ -9,13 +9,13 @@ from inference_svc.bench.lab import Case, Lab
 from inference_svc.engine.api import Cold, Hot
 from inference_svc.model.kvasir_tiny.world import conversation
 from inference_svc.model.prompting import Prompting
-from inference_svc.text.prefix_matching import Memory, match_prefix
+from inference_svc.text.prefix_matching import RememberedText, match_prefix
 
 _REPLY_TOKENS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MatchingRow:
     """A turn; keys as in `kvasir.bench.engine_keys`."""
 
     chat: str
@@ -62,7 +62,7 @@ class _Agent:
         self._lab = lab
         self._prompting = prompting
         self._key = lab.new_key()
-        self._memory = Memory("", (), ())
+        self._memory = RememberedText("", (), ())
 
     def turn(self, text: str) -> tuple[str, int, int, int]:
         """Reply and remember. Returns the reply, tokens of the prompt, and those that each matching reuses."""
@@ -76,7 +76,7 @@ class _Agent:
         ended = self._lab.start(tokens, _REPLY_TOKENS, reuse, self._key, stop_token_ids=ends).end()
         _, reply_chars = self._lab.engine.token_text.spell(ended.state.token_ids[len(tokens) :])
         chars = (*memory.token_chars[: match.kept_tokens], *suffix.chars, *reply_chars)
-        self._memory = Memory(text + ended.generated_text, ended.state.token_ids, chars)
+        self._memory = RememberedText(text + ended.generated_text, ended.state.token_ids, chars)
         return ended.text, len(anew.ids), match.kept_tokens, common_tokens(memory.token_ids, anew.ids)
 
     def forget(self) -> None:
@@ -87,7 +87,7 @@ def run(lab: Lab) -> Case:
     """The world's user messages and the model's own replies, ten turns: as messages, and as a transcript."""
     said = _user_messages(3 if lab.is_quick else 10)
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
-    rows: list[Row] = []
+    rows: list[MatchingRow] = []
     for name, chat in (("messages", _Messages(prompting)), ("transcript", _Transcript())):
         lab.say(f"{len(said)} turns of a chat, as {name}")
         rows += _rows(lab, prompting, name, chat, said)
@@ -103,9 +103,9 @@ def common_tokens(one: Sequence[int], other: Sequence[int]) -> int:
 
 def _rows(
     lab: Lab, prompting: Prompting, name: str, chat: _Messages | _Transcript, said: Sequence[Sequence[str]]
-) -> list[Row]:
+) -> list[MatchingRow]:
     agent = _Agent(lab, prompting)
-    rows: list[Row] = []
+    rows: list[MatchingRow] = []
     for number, texts in enumerate(said, 1):
         reply, *counts = agent.turn(chat.asked(texts))
         chat.replied(reply)
@@ -115,9 +115,9 @@ def _rows(
     return [*rows, _row(name, "all", *sums)]
 
 
-def _row(chat: str, turn: str, prompt_tokens: int, by_characters: int, by_tokens: int) -> Row:
+def _row(chat: str, turn: str, prompt_tokens: int, by_characters: int, by_tokens: int) -> MatchingRow:
     ratio = by_characters / by_tokens if by_tokens else None
-    return Row(chat, turn, prompt_tokens, by_characters, by_tokens, ratio)
+    return MatchingRow(chat, turn, prompt_tokens, by_characters, by_tokens, ratio)
 
 
 def _user_messages(turns: int) -> list[list[str]]:

@@ -15,7 +15,7 @@ _PEER_CHUNK = 2048  # mlx-lm's own default
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One way to compute and keep the prompt; keys as in `kvasir.bench.engine_keys`."""
 
     how: str
@@ -43,7 +43,7 @@ def run(lab: Lab) -> Case:
         found[how] = _probe(lab, tokens, cell_tokens, kv)
     cells, one_chunk, exact, _ = found.values()
     rows = [
-        Row(
+        MemoryRow(
             how=how,
             prompt_tokens=tokens,
             peak_bytes=each["peak_bytes"],

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from inference_svc.bench.arithmetic import Summary, Target, rate_of_all
 from inference_svc.bench.decode import MIXED, decode_rate, lengths_of
-from inference_svc.bench.lab import Case, Lab, Memory
+from inference_svc.bench.lab import Case, Lab, LabMemory
 from inference_svc.bench.peer_thread import PATIENCE_S, PeerWorker, open_peer
 from inference_svc.engine.mlx_thread import MlxThread
 
@@ -12,7 +12,7 @@ _LEAST_RATIO = 0.6  # attention over 4-bit KV costs a CPU more than over exact K
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PeerRow:
     """A context and a batch; keys as in `kvasir.bench.engine_keys`."""
 
     context: str
@@ -42,9 +42,9 @@ def run(lab: Lab) -> Case:
     return Case("Against mlx-lm's BatchGenerator with exact KV", rows, targets)
 
 
-def _row(lab: Lab, peer: MlxThread[PeerWorker], context: str, batch: int, tokens: int) -> Row:
+def _row(lab: Lab, peer: MlxThread[PeerWorker], context: str, batch: int, tokens: int) -> PeerRow:
     prompts = [lab.prompts.tokens(length, n) for n, length in enumerate(lengths_of(context, batch))]
-    memories: list[Memory] = [lab.remember(prompt) for prompt in prompts]
+    memories: list[LabMemory] = [lab.remember(prompt) for prompt in prompts]
     ours: list[float] = []
     theirs: list[float] = []
     our_totals: list[float] = []
@@ -61,7 +61,7 @@ def _row(lab: Lab, peer: MlxThread[PeerWorker], context: str, batch: int, tokens
     lab.forget(memories)
     ratio = Summary.of([one / other for one, other in zip(ours, theirs, strict=True)])
     total_ratio = Summary.of([other / one for one, other in zip(our_totals, their_totals, strict=True)])
-    return Row(
+    return PeerRow(
         context,
         batch,
         Summary.of(ours).median,

@@ -11,7 +11,7 @@ _REPLY_TOKENS = 16  # who ends with its first token leaves nothing to begin with
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SharedPrefixRow:
     """With or without sharing; keys as in `kvasir.bench.engine_keys`."""
 
     sharing: bool
@@ -33,11 +33,11 @@ def run(lab: Lab) -> Case:
             each = _round(lab, agents, prefix_tokens, f"bench {number}" if sharing else None)
             rounds += [each] if counts else []
     alone_tokens, _, alone_s = (Summary.of(column).median for column in zip(*found[False], strict=True))
-    rows: list[Row] = []
+    rows: list[SharedPrefixRow] = []
     for sharing, rounds in found.items():
         tokens, mean_s, last_s = (Summary.of(column).median for column in zip(*rounds, strict=True))
         rows.append(
-            Row(
+            SharedPrefixRow(
                 sharing=sharing,
                 agents=agents,
                 prefix_tokens=prefix_tokens,

@@ -11,7 +11,7 @@ _LEAST_RATIO = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class StaggeredRow:
     """Medians over the repeats; keys as in `kvasir.bench.engine_keys`."""
 
     sequential_s: float
@@ -47,7 +47,7 @@ def run(lab: Lab) -> Case:
     allowed = [budget_s + each.cell_s + each.step_s for each in found]
     ratio = Summary.of([each.sequential_s / each.staggered_s for each in found])
     gap_ratio = median(each.longest_gap_s / limit for each, limit in zip(found, allowed, strict=True))
-    row = Row(
+    row = StaggeredRow(
         sequential_s=median(each.sequential_s for each in found),
         staggered_s=median(each.staggered_s for each in found),
         ratio=ratio.median,

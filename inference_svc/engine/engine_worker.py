@@ -12,11 +12,11 @@ from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
+from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence, begin
 from inference_svc.engine.api import Event, SamplingParams, SequenceKey, Snapshot, TurnPlan
 from inference_svc.engine.preempted_turns import PreemptedTurns
-from inference_svc.engine.running_turn import MOST_POINTS, RunningTurn, begin
 from inference_svc.engine.sampling import Sampler, sample
-from inference_svc.engine.scheduling.hot_memories import HotMemories, Memory
+from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.room_shares import Room
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -66,7 +66,7 @@ class EngineWorker:
         self._scheduler: Scheduler[Turn] = Scheduler(room, rules)
         self._masks: MaskBudget[Turn] = MaskBudget()
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
-        self._running: dict[Turn, RunningTurn] = {}
+        self._active: dict[Turn, ActiveSequence] = {}
         self._preempted = PreemptedTurns(runner, model, memory_budget_bytes // _UNSTORED_PART)
         self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
@@ -96,7 +96,7 @@ class EngineWorker:
         self._finish_spoken()
         self._masks.end_step(self._clock() - before_s)
         self._count_bytes()
-        if not self._running:
+        if not self._active:
             self._runner.release_unused()
         return bool(speaking) or has_prefilled or has_ended  # who ended may have left room for another
 
@@ -115,7 +115,7 @@ class EngineWorker:
     def resume(self, turn: Turn, blobs: Sequence[bytes]) -> None:
         """The files of a turn that was preempted and is wanted, as far as they could be had."""
         if turn.is_restoring and turn in self._preempted:
-            self._guarded(turn, lambda _: self._running.update({turn: self._preempted.take_back(turn, blobs)}))
+            self._guarded(turn, lambda _: self._active.update({turn: self._preempted.take_back(turn, blobs)}))
             self._tell()
 
     def files_stored(self, turn: Turn) -> None:
@@ -127,7 +127,9 @@ class EngineWorker:
     def fork(self, source: SequenceKey, target: SequenceKey) -> bool:
         """Give `target` the memory of `source`, untagged: a tag is one agent's. False if there is none."""
         memory = self.memories.get(source)
-        return memory is not None and self.memories.put(target, Memory(memory.kv.fork(), memory.state, memory.chain))
+        return memory is not None and self.memories.put(
+            target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
+        )
 
     def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail and
@@ -148,18 +150,18 @@ class EngineWorker:
 
     def running_blocks(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
-        running = self._running_of(key)
-        if running is None and self._is_used(key):
+        active = self._active_of(key)
+        if active is None and self._is_used(key):
             return None  # its turn is preempted: the memory is another's blocks
-        if running is None:
+        if active is None:
             whole = self.snapshot(key, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
-        turn = running.turn
+        turn = active.turn
         tokens = turn.token_ids[: turn.full_blocks * BLOCK_TOKENS]
-        running.chain = chain_hashes(self._model.kv_identity_hash, tokens, running.chain)
-        last_block = len(running.chain) if max_blocks is None else min(first_block + max_blocks, len(running.chain))
-        self._batch.settle(running.kv)
-        files = self._files(running.kv, tokens[: last_block * BLOCK_TOKENS], running.chain[:last_block], first_block)
+        active.chain = chain_hashes(self._model.kv_identity_hash, tokens, active.chain)
+        last_block = len(active.chain) if max_blocks is None else min(first_block + max_blocks, len(active.chain))
+        self._batch.settle(active.kv)
+        files = self._files(active.kv, tokens[: last_block * BLOCK_TOKENS], active.chain[:last_block], first_block)
         return Snapshot(first_block, tuple(files), None, turn.state())
 
     def _files(
@@ -170,7 +172,7 @@ class EngineWorker:
         identities = file_identities(self._model.kv_identity_hash, token_ids, chain, first_block)
         return [(identity, kv.to_file(self._model.kv_identity, identity)) for identity in identities]
 
-    def _states(self, memory: Memory[SequenceKV]) -> tuple[tuple[FileIdentity, bytes], ...]:
+    def _states(self, memory: ResidentMemory[SequenceKV]) -> tuple[tuple[FileIdentity, bytes], ...]:
         tokens, hash_ = memory.state.token_ids, self._model.kv_identity_hash
         identities = [state_identity(hash_, tokens[:point], memory.chain) for point in memory.kv.points]
         return tuple((identity, memory.kv.to_file(self._model.kv_identity, identity)) for identity in identities)
@@ -183,7 +185,7 @@ class EngineWorker:
         before_s = self._clock()
 
         def has_time() -> bool:
-            speaks = any(not turn.is_prefilling for turn in self._running)
+            speaks = any(not turn.is_prefilling for turn in self._active)
             return not speaks or self._clock() - before_s < self._rules.budget_s
 
         blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
@@ -219,12 +221,12 @@ class EngineWorker:
         return bool(turns)
 
     def _preempt(self, turn: Turn) -> None:
-        running = self._running[turn]
-        self._batch.leave(running.kv)
-        self._preempted.put(running)
-        if running.memory is not None and turn.plan.key is not None:
+        active = self._active[turn]
+        self._batch.leave(active.kv)
+        self._preempted.put(active)
+        if active.memory is not None and turn.plan.key is not None:
             self.memories.drop(turn.plan.key)  # its rows are the turn's
-        del self._running[turn]
+        del self._active[turn]
         self.memories.release(turn)
         self._scheduler.preempted(turn, self._clock())
         self.preemptions += 1
@@ -239,10 +241,10 @@ class EngineWorker:
 
     def _begin(self, turn: Turn, spare: Collection[Hashable]) -> None:
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
-        running = self._shared(turn, spare) or begin(turn, memory, self._runner, self._model)
-        self._running[turn] = running
+        active = self._shared(turn, spare) or begin(turn, memory, self._runner, self._model)
+        self._active[turn] = active
 
-    def _shared(self, turn: Turn, spare: Collection[Hashable]) -> RunningTurn | None:
+    def _shared(self, turn: Turn, spare: Collection[Hashable]) -> ActiveSequence | None:
         """The turn with a fork of what another of its namespace prefilled, if that is worth more than its own plan."""
         if turn.namespace is None or self._model.has_states:
             return None
@@ -250,10 +252,10 @@ class EngineWorker:
         if donor is None:
             return None
         source = donor.source
-        owner = self._running[source] if isinstance(source, Turn) else self.memories.get(source)  # type: ignore[arg-type]
+        owner = self._active[source] if isinstance(source, Turn) else self.memories.get(source)  # type: ignore[arg-type]
         if owner is None or (turn.memory_key is not None and not self._leaves_its_memory(turn, spare)):
             return None
-        return RunningTurn.sharing(turn, owner.kv, donor.shared_tokens)
+        return ActiveSequence.sharing(turn, owner.kv, donor.shared_tokens)
 
     def _leaves_its_memory(self, turn: Turn, spare: Collection[Hashable]) -> bool:
         """Whether there is room for the turn beside the memory that it was to extend; that one is idle then."""
@@ -298,13 +300,13 @@ class EngineWorker:
         """Those that speak in this step, in the batch, by slot; and nobody else: who sits out, and who was cancelled
         since this step began, leaves it.
         """
-        by_kv = {id(self._running[turn].kv): turn for turn in speaking}
+        by_kv = {id(self._active[turn].kv): turn for turn in speaking}
         # From the last slot on: when many leave at once, few are moved to take their places.
         for kv in [kv for kv in reversed(self._batch.sequences) if id(kv) not in by_kv]:
             self._batch.leave(kv)
         for turn in speaking:
-            if self._running[turn].kv not in self._batch:
-                self._batch.join(self._running[turn].kv)
+            if self._active[turn].kv not in self._batch:
+                self._batch.join(self._active[turn].kv)
         return [by_kv[id(kv)] for kv in self._batch.sequences]
 
     def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
@@ -318,17 +320,17 @@ class EngineWorker:
         return cells > 0
 
     def _prefill_cell(self, turn: Turn) -> None:
-        running = self._running[turn]
+        active = self._active[turn]
         cell = turn.next_cell()
         self.computed_tokens += len(cell)
         if not turn.next_cell_draws:
-            self._runner.prefill(running.kv, cell, lambda: turn.is_cancelled)
+            self._runner.prefill(active.kv, cell, lambda: turn.is_cancelled)
             turn.prefilled(len(cell))
             if turn.is_at_point:
-                running.kv.mark()
+                active.kv.mark()
             return
-        logits = self._runner.last_logits(running.kv, cell, lambda: turn.is_cancelled)
-        [token] = sample([running.sampler], logits)
+        logits = self._runner.last_logits(active.kv, cell, lambda: turn.is_cancelled)
+        [token] = sample([active.sampler], logits)
         turn.prefilled(len(cell))
         if isinstance(token, KvasirError):
             raise token
@@ -341,17 +343,17 @@ class EngineWorker:
         if there are none. At a step's end, so that a listener's request for the turn's snapshot is served before the
         next step admits a turn that may need the room.
         """
-        spoken = [turn for turn in self._running if turn.finish_reason is not None]
+        spoken = [turn for turn in self._active if turn.finish_reason is not None]
         ending = [turn for turn in spoken if turn.plan.key is None or turn.remembered <= turn.computed]
         for turn in ending:
             self._guarded(turn, self._finish)
         return bool(ending)
 
     def _finish(self, turn: Turn) -> None:
-        running = self._running[turn]
-        self._batch.leave(running.kv)
+        active = self._active[turn]
+        self._batch.leave(active.kv)
         if turn.plan.key is not None:
-            memory = running.memory_left(self._runner, self._model.kv_identity_hash)
+            memory = active.memory_left(self._runner, self._model.kv_identity_hash)
             self.memories.leave(turn, turn.plan.key, memory)
         turn.end()
         self._remove(turn)
@@ -376,7 +378,7 @@ class EngineWorker:
 
     def _lose(self, speaking: Sequence[Turn]) -> None:
         """A forward pass of these turns failed half-way; with them goes whoever else is in the batch."""
-        lost = [turn for turn, running in self._running.items() if turn in speaking or running.kv in self._batch]
+        lost = [turn for turn, active in self._active.items() if turn in speaking or active.kv in self._batch]
         self._batch.discard()
         for turn in lost:
             self._forget(turn)
@@ -384,29 +386,29 @@ class EngineWorker:
 
     def _forget(self, turn: Turn) -> None:
         """Layers may disagree on their length now: the memory that the turn extends must not serve again."""
-        running = self._running.get(turn)
-        if running is not None and running.memory is not None and turn.plan.key is not None:
+        active = self._active.get(turn)
+        if active is not None and active.memory is not None and turn.plan.key is not None:
             self.memories.drop(turn.plan.key)
-            running.memory = None
+            active.memory = None
 
     def _abandon(self, turn: Turn, error: KvasirError) -> None:
         """End it without effect, whatever happens: somebody waits for it."""
-        if running := self._running.get(turn):
+        if active := self._active.get(turn):
             try:
-                self._batch.leave(running.kv)
-                running.undo()
+                self._batch.leave(active.kv)
+                active.undo()
             except Exception:
                 logger.exception("turn.not_undone")
                 self._forget(turn)
-                del self._running[turn]
-                if running.kv in self._batch:  # it left some layers, and not others
+                del self._active[turn]
+                if active.kv in self._batch:  # it left some layers, and not others
                     self._lose(())
         turn.fail(error)
         self._remove(turn)
 
     def _remove(self, turn: Turn) -> None:
         """The turn is over: it leaves the schedule, and what waited for its agent is done."""
-        self._running.pop(turn, None)
+        self._active.pop(turn, None)
         self._preempted.forget(turn)
         self.memories.release(turn)
         self._scheduler.remove(turn)
@@ -429,18 +431,18 @@ class EngineWorker:
                 logger.exception("turn.listener_failed")
                 turn.is_cancelled = True
 
-    def _running_of(self, key: SequenceKey) -> RunningTurn | None:
-        return next((running for turn, running in self._running.items() if turn.plan.key == key), None)
+    def _active_of(self, key: SequenceKey) -> ActiveSequence | None:
+        return next((active for turn, active in self._active.items() if turn.plan.key == key), None)
 
     def _is_used(self, key: SequenceKey) -> bool:
         """A turn of the key has begun and is not over."""
-        return self._running_of(key) is not None or self._preempted.has(key)
+        return self._active_of(key) is not None or self._preempted.has(key)
 
     def _sampler_of(self, turn: Turn) -> Sampler:
         draws = turn.next_token_draws and turn.finish_reason is None
-        return self._running[turn].sampler if draws else self._no_draw
+        return self._active[turn].sampler if draws else self._no_draw
 
     def _count_bytes(self) -> None:
-        running = sum(running.kv.allocated_bytes for running in self._running.values())
-        self.memory_used_bytes = running + self.memories.ledger.resident_bytes
+        active_bytes = sum(active.kv.allocated_bytes for active in self._active.values())
+        self.memory_used_bytes = active_bytes + self.memories.ledger.resident_bytes
         self.decoded_bytes = self._batch.scratch_bytes

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from kvasir.errors import DataLoss
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
+from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence
 from inference_svc.engine.api import SequenceKey
-from inference_svc.engine.running_turn import MOST_POINTS, RunningTurn
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.turn import Turn
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -58,18 +58,18 @@ class PreemptedTurns:
         held = sum(preempted.unstored_bytes for preempted in self._turns.values())
         return not more or held + more <= self._max_unstored_bytes
 
-    def put(self, running: RunningTurn) -> None:
+    def put(self, active: ActiveSequence) -> None:
         """Make files of a turn's KV and tell of them. The KV is settled, and the caller's to drop."""
-        turn, model = running.turn, self._model
+        turn, model = active.turn, self._model
         tokens = turn.token_ids[: turn.computed]
-        chain = chain_hashes(model.kv_identity_hash, tokens, running.chain)
+        chain = chain_hashes(model.kv_identity_hash, tokens, active.chain)
         if turn.computed:
-            running.kv.mark()
-        points = running.kv.points
-        identities = file_identities(model.kv_identity_hash, tokens, chain) if running.kv.row_layers else []
+            active.kv.mark()
+        points = active.kv.points
+        identities = file_identities(model.kv_identity_hash, tokens, chain) if active.kv.row_layers else []
         identities += [state_identity(model.kv_identity_hash, tokens[:point], chain) for point in points]
-        files = tuple(running.kv.to_file(model.kv_identity, identity) for identity in identities)
-        self._turns[turn] = _PreemptedTurn(running.sampler, chain, turn.computed, points, sum(map(len, files)))
+        files = tuple(active.kv.to_file(model.kv_identity, identity) for identity in identities)
+        self._turns[turn] = _PreemptedTurn(active.sampler, chain, turn.computed, points, sum(map(len, files)))
         turn.preempted(files)
 
     def stored(self, turn: Turn) -> None:
@@ -77,13 +77,13 @@ class PreemptedTurns:
         if preempted := self._turns.get(turn):
             preempted.unstored_bytes = 0
 
-    def take_back(self, turn: Turn, blobs: Sequence[bytes]) -> RunningTurn:
+    def take_back(self, turn: Turn, blobs: Sequence[bytes]) -> ActiveSequence:
         """The turn with the KV of its files, or of as many leading ones as are here and whole."""
         preempted = self._turns.pop(turn)
         restored = self._restored_with_states if self._model.has_states else self._restored
         kv, kept = restored(turn, preempted, blobs)
         turn.resumed(kept, turn.shareable)
-        return RunningTurn(turn, kv, preempted.sampler, preempted.chain[: kept // BLOCK_TOKENS])
+        return ActiveSequence(turn, kv, preempted.sampler, preempted.chain[: kept // BLOCK_TOKENS])
 
     def forget(self, turn: Turn) -> None:
         """The turn is over. Without effect if it is not preempted."""

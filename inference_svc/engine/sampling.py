@@ -82,7 +82,7 @@ class Sampler:
     def _is_greedy(self) -> bool:
         return self._params.temperature < _LEAST_TEMPERATURE
 
-    def _plan(self, row: mx.array) -> "_Row":
+    def _plan(self, row: mx.array) -> "_PlannedDraw":
         """The draw from logits [vocabulary], not evaluated. Raises what the constraint raises."""
         row = row.astype(mx.float32)
         shaped = self._shaped(row)
@@ -92,7 +92,7 @@ class Sampler:
             logprobs = _filtered(shaped - mx.logsumexp(shaped), self._params)
             self._key, key = mx.random.split(self._key)
             token = mx.random.categorical(logprobs / self._params.temperature, key=key)
-        return _Row(token.astype(mx.uint32), *self._told(row, token))
+        return _PlannedDraw(token.astype(mx.uint32), *self._told(row, token))
 
     def _shaped(self, row: mx.array) -> mx.array:
         if self._params.logit_bias:
@@ -116,7 +116,7 @@ class Sampler:
         top = mx.argpartition(-logprobs, count - 1)[:count]
         return logprobs[token], top.astype(mx.uint32), logprobs[top]
 
-    def _accept(self, row: "_Row") -> Drawn:
+    def _accept(self, row: "_PlannedDraw") -> Drawn:
         token: Any = row.token.item()
         if self._constraint is not None:
             self._constraint.accept(token)
@@ -126,7 +126,7 @@ class Sampler:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _PlannedDraw:
     """One row's draw, as arrays."""
 
     token: mx.array
@@ -165,7 +165,7 @@ def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | Kvasir
     top = logits.max(axis=-1)
     is_sound = mx.isfinite(top)
     planned = [None if sampler.is_plain else _planned(sampler, logits[row]) for row, sampler in enumerate(samplers)]
-    mx.eval(likeliest, is_sound, [row.arrays for row in planned if isinstance(row, _Row)])
+    mx.eval(likeliest, is_sound, [row.arrays for row in planned if isinstance(row, _PlannedDraw)])
     tokens: Any = likeliest.tolist()
     sound: Any = is_sound.tolist()
     return [
@@ -174,14 +174,14 @@ def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | Kvasir
     ]
 
 
-def _planned(sampler: Sampler, row: mx.array) -> _Row | KvasirError:
+def _planned(sampler: Sampler, row: mx.array) -> _PlannedDraw | KvasirError:
     try:
         return sampler._plan(row)
     except KvasirError as error:
         return error
 
 
-def _drawn(sampler: Sampler, token: int, is_sound: bool, row: "_Row | KvasirError | None") -> Drawn | KvasirError:
+def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | KvasirError | None) -> Drawn | KvasirError:
     if not is_sound:
         return Internal("the model computed what is no number; the turn cannot go on", reason="LOGITS_NOT_FINITE")
     if row is None:

@@ -17,7 +17,7 @@ from inference_svc.memory.remote_cache import Head, Heard
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import of_caller
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Kept:
 class AgentMemory:
     """An agent's memory as of one whole turn."""
 
-    words: Memory  # text, token ids, token chars
+    words: RememberedText  # text, token ids, token chars
     messages: tuple[manifest_pb2.Message, ...]  # empty when the agent was addressed by raw prompts
     turn: manifest_pb2.Turn
     shareable_tokens: int
@@ -105,7 +105,7 @@ class AgentMemory:
 class Ahead:
     """A prompt that was computed before its turn. The agent does not remember it, the engine has its KV."""
 
-    words: Memory
+    words: RememberedText
     blocks: tuple[Digest, ...]  # its leading full blocks that are in the store
     shareable_tokens: int
     points: tuple[int, ...]
@@ -122,7 +122,9 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
 
 def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
     """Of an agent that remembers nothing."""
-    return AgentMemory(Memory("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, Kept(head, is_head=True))
+    return AgentMemory(
+        RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, Kept(head, is_head=True)
+    )
 
 
 def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
@@ -131,7 +133,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
     return AgentMemory(
-        words=Memory(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
+        words=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
         turn=manifest.turn,
         # What was brought here may say of itself what it likes: it serves its own agent and nobody else.

@@ -26,7 +26,7 @@ from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreM
 from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.trust import is_unbroken, may_use_hot
 from inference_svc.model.prompting import Prompting, Tokenized
-from inference_svc.text.prefix_matching import NO_MATCH, Memory, Outcome, PrefixMatch, match_prefix
+from inference_svc.text.prefix_matching import NO_MATCH, Outcome, PrefixMatch, RememberedText, match_prefix
 
 T = TypeVar("T")
 # Beyond these a memory takes the event loop more than a millisecond or two.
@@ -257,7 +257,7 @@ class Recall:
             recollection.kv_from is not Source.COLD
             or (memory.tokenizer_digest == self._engine.model.tokenizer_digest and not self._no_token(memory))
         )
-        words = memory.words if memory is not None and is_ours else Memory("", (), ())
+        words = memory.words if memory is not None and is_ours else RememberedText("", (), ())
         if not speaks and words.token_ids and words.text == text:
             # Nothing follows it, so it need not end at a character's border.
             match = PrefixMatch(Outcome.EXACT, len(words.token_ids), len(text), len(text))
@@ -282,7 +282,7 @@ class Recall:
             kept.states,
         )
 
-    def _match(self, words: Memory, text: str) -> tuple[PrefixMatch, Tokenized]:
+    def _match(self, words: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
         match = (
             match_prefix(
                 words,

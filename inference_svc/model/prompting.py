@@ -19,7 +19,7 @@ from kvasir.server.shared_room import SharedRoom
 from inference_svc.model.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import GUARD, Specials, insert_guards, utf8_bytes, with_guards, without_guards
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.reply_parts import Markup, ReplyReader
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_text import TokenText
@@ -40,7 +40,7 @@ class Tokenized:
 class Said:
     """A prompt and its reply as they are remembered, and the reply as its message holds it."""
 
-    words: Memory
+    words: RememberedText
     reply: str
 
 
@@ -192,7 +192,7 @@ class Prompting:
         before = [len(prompt) + place for place in places if place <= len(generated)]
         text, chars = insert_guards(prompt + generated, state.token_chars, before)
         told = with_guards(reply, [place for place in places if place <= len(reply)])
-        return Said(Memory(text, state.token_ids, chars), told)
+        return Said(RememberedText(text, state.token_ids, chars), told)
 
     def _parts(self, text: str) -> list[str]:
         """The text, cut inside of each stretch that becomes a special token without spelling it."""

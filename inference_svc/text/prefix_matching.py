@@ -28,7 +28,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class RememberedText:
     """A text and the tokens that spell it; `token_chars[i]` is how many code points of it token i completes."""
 
     text: str
@@ -56,7 +56,7 @@ NO_MATCH = PrefixMatch(Outcome.NONE, 0, 0, 0)
 
 
 def match_prefix(
-    memory: Memory, prompt: str, *, worthwhile_fraction: float, ends_whole: Callable[[Sequence[int]], bool]
+    memory: RememberedText, prompt: str, *, worthwhile_fraction: float, ends_whole: Callable[[Sequence[int]], bool]
 ) -> PrefixMatch:
     """Hold a prompt against a memory.
 
@@ -91,7 +91,9 @@ def common_prefix_length(one: str, other: str) -> int:
     return low
 
 
-def _tokens_inside(memory: Memory, matched: int, ends_whole: Callable[[Sequence[int]], bool]) -> tuple[int, int]:
+def _tokens_inside(
+    memory: RememberedText, matched: int, ends_whole: Callable[[Sequence[int]], bool]
+) -> tuple[int, int]:
     """Longest run of leading tokens inside the first `matched` code points that ends between two characters."""
     ends = list(accumulate(memory.token_chars))
     kept = bisect.bisect_right(ends, matched)

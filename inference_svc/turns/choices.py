@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from inference_svc.turns.turn_data import TurnEvent, TurnProgress, TurnRequest, TurnStarted
 from inference_svc.turns.turn_flow import TurnService
-from inference_svc.turns.turn_state import RunningTurn
+from inference_svc.turns.turn_state import TurnTask
 
 _SEEDS = 1 << 64
 
@@ -14,7 +14,7 @@ _SEEDS = 1 << 64
 class Choices:
     """Turns under way, as their reader sees them."""
 
-    def __init__(self, turns: Sequence[RunningTurn]) -> None:
+    def __init__(self, turns: Sequence[TurnTask]) -> None:
         self._turns = turns
         self._first: int | None = None  # the choice that began first: of beginnings, its own is told
 

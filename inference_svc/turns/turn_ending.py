@@ -25,7 +25,7 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting, Said
 from inference_svc.text import conversation
 from inference_svc.text.literal_text import without_guards
-from inference_svc.text.prefix_matching import Memory, Outcome
+from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, TurnTimings, Warmed
 from inference_svc.turns.turn_state import TurnState, reply_reader
 
@@ -117,7 +117,7 @@ class TurnEnding:
         """Attach what the agent remembers to the KV that was computed ahead of its turn."""
         state, memory = ended.state, recollection.memory
         if memory is None or tuple(memory.words.token_ids) != state.token_ids:
-            words = Memory(prepared.text, state.token_ids, state.token_chars)
+            words = RememberedText(prepared.text, state.token_ids, state.token_chars)
             base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
             memory = replace(base, ahead=Ahead(words, prepared.stored_blocks, state.shareable_tokens, state.points))
         elif recollection.kv_from is Source.COLD:

@@ -40,8 +40,8 @@ from inference_svc.turns.telling import Telling
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest, TurnStarted, Warmed
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_state import (
-    RunningTurn,
     TurnState,
+    TurnTask,
     check_parent,
     reply_reader,
     too_long,
@@ -105,17 +105,17 @@ class TurnService:
         self.stats = stats
         self._clock = clock
         self._handoff = HandOff(asyncio.get_running_loop())
-        self._running: dict[asyncio.Task[None], RunningTurn] = {}
+        self._running: dict[asyncio.Task[None], TurnTask] = {}
         self._order: dict[SequenceKey, asyncio.Lock] = {}
         self._waiting: Counter[SequenceKey] = Counter()
         self._counting = SharedRoom(1)
         self._compiling = SharedRoom(1)
 
-    def begin(self, request: TurnRequest) -> RunningTurn:
+    def begin(self, request: TurnRequest) -> TurnTask:
         """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
         place = contextlib.ExitStack()
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
-        running = RunningTurn(Outbox(self._limits.patience, self._clock))
+        running = TurnTask(Outbox(self._limits.patience, self._clock))
         running.task = asyncio.create_task(self._run(request, running))
         self._running[running.task] = running
         running.task.add_done_callback(self._running.pop)
@@ -148,7 +148,7 @@ class TurnService:
                 text, _ = await prompt_text(counter, request, messages)
                 return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)
 
-    async def _run(self, request: TurnRequest, running: RunningTurn) -> None:
+    async def _run(self, request: TurnRequest, running: TurnTask) -> None:
         turn = TurnState(request, running, arrived=self._clock())
         counters = self.stats.of(request.namespace)
         counters.turns += 1

@@ -22,7 +22,7 @@ from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnRequest, Warmed
 
 
-class RunningTurn:
+class TurnTask:
     """A turn under way, as its reader sees it: its events, and how to stop it."""
 
     def __init__(self, outbox: Outbox) -> None:
@@ -59,7 +59,7 @@ class TurnState:
     """What the steps of one turn learn, in their order."""
 
     request: TurnRequest
-    running: RunningTurn
+    running: TurnTask
     arrived: float
     queue_s: float = 0.0
     restore_s: float = 0.0

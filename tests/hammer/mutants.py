@@ -45,13 +45,13 @@ MUTANTS = (
     ),
     Mutant(
         "a trim is skipped when a memory is cut",
-        "running_turn.py",
+        "active_sequence.py",
         "    kv.trim_to(keep)\n    turn.began(keep, memory.state.shareable_tokens)",
         "    turn.began(keep, memory.state.shareable_tokens)",
     ),
     Mutant(
         "another agent's memory is used, if it is long enough",
-        "running_turn.py",
+        "active_sequence.py",
         "    kv = memory.kv\n    saved =",
         "    kv = memory.kv\n"
         "    _seen.append(kv)\n"
@@ -59,13 +59,13 @@ MUTANTS = (
         "    kv = others[0].fork() if len(_seen) % 7 == 0 and others else kv\n"
         "    saved =",
         also=(
-            "@dataclass\nclass RunningTurn",
-            "_seen: list[SequenceKV] = []\n\n\n@dataclass\nclass RunningTurn",
+            "@dataclass\nclass ActiveSequence",
+            "_seen: list[SequenceKV] = []\n\n\n@dataclass\nclass ActiveSequence",
         ),
     ),
     Mutant(
         "a cancelled turn puts nothing back",
-        "running_turn.py",
+        "active_sequence.py",
         "            if self.saved is not None:",
         "            if False:",
     ),
@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last word of a reply is never computed",
-        "running_turn.py",
+        "active_sequence.py",
         "        if missing:\n            runner.prefill(self.kv, missing)",
         "        if False:\n            runner.prefill(self.kv, missing)",
     ),

@@ -18,13 +18,13 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import dialogue, render
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.prefix_matching import NO_MATCH, Memory, match_prefix
+from inference_svc.text.prefix_matching import NO_MATCH, RememberedText, match_prefix
 from tests.hammer.records import Alone, TurnRecord
 
 _MEMORY_BYTES = 4 << 30
 _WORTHWHILE_FRACTION = 0.8  # the service's default
 _FORCED = 1000.0  # a bias that no logit outweighs
-_NOTHING = Memory("", (), ())
+_NOTHING = RememberedText("", (), ())
 
 
 class AloneEngine:
@@ -33,7 +33,7 @@ class AloneEngine:
     def __init__(self, model: str, cache_dir: Path) -> None:
         self._engine = Engine.open(model or kvasir_tiny.path(), cache_dir=cache_dir, memory_budget_bytes=_MEMORY_BYTES)
         self._prompting = Prompting(self._engine.tokenizer, self._engine.token_text)
-        self._words: dict[str, Memory] = {}
+        self._words: dict[str, RememberedText] = {}
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         match order:
@@ -73,7 +73,7 @@ class AloneEngine:
         )
         if record.agent and record.is_remembered:
             state = ended.state
-            self._words[record.agent] = Memory(text + ended.generated_text, state.token_ids, state.token_chars)
+            self._words[record.agent] = RememberedText(text + ended.generated_text, state.token_ids, state.token_chars)
         return Alone(
             tokens=told,
             kept=list(ended.state.token_ids[len(tokens.ids) :]),
@@ -133,7 +133,7 @@ class AloneEngine:
         given = [manifest_pb2.Message(**each) for each in messages]
         return render(self._prompting.template, dialogue(given, (), GivenJson(), self._prompting.specials))
 
-    def _matched(self, memory: Memory, text: str) -> tuple[int, Tokenized]:
+    def _matched(self, memory: RememberedText, text: str) -> tuple[int, Tokenized]:
         """How many of the memory's tokens the text keeps, and the text's tokens with those as they were."""
         match = NO_MATCH
         if memory.token_ids:

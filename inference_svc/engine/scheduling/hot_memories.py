@@ -28,7 +28,7 @@ KvT = TypeVar("KvT", bound=Sized)
 
 
 @dataclass
-class Memory(Generic[KvT]):
+class ResidentMemory(Generic[KvT]):
     """An agent's KV and what it is of. `chain` holds the chain hashes of the full blocks. Only the tag ever changes."""
 
     kv: KvT
@@ -52,7 +52,7 @@ class HotMemories(Generic[KvT]):
 
     def __init__(self, budget_bytes: int) -> None:
         self.ledger: MemoryLedger[Hashable, SequenceKey] = MemoryLedger(budget_bytes)
-        self._memories: dict[SequenceKey, Memory[KvT]] = {}
+        self._memories: dict[SequenceKey, ResidentMemory[KvT]] = {}
         self._lent: dict[Hashable, SequenceKey] = {}
         self._namespaces: dict[Hashable, str | None] = {}  # of those that hold reservations
         self._expected: ExpectedUse[SequenceKey] = ExpectedUse()
@@ -63,7 +63,7 @@ class HotMemories(Generic[KvT]):
 
     # --- memories ---
 
-    def get(self, key: SequenceKey) -> Memory[KvT] | None:
+    def get(self, key: SequenceKey) -> ResidentMemory[KvT] | None:
         return self._memories.get(key)
 
     def described(self, key: SequenceKey) -> HotMemory | None:
@@ -76,7 +76,7 @@ class HotMemories(Generic[KvT]):
         self._expected.plans(key)
         return HotMemory(memory.state, memory.tag)
 
-    def put(self, key: SequenceKey, memory: Memory[KvT]) -> bool:
+    def put(self, key: SequenceKey, memory: ResidentMemory[KvT]) -> bool:
         """The key's memory, made outside a turn (a fork). Makes room for it; False, and the key keeps what it had, if
         there is none.
         """
@@ -106,7 +106,7 @@ class HotMemories(Generic[KvT]):
         """Allocated bytes of each memory. From any thread; not counted as a use."""
         return {key: memory.kv.allocated_bytes for key, memory in list(self._memories.items())}
 
-    def idle(self, namespace: str) -> list[tuple[SequenceKey, str, Memory[KvT]]]:
+    def idle(self, namespace: str) -> list[tuple[SequenceKey, str, ResidentMemory[KvT]]]:
         """Memories of a namespace that no running turn extends, as `PrefixGate.donor_of` takes them."""
         return [
             (key, namespace, memory)
@@ -175,7 +175,7 @@ class HotMemories(Generic[KvT]):
         if key is not None and (memory := self._memories.get(key)):
             self._keep(key, memory)
 
-    def leave(self, owner: Hashable, key: SequenceKey, memory: Memory[KvT]) -> bool:
+    def leave(self, owner: Hashable, key: SequenceKey, memory: ResidentMemory[KvT]) -> bool:
         """The turn ended, and `memory` is the key's now. False if it does not fit (the turn used more than it had
         reserved, and nothing else can go): then the key has none.
         """
@@ -188,7 +188,7 @@ class HotMemories(Generic[KvT]):
         self.ledger.release(owner)
         self._namespaces.pop(owner, None)
 
-    def _keep(self, key: SequenceKey, memory: Memory[KvT]) -> bool:
+    def _keep(self, key: SequenceKey, memory: ResidentMemory[KvT]) -> bool:
         self.ledger.drop(key)
         size = memory.kv.allocated_bytes
         self._make_room(size, {key}, key.namespace)

@@ -41,7 +41,7 @@ TurnT = TypeVar("TurnT", bound=Masked)
 
 
 @dataclass
-class _Row:
+class _MaskRecord:
     """What the budget remembers of a turn with a format."""
 
     billed_s: float = 0.0
@@ -57,7 +57,7 @@ class MaskBudget(Generic[TurnT]):
         self._part = part
         self._least_s = least_s
         self._steps = 0
-        self._rows: dict[TurnT, _Row] = {}
+        self._rows: dict[TurnT, _MaskRecord] = {}
         self._purses: dict[str | None, float] = {}
 
     def begin_step(self, speaking: Sequence[TurnT], present: Collection[TurnT]) -> tuple[TurnT, ...]:
@@ -68,7 +68,7 @@ class MaskBudget(Generic[TurnT]):
         self._steps += 1
         masked = [turn for turn in speaking if turn.is_masked]
         known = {turn: row for turn, row in self._rows.items() if turn in present}
-        self._rows = {**known, **{turn: _Row() for turn in masked if turn not in known}}
+        self._rows = {**known, **{turn: _MaskRecord() for turn in masked if turn not in known}}
         wanting = {turn.namespace for turn in masked}
         self._purses = {namespace: self._purses.get(namespace, self._least_s) for namespace in wanting}
         if len({turn.namespace for turn in present} | wanting) <= 1:

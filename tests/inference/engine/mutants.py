@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "a cancelled turn puts nothing back",
-        "running_turn.py",
+        "active_sequence.py",
         "            if self.saved is not None:",
         "            if False:",
         "turns",
@@ -136,7 +136,7 @@ MUTANTS = (
     ),
     Mutant(
         "the last token of a reply is never computed",
-        "running_turn.py",
+        "active_sequence.py",
         "        if missing:\n            runner.prefill(self.kv, missing)",
         "        if False:\n            runner.prefill(self.kv, missing)",
         "restore turns",
@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Mutant(
         "hot memory of other tokens is used",
-        "running_turn.py",
+        "active_sequence.py",
         "if memory is None or not _begins_with(memory.state.token_ids, turn.plan.token_ids, keep):",
         "if memory is None:",
         "turns",
@@ -214,15 +214,15 @@ MUTANTS = (
     Mutant(
         "a turn that was preempted draws with a new sampler",
         "preempted_turns.py",
-        "RunningTurn(turn, kv, preempted.sampler,",
-        "RunningTurn(turn, kv, Sampler(turn.plan.sampling, turn.plan.token_ids, turn.matcher),",
+        "ActiveSequence(turn, kv, preempted.sampler,",
+        "ActiveSequence(turn, kv, Sampler(turn.plan.sampling, turn.plan.token_ids, turn.matcher),",
         "preempted_turns",
     ),
     Mutant(
         "a turn is preempted with rows that lag behind in the batch",
         "engine_worker.py",
-        "        self._batch.leave(running.kv)\n        self._preempted.put(running)",
-        "        self._preempted.put(running)\n        self._batch.leave(running.kv)",
+        "        self._batch.leave(active.kv)\n        self._preempted.put(active)",
+        "        self._preempted.put(active)\n        self._batch.leave(active.kv)",
         "preempted_turns",
     ),
     Mutant(
@@ -249,8 +249,8 @@ MUTANTS = (
     Mutant(
         "a sampler draws while what was preempted catches up",
         "engine_worker.py",
-        "return self._running[turn].sampler if draws else self._no_draw",
-        "return self._running[turn].sampler",
+        "return self._active[turn].sampler if draws else self._no_draw",
+        "return self._active[turn].sampler",
         "preempted_turns",
     ),
     Mutant(
@@ -284,15 +284,15 @@ MUTANTS = (
     Mutant(
         "blocks of an older memory are taken for those of a turn that is preempted",
         "engine_worker.py",
-        "        if running is None and self._is_used(key):",
+        "        if active is None and self._is_used(key):",
         "        if False:",
         "preempted_turns",
     ),
     Mutant(
         "a key is idle while its turn is preempted",
         "engine_worker.py",
-        "        return self._running_of(key) is not None or self._preempted.has(key)",
-        "        return self._running_of(key) is not None",
+        "        return self._active_of(key) is not None or self._preempted.has(key)",
+        "        return self._active_of(key) is not None",
         "preempted_turns",
     ),
     Mutant(

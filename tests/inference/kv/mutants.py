@@ -109,7 +109,7 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling begins with more than it shares",
-        "running_turn.py",
+        "active_sequence.py",
         "kv.fork_of(shared_tokens)",
         "kv.fork()",
         BATCHING,
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "a memory whose layers may disagree serves again",
         "engine_worker.py",
-        "            self.memories.drop(turn.plan.key)\n            running.memory = None\n",
+        "            self.memories.drop(turn.plan.key)\n            active.memory = None\n",
         "            pass\n",
         BATCHING,
     ),

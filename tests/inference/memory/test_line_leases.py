@@ -26,7 +26,7 @@ from inference_svc.memory.remote_cache import (
     StoreEvent,
 )
 from inference_svc.memory.trust import LEASE_MARGIN_S, LEASE_TTL_S, may_use_hot
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 
 KV = "kv"
 HEAD = Head(3, Digest.of(b"three"), 2, KV)
@@ -98,7 +98,7 @@ class Lab:
 
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
         kept = Kept(HEAD, is_head=is_safe)
-        self.engine.hot[agent] = AgentMemory(Memory("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
+        self.engine.hot[agent] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
 
     async def held(self, agent: str) -> None:
         self.leases.begin(agent)
@@ -369,7 +369,7 @@ def test_of_an_agent_that_is_gone_nothing_stays_that_may_have_been_stored(
     kept: Kept, is_used: bool, expected: bool
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        lab.engine.hot["a"] = AgentMemory(Memory("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
+        lab.engine.hot["a"] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
         with lab.leases.using("a") if is_used else contextlib.nullcontext():
             lab.leases._happened(AgentGone("a"))
         assert ("a" in lab.engine.hot) is expected

@@ -17,7 +17,7 @@ from inference_svc.memory.recall import Prepared, Recall, Recollection
 from inference_svc.memory.remote_cache import NO_HEAD
 from inference_svc.memory.store_patience import Budget
 from inference_svc.model.prompting import Tokenized
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 from tests.synthetic import MIXED
 
 TEXT = "x" * 700
@@ -63,7 +63,7 @@ STATES = {point: Digest.of(b"state %d" % point) for point in POINTS}
 
 
 def memory(points: Sequence[int] = POINTS) -> AgentMemory:
-    words = Memory(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
+    words = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
     states = {point: STATES[point] for point in points}
     kept = Kept(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, states=states)
     return AgentMemory(words, (), manifest_pb2.Turn(), 0, "t", kept, tuple(points))

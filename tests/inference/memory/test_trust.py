@@ -26,7 +26,7 @@ from inference_svc.memory.trust import (
     known_newest,
     may_use_hot,
 )
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 
 KEY = SequenceKey("default", "a")
 NOTHING = Version(0, None)
@@ -149,7 +149,7 @@ def recalled(head: Head, kept: Kept, *, is_being_published: bool) -> tuple[Recol
     async def scenario() -> tuple[Recollection, Engine]:
         if is_being_published:
             kept.publication = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-        memory = AgentMemory(Memory("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", kept)
+        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", kept)
         engine: Any = Engine(memory)
         prompting: Any = None
         store: Any = Store(head)
@@ -218,7 +218,7 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
     """A version that is made again has the number and the manifest of the one that was deleted with what followed."""
 
     async def scenario() -> Recollection:
-        memory = AgentMemory(Memory("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", kept)
+        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", kept)
         engine: Any = Engine(memory)
         unused: Any = None
         store: Any = Store(FIRST, taken_back=taken_back)

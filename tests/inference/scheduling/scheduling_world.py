@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
 from inference_svc.engine.api import Priority, SequenceKey
-from inference_svc.engine.scheduling.hot_memories import HotMemories, Memory
+from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.room_shares import Room
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -99,8 +99,8 @@ class Kv:
     allocated_bytes: int
 
 
-def memory(size: int, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> Memory[Kv]:
-    return Memory(Kv(size), SequenceState((), (), len(chain) * CELL), chain, priority=priority)
+def memory(size: int, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory[Kv]:
+    return ResidentMemory(Kv(size), SequenceState((), (), len(chain) * CELL), chain, priority=priority)
 
 
 @dataclass

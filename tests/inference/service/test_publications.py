@@ -24,7 +24,7 @@ from inference_svc.memory.remote_cache import NO_HEAD, AgentHeads, Head, RemoteC
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import Lease, Version, is_current
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.turns.turn_ending import TurnEnding
 
@@ -131,7 +131,7 @@ class House:
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
     kept = Kept(head, is_head=False, expected_version=expected_version)
-    words = Memory(text, [1] * len(text), [1] * len(text))
+    words = RememberedText(text, [1] * len(text), [1] * len(text))
     return AgentMemory(words, (), manifest_pb2.Turn(), 0, "", kept)
 
 
@@ -448,7 +448,7 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
     engine.model.kv_bytes_per_token = 1000 // BLOCK_TOKENS + 1
     monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
     house.engine = house.publisher.copies._engine = engine
-    words = Memory("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
+    words = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
     kept = Kept(NO_HEAD, is_head=False)
     return house, AgentMemory(words, (), manifest_pb2.Turn(), 0, "", kept)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from inference_svc.text.prefix_matching import Memory, Outcome, PrefixMatch, common_prefix_length, match_prefix
+from inference_svc.text.prefix_matching import Outcome, PrefixMatch, RememberedText, common_prefix_length, match_prefix
 
 # Merges that cross character borders: a space with two thirds of a quotation mark, and its last third with an "s".
 _VOCABULARY = [
@@ -38,14 +38,16 @@ def ends_whole(tokens: Sequence[int]) -> bool:
     return not spell(tokens).decode(errors="replace").endswith("\ufffd")
 
 
-def remember(*pieces: str) -> Memory:
+def remember(*pieces: str) -> RememberedText:
     """A memory tokenized piece by piece, as turns are."""
     tokens = [token for piece in pieces for token in tokenize(piece)]
     ends = [len(spell(tokens[: count + 1]).decode(errors="ignore")) for count in range(len(tokens))]
-    return Memory("".join(pieces), tokens, [end - before for end, before in zip(ends, [0, *ends], strict=False)])
+    return RememberedText(
+        "".join(pieces), tokens, [end - before for end, before in zip(ends, [0, *ends], strict=False)]
+    )
 
 
-def match(memory: Memory, prompt: str, worthwhile_fraction: float = 0.0) -> PrefixMatch:
+def match(memory: RememberedText, prompt: str, worthwhile_fraction: float = 0.0) -> PrefixMatch:
     return match_prefix(memory, prompt, worthwhile_fraction=worthwhile_fraction, ends_whole=ends_whole)
 
 
@@ -93,7 +95,7 @@ def test_a_memory_that_parts_just_below_80_percent_is_not_worth_it_and_at_80_per
 
 def test_a_memory_that_ends_inside_a_character_gives_that_character_back() -> None:
     tokens = tokenize("ab")
-    half = Memory("ab", [*tokens, 0xE2], [2, 0])
+    half = RememberedText("ab", [*tokens, 0xE2], [2, 0])
     assert match(half, "abc") == PrefixMatch(Outcome.DIVERGE, 1, 2, 2)
 
 
@@ -111,4 +113,4 @@ def test_the_common_prefix_is_the_longest(one: str, other: str) -> None:
 
 def test_a_memory_whose_offsets_do_not_add_up_is_refused() -> None:
     with pytest.raises(ValueError, match="sum of 3"):
-        Memory("abc", [1, 2], [1, 1])
+        RememberedText("abc", [1, 2], [1, 1])

@@ -24,7 +24,7 @@ from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Tool, dialogue, json_of_messages, json_of_tools, of_caller, render
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import GUARD, from_outside, without_guards
-from inference_svc.text.prefix_matching import Memory, Outcome, match_prefix
+from inference_svc.text.prefix_matching import Outcome, RememberedText, match_prefix
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_text import TokenText
 from inference_svc.turns.turn_data import MessagesInput
@@ -211,9 +211,9 @@ def test_ordinary_words_are_rendered_and_tokenized_as_ever(shape: str) -> None:
     assert list(prompting.tokenize(text).ids) == prompting._tokenizer.encode(text, add_special_tokens=False)
 
 
-def memory_of(prompting: Prompting, text: str) -> Memory:
+def memory_of(prompting: Prompting, text: str) -> RememberedText:
     tokens = prompting.tokenize(text)
-    return Memory(text, tokens.ids, tokens.chars)
+    return RememberedText(text, tokens.ids, tokens.chars)
 
 
 @shapes

@@ -13,13 +13,13 @@ from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.choices import Choices, begin
 from inference_svc.turns.outbox import Outbox, Patience
 from inference_svc.turns.turn_data import PromptInput, TurnDelta, TurnEvent, TurnProgress, TurnRequest, TurnStarted
-from inference_svc.turns.turn_state import RunningTurn
+from inference_svc.turns.turn_state import TurnTask
 
 STARTED = TurnStarted(5, 0, Source.COLD, Outcome.NONE, 0)
 
 
-def running() -> RunningTurn:
-    return RunningTurn(Outbox(Patience(), lambda: 0.0))
+def running() -> TurnTask:
+    return TurnTask(Outbox(Patience(), lambda: 0.0))
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -35,9 +35,9 @@ class Engines:
 
     def __init__(self, room: int) -> None:
         self.room = room
-        self.begun: list[tuple[TurnRequest, RunningTurn]] = []
+        self.begun: list[tuple[TurnRequest, TurnTask]] = []
 
-    def begin(self, request: TurnRequest) -> RunningTurn:
+    def begin(self, request: TurnRequest) -> TurnTask:
         if len(self.begun) == self.room:
             raise ResourceExhausted("no room")
         self.begun.append((request, running()))

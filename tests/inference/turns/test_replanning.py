@@ -22,7 +22,7 @@ from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import Specials
-from inference_svc.text.prefix_matching import Memory, Outcome
+from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.turns.admission import Admission, AdmissionLimits
@@ -36,7 +36,9 @@ ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState((
 def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recollection:
     messages = (manifest_pb2.Message(role="user", content=content),)
     kept = Kept(head, is_head=True)
-    return Recollection(AgentMemory(Memory("", (), ()), messages, manifest_pb2.Turn(), 0, "", kept), source, head)
+    return Recollection(
+        AgentMemory(RememberedText("", (), ()), messages, manifest_pb2.Turn(), 0, "", kept), source, head
+    )
 
 
 class Surroundings:

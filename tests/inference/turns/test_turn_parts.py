@@ -17,7 +17,7 @@ from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import NO_HEAD, Head, head_of
 from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import is_current
-from inference_svc.text.prefix_matching import Memory
+from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, Patience
 from inference_svc.turns.replay import is_retry, is_whole
@@ -38,7 +38,7 @@ def memory(
     *, is_head: bool = True, finish_reason: str = "stop", messages: tuple[manifest_pb2.Message, ...] = ()
 ) -> AgentMemory:
     turn = manifest_pb2.Turn(request_id="r", input_digest="digest", finish_reason=finish_reason)
-    return AgentMemory(Memory("", (), ()), messages, turn, 0, "", Kept(HEAD, is_head=is_head))
+    return AgentMemory(RememberedText("", (), ()), messages, turn, 0, "", Kept(HEAD, is_head=is_head))
 
 
 # --- retries ---

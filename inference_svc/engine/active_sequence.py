@@ -8,7 +8,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import Cold, Hot, Restored, TurnPlan
 from inference_svc.engine.sampling import Sampler
-from inference_svc.engine.scheduling.hot_memories import Memory
+from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.turn import Turn
 from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
 from inference_svc.kv.tensor_files import chain_hashes, check_files, check_state
@@ -20,25 +20,25 @@ MOST_POINTS = 4
 
 
 @dataclass
-class RunningTurn:
+class ActiveSequence:
     """`memory` is the hot memory whose KV the turn extends, `saved` the rows of it that the turn overwrites."""
 
     turn: Turn
     kv: SequenceKV
     sampler: Sampler
     chain: tuple[str, ...]  # chain hashes of the first full blocks
-    memory: Memory[SequenceKV] | None = None
+    memory: ResidentMemory[SequenceKV] | None = None
     saved: SavedRows | None = None
 
     @classmethod
-    def sharing(cls, turn: Turn, kv: SequenceKV, shared_tokens: int) -> "RunningTurn":
+    def sharing(cls, turn: Turn, kv: SequenceKV, shared_tokens: int) -> "ActiveSequence":
         """The turn with a fork of the first `shared_tokens` tokens of another's KV: what it would compute itself."""
         turn.restoring()
         forked = kv.fork_of(shared_tokens)
         turn.began(shared_tokens, shared_tokens, is_shared=True)
         return cls(turn, forked, _sampler(turn), turn.chain[: shared_tokens // BLOCK_TOKENS])
 
-    def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> Memory[SequenceKV]:
+    def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory[SequenceKV]:
         """What the turn leaves behind. Computes the last token, which was drawn but never fed, if it is remembered."""
         state = self.turn.state()
         missing = state.token_ids[self.kv.length :]
@@ -55,7 +55,7 @@ class RunningTurn:
         state = self.turn.state()
         known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]
         chain = chain_hashes(kv_identity_hash, state.token_ids, known)
-        return Memory(self.kv, state, chain, priority=self.turn.priority)
+        return ResidentMemory(self.kv, state, chain, priority=self.turn.priority)
 
     def undo(self) -> None:
         """Make the hot memory what it was before the turn, to the bit."""
@@ -66,7 +66,9 @@ class RunningTurn:
             self.kv.release_spare()
 
 
-def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo) -> RunningTurn:
+def begin(
+    turn: Turn, memory: ResidentMemory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo
+) -> ActiveSequence:
     """Give the turn the KV that its plan reuses. `memory` is the hot memory of its key.
 
     Raises FailedPrecondition (HOT_MEMORY_GONE, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed then.
@@ -76,7 +78,7 @@ def begin(turn: Turn, memory: Memory[SequenceKV] | None, runner: ModelRunner, mo
     match turn.plan.reuse:
         case Cold():
             turn.began(0, 0)
-            return RunningTurn(turn, runner.new_kv(model.kv_identity.policy), sampler, ())
+            return ActiveSequence(turn, runner.new_kv(model.kv_identity.policy), sampler, ())
         case Hot() as hot:
             return _from_memory(turn, sampler, memory, hot)
         case Restored() as restored:
@@ -87,7 +89,7 @@ def _sampler(turn: Turn) -> Sampler:
     return Sampler(turn.plan.sampling, turn.plan.token_ids, turn.matcher)
 
 
-def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None, hot: Hot) -> RunningTurn:
+def _from_memory(turn: Turn, sampler: Sampler, memory: ResidentMemory[SequenceKV] | None, hot: Hot) -> ActiveSequence:
     keep = _kept(turn.plan, hot.keep_tokens)
     if memory is not None:
         keep = memory.kv.start_before(keep)
@@ -97,10 +99,10 @@ def _from_memory(turn: Turn, sampler: Sampler, memory: Memory[SequenceKV] | None
     saved = kv.saved_rows(keep) if keep < kv.length else None
     kv.trim_to(keep)
     turn.began(keep, memory.state.shareable_tokens)
-    return RunningTurn(turn, kv, sampler, memory.chain[: keep // BLOCK_TOKENS], memory, saved)
+    return ActiveSequence(turn, kv, sampler, memory.chain[: keep // BLOCK_TOKENS], memory, saved)
 
 
-def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restored) -> RunningTurn:
+def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restored) -> ActiveSequence:
     keep = _kept(turn.plan, restored.keep_tokens)
     if not _begins_with(restored.token_ids, turn.plan.token_ids, keep):
         raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
@@ -114,7 +116,7 @@ def _from_files(turn: Turn, sampler: Sampler, model: ModelInfo, restored: Restor
     kv = SequenceKV.from_files(model.kv_identity, files, keep, states)
     chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
     turn.began(keep, restored.shareable_tokens)
-    return RunningTurn(turn, kv, sampler, chain)
+    return ActiveSequence(turn, kv, sampler, chain)
 
 
 def _kept(plan: TurnPlan, keep_tokens: int) -> int:
