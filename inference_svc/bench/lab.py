@@ -10,6 +10,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.bench.arithmetic import Target
 from inference_svc.bench.prompts import Prompts
 from inference_svc.engine.api import (
+    AgentKey,
     Cold,
     Ended,
     Event,
@@ -19,7 +20,6 @@ from inference_svc.engine.api import (
     Restored,
     Reuse,
     SamplingParams,
-    SequenceKey,
     Tokens,
     TurnPlan,
 )
@@ -144,7 +144,7 @@ class Run:
 class LabMemory:
     """An agent that the engine remembers, and what it remembers."""
 
-    key: SequenceKey
+    key: AgentKey
     state: SequenceState
 
     @property
@@ -189,10 +189,10 @@ class Lab:
             self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
             yield repeat > 0
 
-    def new_key(self) -> SequenceKey:
+    def new_key(self) -> AgentKey:
         """An agent that nobody used before."""
         self._agents += 1
-        return SequenceKey(_NAMESPACE, f"agent {self._agents}")
+        return AgentKey(_NAMESPACE, f"agent {self._agents}")
 
     def run(self) -> Run:
         """A turn that has not begun."""
@@ -203,7 +203,7 @@ class Lab:
         tokens: Sequence[int],
         max_tokens: int,
         reuse: Reuse | None = None,
-        key: SequenceKey | None = None,
+        key: AgentKey | None = None,
         *,
         namespace: str | None = None,
         stop_token_ids: tuple[int, ...] = (),

@@ -15,7 +15,7 @@ from inference_svc.text.sequence_state import SequenceState
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceKey:
+class AgentKey:
     """Whose memory a sequence is. The namespace comes from the caller's credential."""
 
     namespace: str
@@ -93,7 +93,7 @@ class TurnPlan:
     token_chars: tuple[int, ...]  # code points that each prompt token completes, as in manifest.proto
     sampling: SamplingParams
     reuse: Reuse = field(default_factory=Cold)
-    key: SequenceKey | None = None  # None: nothing is remembered
+    key: AgentKey | None = None  # None: nothing is remembered
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
     priority: Priority = Priority.INTERACTIVE
     namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody

@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.engine.api import Ended, Event, Failed, HotMemory, SequenceKey, Snapshot, TurnPlan
+from inference_svc.engine.api import AgentKey, Ended, Event, Failed, HotMemory, Snapshot, TurnPlan
 from inference_svc.engine.engine_worker import EngineWorker, OnEvents, turn_bytes
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -172,11 +172,11 @@ class Engine:
         """Turns that were preempted because others needed their room."""
         return self._worker.preemptions
 
-    def hot_sizes(self) -> dict[SequenceKey, int]:
+    def hot_sizes(self) -> dict[AgentKey, int]:
         """Allocated KV bytes of each hot memory, those that running turns extend included."""
         return self._worker.memories.sizes()
 
-    def hot_keys(self) -> set[SequenceKey]:
+    def hot_keys(self) -> set[AgentKey]:
         """Whose memories are hot. Cheaper than `hot_sizes`."""
         return self._worker.memories.keys()
 
@@ -217,33 +217,33 @@ class Engine:
         posted.add_done_callback(lambda done: listen([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(turn, self._thread.post)
 
-    def hot_memory(self, key: SequenceKey) -> HotMemory | None:
+    def hot_memory(self, key: AgentKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
         return self._worker.memories.described(key)
 
-    def hot_tag(self, key: SequenceKey) -> object:
+    def hot_tag(self, key: AgentKey) -> object:
         """What is attached to the key's hot memory; None if there is none. Not counted as a use."""
         memory = self._worker.memories.get(key)
         return memory.tag if memory is not None else None
 
-    def tag_hot(self, key: SequenceKey, tag: object) -> None:
+    def tag_hot(self, key: AgentKey, tag: object) -> None:
         """Attach anything (say, the store version that equals this memory) to the key's hot memory. A turn that changes
         the memory removes the tag. Without effect if there is no memory.
         """
         self._worker.memories.tag(key, tag)
 
-    def drop_hot(self, key: SequenceKey) -> "Future[bool]":
+    def drop_hot(self, key: AgentKey) -> "Future[bool]":
         """Forget the key's memory, once no turn of it runs; True if there was one."""
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
-    def fork_hot(self, source: SequenceKey, target: SequenceKey) -> "Future[bool]":
+    def fork_hot(self, source: AgentKey, target: AgentKey) -> "Future[bool]":
         """Give `target` the memory of `source`, but not its tag, without copying rows until one of them writes. Waits
         until no turn of `source` runs. False if there is none.
         """
         return self._when_idle(source, lambda worker: worker.fork(source, target))
 
     def snapshot(
-        self, key: SequenceKey, first_block: int, *, blocks_only: bool = False, max_blocks: int | None = None
+        self, key: AgentKey, first_block: int, *, blocks_only: bool = False, max_blocks: int | None = None
     ) -> "Future[Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
         of it runs.
@@ -262,7 +262,7 @@ class Engine:
         self._is_closed = True
         self._thread.close()
 
-    def _when_idle(self, key: SequenceKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
+    def _when_idle(self, key: AgentKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
         result: Future[ResultT] = Future()
 
         def deliver(worker: EngineWorker) -> None:

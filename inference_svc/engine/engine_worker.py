@@ -13,7 +13,7 @@ from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence, begin
-from inference_svc.engine.api import Event, SamplingParams, SequenceKey, Snapshot, TurnPlan
+from inference_svc.engine.api import AgentKey, Event, SamplingParams, Snapshot, TurnPlan
 from inference_svc.engine.preempted_turns import PreemptedTurns
 from inference_svc.engine.sampling import Sampler, sample
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
@@ -71,7 +71,7 @@ class EngineWorker:
         self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
         self._listeners: dict[Turn, OnEvents] = {}
-        self._when_idle: dict[SequenceKey, list[Callable[[], None]]] = {}
+        self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
 
     def submit(self, turn: Turn, on_events: OnEvents) -> None:
         self._listeners[turn] = on_events
@@ -105,7 +105,7 @@ class EngineWorker:
             self._abandon(turn, Unavailable("the engine is shutting down", retry_after_s=1.0))
         self._tell()
 
-    def when_idle(self, key: SequenceKey, work: Callable[[], None]) -> None:
+    def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:
         """Do `work` now, or as soon as no turn of the key runs or is preempted."""
         if not self._is_used(key):
             work()
@@ -124,14 +124,14 @@ class EngineWorker:
 
     # --- memories ---
 
-    def fork(self, source: SequenceKey, target: SequenceKey) -> bool:
+    def fork(self, source: AgentKey, target: AgentKey) -> bool:
         """Give `target` the memory of `source`, untagged: a tag is one agent's. False if there is none."""
         memory = self.memories.get(source)
         return memory is not None and self.memories.put(
             target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
         )
 
-    def snapshot(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+    def snapshot(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail and
         the states.
         """
@@ -148,7 +148,7 @@ class EngineWorker:
         tail = files.pop() if files and files[-1][0].kind == "tail" else None
         return Snapshot(first_block, tuple(files), tail, memory.state, self._states(memory))
 
-    def running_blocks(self, key: SequenceKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
         active = self._active_of(key)
         if active is None and self._is_used(key):
@@ -431,10 +431,10 @@ class EngineWorker:
                 logger.exception("turn.listener_failed")
                 turn.is_cancelled = True
 
-    def _active_of(self, key: SequenceKey) -> ActiveSequence | None:
+    def _active_of(self, key: AgentKey) -> ActiveSequence | None:
         return next((active for turn, active in self._active.items() if turn.plan.key == key), None)
 
-    def _is_used(self, key: SequenceKey) -> bool:
+    def _is_used(self, key: AgentKey) -> bool:
         """A turn of the key has begun and is not over."""
         return self._active_of(key) is not None or self._preempted.has(key)
 

@@ -14,7 +14,7 @@ from kvasir.errors import DataLoss
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence
-from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.turn import Turn
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -47,7 +47,7 @@ class PreemptedTurns:
     def __contains__(self, turn: Turn) -> bool:
         return turn in self._turns
 
-    def has(self, key: SequenceKey) -> bool:
+    def has(self, key: AgentKey) -> bool:
         """Whether a turn of the key is preempted."""
         return any(turn.plan.key == key for turn in self._turns)
 

@@ -78,7 +78,7 @@ class Turn:
         self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
 
     @property
-    def line(self) -> Hashable | None:
+    def agent_key(self) -> Hashable | None:
         return self.plan.key
 
     @property

@@ -15,7 +15,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.manifest import keeps_all_tokens
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.remote_cache import RemoteCache
@@ -63,7 +63,7 @@ class Copies:
         return self.piece_blocks * BLOCK_TOKENS * self._engine.model.kv_bytes_per_token
 
     async def rest(
-        self, key: SequenceKey, memory: AgentMemory, first: Snapshot, store: RemoteCache, patience_s: float
+        self, key: AgentKey, memory: AgentMemory, first: Snapshot, store: RemoteCache, patience_s: float
     ) -> tuple[Snapshot, int]:
         """The memory's snapshot from its `first` piece on, and the bytes that went to the store meanwhile.
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import structlog
 from kvasir import errors
 
-from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.remote_cache import (
@@ -210,8 +210,8 @@ class LineLeases:
 
     # --- below ---
 
-    def _key(self, agent_id: str) -> SequenceKey:
-        return SequenceKey(self.namespace, agent_id)
+    def _key(self, agent_id: str) -> AgentKey:
+        return AgentKey(self.namespace, agent_id)
 
     async def _acquire(self, agent_id: str, line: _Line, *, asks: bool) -> None:
         asked_at, epoch = self.clock(), line.epoch

@@ -14,7 +14,7 @@ import structlog
 from kvasir import errors
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Kept, to_manifest
 from inference_svc.memory.copies import Copies, copied, files_of
@@ -48,7 +48,7 @@ class BlockStream:
         self,
         engine: Engine,
         copies: Copies,
-        key: SequenceKey,
+        key: AgentKey,
         store: RemoteCache,
         stored: Sequence[Digest],
         timeout_s: float,
@@ -133,8 +133,8 @@ class Publisher:
         """`leases`: by namespace; what is committed without them is protected by compare-and-swap alone."""
         self.copies = copies
         self._leases = leases or {}
-        self._latest: dict[SequenceKey, asyncio.Task[SnapshotOutcome]] = {}
-        self._stored: dict[SequenceKey, deque[Digest]] = {}  # manifests that were stored last, of so many agents
+        self._latest: dict[AgentKey, asyncio.Task[SnapshotOutcome]] = {}
+        self._stored: dict[AgentKey, deque[Digest]] = {}  # manifests that were stored last, of so many agents
         self._engine = engine
         self._limits = limits
         self._stats = stats
@@ -144,7 +144,7 @@ class Publisher:
 
     def publish(
         self,
-        key: SequenceKey,
+        key: AgentKey,
         memory: AgentMemory,
         taken: Snapshot | errors.KvasirError | None,
         store: RemoteCache,
@@ -164,7 +164,7 @@ class Publisher:
         task.add_done_callback(lambda _: self._ended(key, task))
         return task
 
-    def _ended(self, key: SequenceKey, task: "asyncio.Task[SnapshotOutcome]") -> None:
+    def _ended(self, key: AgentKey, task: "asyncio.Task[SnapshotOutcome]") -> None:
         self._running.discard(task)
         if self._latest.get(key) is task:
             del self._latest[key]
@@ -209,7 +209,7 @@ class Publisher:
 
     async def _publish(
         self,
-        key: SequenceKey,
+        key: AgentKey,
         memory: AgentMemory,
         taken: Snapshot | errors.KvasirError | None,
         store: RemoteCache,
@@ -253,14 +253,14 @@ class Publisher:
             self.copies.held.give_back(key.namespace, held_bytes)
 
     @contextlib.asynccontextmanager
-    async def _using(self, key: SequenceKey) -> AsyncIterator[None]:
+    async def _using(self, key: AgentKey) -> AsyncIterator[None]:
         """The line stays this engine's while a publication of it runs."""
         leases = self._leases.get(key.namespace)
         with leases.using(key.agent_id) if leases is not None else contextlib.nullcontext():
             yield
 
     async def _until_committed(
-        self, key: SequenceKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
+        self, key: AgentKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
     ) -> SnapshotOutcome:
         """Commit, and again whenever the store comes back: a repeated commit that took effect answers its version."""
         while True:
@@ -289,7 +289,7 @@ class Publisher:
         if previous.head is None and previous.expected_version is not None:
             kept.expected_version = previous.expected_version
 
-    async def _know_lease(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
+    async def _know_lease(self, key: AgentKey, kept: Kept, store: RemoteCache) -> None:
         """The generation that the commit brings: the turn's own, or, where the store could not be asked or the line was
         given back meanwhile, today's. That is no proof that what the memory follows was there all the while.
         """
@@ -306,7 +306,7 @@ class Publisher:
                 raise
             raise errors.Conflict("another inference service has the agent now") from error
 
-    async def _know_head(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> None:
+    async def _know_head(self, key: AgentKey, kept: Kept, store: RemoteCache) -> None:
         if kept.head is None:
             head = await self._newest(key, store)
             if await self._may_be_changed(key, kept, head, store):
@@ -315,7 +315,7 @@ class Publisher:
                 raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
             kept.head = head
 
-    async def _may_be_changed(self, key: SequenceKey, kept: Kept, head: Head, store: RemoteCache) -> bool:
+    async def _may_be_changed(self, key: AgentKey, kept: Kept, head: Head, store: RemoteCache) -> bool:
         """Whether an agent may have been deleted or rolled back, or have taken a turn elsewhere, since a turn began
         that could not ask for its memory: to store it now would be to undo that, unless its caller named the version it
         follows. From here on the lease keeps others from it.
@@ -328,14 +328,14 @@ class Publisher:
         line = self._engine.model.kv_identity_hash
         return await store.was_changed(key.agent_id, line, kept.heard, kept.stored_before)
 
-    async def _newest(self, key: SequenceKey, store: RemoteCache) -> Head:
+    async def _newest(self, key: AgentKey, store: RemoteCache) -> Head:
         budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
         heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
         return heads.ours if heads is not None else NO_HEAD
 
     async def _commit(
         self,
-        key: SequenceKey,
+        key: AgentKey,
         memory: AgentMemory,
         snapshot: Snapshot | None,
         store: RemoteCache,
@@ -391,7 +391,7 @@ class Publisher:
         _LOG.info("snapshot.committed", version=head.version, tokens=len(memory.words.token_ids), bytes=written_bytes)
         return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
 
-    async def _whole_snapshot(self, key: SequenceKey, memory: AgentMemory, store: RemoteCache) -> Snapshot | None:
+    async def _whole_snapshot(self, key: AgentKey, memory: AgentMemory, store: RemoteCache) -> Snapshot | None:
         hot = self._engine.hot_memory(key)
         if hot is None or hot.tag is not memory:
             return None
@@ -403,7 +403,7 @@ class Publisher:
         whole, _ = await self.copies.rest(key, memory, first, store, self._limits.timeout_s)
         return whole
 
-    async def _token(self, key: SequenceKey, kept: Kept, store: RemoteCache) -> tuple[str, int] | None:
+    async def _token(self, key: AgentKey, kept: Kept, store: RemoteCache) -> tuple[str, int] | None:
         """What the commit brings. The line may have been given back and taken again by this engine: if what the memory
         follows is still the newest then, and nothing was taken back in between, it is not fenced by that. Of a first
         version that cannot be known.
@@ -423,13 +423,13 @@ class Publisher:
             kept.generation = lease.generation
         return (leases.owner, kept.generation) if kept.generation else None
 
-    def _drop(self, key: SequenceKey, memory: AgentMemory) -> None:
+    def _drop(self, key: AgentKey, memory: AgentMemory) -> None:
         """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""
         hot = self._engine.hot_memory(key)
         if hot is not None and hot.tag is memory:
             self._engine.drop_hot(key)
 
-    def failed(self, key: SequenceKey, kept: Kept, reason: str) -> SnapshotOutcome:
+    def failed(self, key: AgentKey, kept: Kept, reason: str) -> SnapshotOutcome:
         """Say that a memory was not stored, and why; its turn succeeded all the same."""
         self._stats.of(key.namespace).publications[SnapshotState.FAILED] += 1
         _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)

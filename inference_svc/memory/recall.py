@@ -17,7 +17,7 @@ from kvasir.formats.block_file import MAX_HEADER_BYTES
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import Cold, Hot, Restored, Reuse, SequenceKey
+from inference_svc.engine.api import AgentKey, Cold, Hot, Restored, Reuse
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Kept, as_hot, from_manifest
 from inference_svc.memory.line_leases import LineLeases
@@ -105,7 +105,7 @@ class Recall:
 
     # --- the newest memory ---
 
-    async def newest(self, key: SequenceKey, budget: Budget) -> Recollection:
+    async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
         """The agent's memory: hot if it is what the store calls newest, or, when the store cannot be asked, if this
         engine holds a lease that says so. Never hot otherwise: a rollback may have been acknowledged.
         """
@@ -143,7 +143,7 @@ class Recall:
             return Recollection(None, Source.COLD, None, error.miss)
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
 
-    async def _is_current(self, key: SequenceKey, kept: Kept, ours: Head, store: RemoteCache, budget: Budget) -> bool:
+    async def _is_current(self, key: AgentKey, kept: Kept, ours: Head, store: RemoteCache, budget: Budget) -> bool:
         """Whether a hot memory may be used beside the store's answer. Raises StoreMiss when that cannot be told."""
         leases = self._leases.get(key.namespace)
         if not may_use_hot(kept.claim, ours.identity, None, 0):
@@ -155,16 +155,16 @@ class Recall:
             return True
         return not await store.was_taken_back_within(budget, key.agent_id, kept.heard)
 
-    def _is_leased(self, key: SequenceKey, hot: AgentMemory) -> bool:
+    def _is_leased(self, key: AgentKey, hot: AgentMemory) -> bool:
         """Whether a lease says that the memory is current."""
         leases = self._leases.get(key.namespace)
         return leases is not None and may_use_hot(hot.kept.claim, None, leases.lease(key.agent_id), leases.clock())
 
-    def _hot(self, key: SequenceKey) -> AgentMemory | None:
+    def _hot(self, key: AgentKey) -> AgentMemory | None:
         hot = self._engine.hot_memory(key)
         return hot.tag if hot is not None and isinstance(hot.tag, AgentMemory) else None
 
-    async def _warm(self, store: RemoteCache, key: SequenceKey, head: Head, budget: Budget) -> Recollection:
+    async def _warm(self, store: RemoteCache, key: AgentKey, head: Head, budget: Budget) -> Recollection:
         try:
             manifest = await _parsed(await store.manifest(key.agent_id, head, budget))
         except StoreMiss as error:
@@ -180,7 +180,7 @@ class Recall:
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
 
-    async def _foreign(self, store: RemoteCache, key: SequenceKey, foreign: Head, budget: Budget) -> Recollection:
+    async def _foreign(self, store: RemoteCache, key: AgentKey, foreign: Head, budget: Budget) -> Recollection:
         """The agent remembers under another KV identity: its words rebuild a line of ours."""
         try:
             manifest = await _parsed(await store.manifest(key.agent_id, foreign, budget))

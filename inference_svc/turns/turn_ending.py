@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import Ended, FinishReason, SequenceKey, Snapshot
+from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, Kept, nothing_yet
 from inference_svc.memory.copies import Copies, copied
@@ -140,7 +140,7 @@ class TurnEnding:
     async def _remember(
         self,
         turn: TurnState,
-        key: SequenceKey,
+        key: AgentKey,
         recollection: Recollection,
         prepared: Prepared,
         ended: Ended,
@@ -204,12 +204,12 @@ class TurnEnding:
         )
         return said, (*turn.messages, reply)
 
-    def _generation(self, key: SequenceKey) -> int:
+    def _generation(self, key: AgentKey) -> int:
         leases = self._leases.get(key.namespace)
         return leases.generation(key.agent_id) if leases is not None else 0
 
     async def _keep(
-        self, turn: TurnState, key: SequenceKey, recollection: Recollection, memory: AgentMemory
+        self, turn: TurnState, key: AgentKey, recollection: Recollection, memory: AgentMemory
     ) -> SnapshotOutcome:
         """Publish a memory, and say what came of it as far as the reader's patience goes."""
         store = self._stores.get(key.namespace)
@@ -223,7 +223,7 @@ class TurnEnding:
 
     async def _publish(
         self,
-        key: SequenceKey,
+        key: AgentKey,
         memory: AgentMemory,
         store: RemoteCache,
         previous: Kept | None,

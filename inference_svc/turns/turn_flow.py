@@ -17,7 +17,7 @@ import structlog
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import Cold, Ended, Event, Failed, SequenceKey, Started, TurnPlan
+from inference_svc.engine.api import AgentKey, Cold, Ended, Event, Failed, Started, TurnPlan
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
@@ -106,8 +106,8 @@ class TurnService:
         self._clock = clock
         self._handoff = HandOff(asyncio.get_running_loop())
         self._running: dict[asyncio.Task[None], TurnTask] = {}
-        self._order: dict[SequenceKey, asyncio.Lock] = {}
-        self._waiting: Counter[SequenceKey] = Counter()
+        self._order: dict[AgentKey, asyncio.Lock] = {}
+        self._waiting: Counter[AgentKey] = Counter()
         self._counting = SharedRoom(1)
         self._compiling = SharedRoom(1)
 
@@ -183,7 +183,7 @@ class TurnService:
         if not request.agent_id:
             yield
             return
-        key = SequenceKey(request.namespace, request.agent_id)
+        key = AgentKey(request.namespace, request.agent_id)
         lock = self._order.setdefault(key, asyncio.Lock())
         self._waiting[key] += 1
         try:
@@ -412,7 +412,7 @@ class TurnService:
                     case _:
                         pass
 
-    def _stream(self, key: SequenceKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
+    def _stream(self, key: AgentKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
         timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
         return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
 

@@ -9,7 +9,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.manifest import tokens_within_chars
 
-from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing import BlockStream
@@ -76,11 +76,11 @@ class TurnState:
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
     snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end
-    key: SequenceKey | None = field(init=False)
+    key: AgentKey | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
-        self.key = SequenceKey(request.namespace, request.agent_id) if request.agent_id else None
+        self.key = AgentKey(request.namespace, request.agent_id) if request.agent_id else None
 
     def point_tokens(self, token_chars: Sequence[int]) -> int | None:
         """Prompt tokens that lie wholly inside `point_chars`."""

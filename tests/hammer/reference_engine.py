@@ -12,7 +12,7 @@ import numpy as np
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import Cold, Ended, Event, Failed, Hot, SamplingParams, SequenceKey, Tokens, TurnPlan
+from inference_svc.engine.api import AgentKey, Cold, Ended, Event, Failed, Hot, SamplingParams, Tokens, TurnPlan
 from inference_svc.engine.engine import Engine
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.prompting import Prompting, Tokenized
@@ -82,7 +82,7 @@ class AloneEngine:
             expected_cached=expected,
         )
 
-    def _key_of(self, record: TurnRecord) -> SequenceKey | None:
+    def _key_of(self, record: TurnRecord) -> AgentKey | None:
         """Whose memory the turn extends: the agent's, or a copy that nobody uses again."""
         if not record.agent:
             return None
@@ -183,8 +183,8 @@ def _anew(agent: str) -> str:
     return f"{agent} from its beginning"
 
 
-def _key(agent: str) -> SequenceKey:
-    return SequenceKey("alone", agent)
+def _key(agent: str) -> AgentKey:
+    return AgentKey("alone", agent)
 
 
 def _sampling(record: TurnRecord) -> SamplingParams:

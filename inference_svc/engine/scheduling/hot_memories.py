@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from inference_svc.engine.api import HotMemory, Priority, SequenceKey
+from inference_svc.engine.api import AgentKey, HotMemory, Priority
 from inference_svc.engine.scheduling.expected_use import ExpectedUse
 from inference_svc.engine.scheduling.memory_ledger import MemoryLedger
 from inference_svc.text.sequence_state import SequenceState
@@ -51,11 +51,11 @@ class HotMemories(Generic[KvT]):
     """
 
     def __init__(self, budget_bytes: int) -> None:
-        self.ledger: MemoryLedger[Hashable, SequenceKey] = MemoryLedger(budget_bytes)
-        self._memories: dict[SequenceKey, ResidentMemory[KvT]] = {}
-        self._lent: dict[Hashable, SequenceKey] = {}
+        self.ledger: MemoryLedger[Hashable, AgentKey] = MemoryLedger(budget_bytes)
+        self._memories: dict[AgentKey, ResidentMemory[KvT]] = {}
+        self._lent: dict[Hashable, AgentKey] = {}
         self._namespaces: dict[Hashable, str | None] = {}  # of those that hold reservations
-        self._expected: ExpectedUse[SequenceKey] = ExpectedUse()
+        self._expected: ExpectedUse[AgentKey] = ExpectedUse()
 
     @property
     def budget_bytes(self) -> int:
@@ -63,10 +63,10 @@ class HotMemories(Generic[KvT]):
 
     # --- memories ---
 
-    def get(self, key: SequenceKey) -> ResidentMemory[KvT] | None:
+    def get(self, key: AgentKey) -> ResidentMemory[KvT] | None:
         return self._memories.get(key)
 
-    def described(self, key: SequenceKey) -> HotMemory | None:
+    def described(self, key: AgentKey) -> HotMemory | None:
         """For planning a turn of the key: the memory is about to be used, and is dropped later than others. From any
         thread.
         """
@@ -76,7 +76,7 @@ class HotMemories(Generic[KvT]):
         self._expected.plans(key)
         return HotMemory(memory.state, memory.tag)
 
-    def put(self, key: SequenceKey, memory: ResidentMemory[KvT]) -> bool:
+    def put(self, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
         """The key's memory, made outside a turn (a fork). Makes room for it; False, and the key keeps what it had, if
         there is none.
         """
@@ -87,26 +87,26 @@ class HotMemories(Generic[KvT]):
         self._memories[key] = memory
         return self.ledger.keep(key, memory.kv.allocated_bytes)
 
-    def tag(self, key: SequenceKey, tag: object) -> None:
+    def tag(self, key: AgentKey, tag: object) -> None:
         """From any thread. Without effect if there is no memory."""
         memory = self._memories.get(key)
         if memory is not None:
             memory.tag = tag
 
-    def drop(self, key: SequenceKey) -> bool:
+    def drop(self, key: AgentKey) -> bool:
         """Forget it; True if there was one. The bytes of one that a running turn extends stay with the turn."""
         self.ledger.drop(key)
         return self._memories.pop(key, None) is not None
 
-    def keys(self) -> set[SequenceKey]:
+    def keys(self) -> set[AgentKey]:
         """Whose memories there are. From any thread; not counted as a use."""
         return set(self._memories)
 
-    def sizes(self) -> dict[SequenceKey, int]:
+    def sizes(self) -> dict[AgentKey, int]:
         """Allocated bytes of each memory. From any thread; not counted as a use."""
         return {key: memory.kv.allocated_bytes for key, memory in list(self._memories.items())}
 
-    def idle(self, namespace: str) -> list[tuple[SequenceKey, str, ResidentMemory[KvT]]]:
+    def idle(self, namespace: str) -> list[tuple[AgentKey, str, ResidentMemory[KvT]]]:
         """Memories of a namespace that no running turn extends, as `PrefixGate.donor_of` takes them."""
         return [
             (key, namespace, memory)
@@ -120,7 +120,7 @@ class HotMemories(Generic[KvT]):
         self,
         owner: Hashable,
         needed_bytes: int,
-        key: SequenceKey | None = None,
+        key: AgentKey | None = None,
         *,
         extends: bool = False,
         spare: Collection[Hashable] = (),
@@ -146,7 +146,7 @@ class HotMemories(Generic[KvT]):
     def missing_bytes(
         self,
         needed_bytes: int,
-        key: SequenceKey | None = None,
+        key: AgentKey | None = None,
         *,
         extends: bool = False,
         spare: Collection[Hashable] = (),
@@ -175,7 +175,7 @@ class HotMemories(Generic[KvT]):
         if key is not None and (memory := self._memories.get(key)):
             self._keep(key, memory)
 
-    def leave(self, owner: Hashable, key: SequenceKey, memory: ResidentMemory[KvT]) -> bool:
+    def leave(self, owner: Hashable, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
         """The turn ended, and `memory` is the key's now. False if it does not fit (the turn used more than it had
         reserved, and nothing else can go): then the key has none.
         """
@@ -188,7 +188,7 @@ class HotMemories(Generic[KvT]):
         self.ledger.release(owner)
         self._namespaces.pop(owner, None)
 
-    def _keep(self, key: SequenceKey, memory: ResidentMemory[KvT]) -> bool:
+    def _keep(self, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
         self.ledger.drop(key)
         size = memory.kv.allocated_bytes
         self._make_room(size, {key}, key.namespace)
@@ -232,5 +232,5 @@ class HotMemories(Generic[KvT]):
             held[namespace] += self.ledger.reserved_by(owner)
         return held
 
-    def _keeping_order(self, key: SequenceKey) -> tuple[bool, int]:
+    def _keeping_order(self, key: AgentKey) -> tuple[bool, int]:
         return self._memories[key].priority is Priority.INTERACTIVE, -self._expected.turns_until(key)

@@ -12,8 +12,8 @@ class Schedulable(Sharing, Hashable, Protocol):
     """What the scheduler must know of a turn."""
 
     @property
-    def line(self) -> Hashable | None:
-        """Turns of one line run one after another; None runs beside everything."""
+    def agent_key(self) -> Hashable | None:
+        """Turns of one agent run one after another; None runs beside everything."""
         ...
 
     @property

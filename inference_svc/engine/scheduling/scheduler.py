@@ -13,7 +13,7 @@ between two looks at its mailbox:
         one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
     remove() what spoke its last token
 
-Rules within a namespace. Lines: turns of one line run one after another. Priority: interactive before background, to
+Rules within a namespace. Agents: turns of one agent run one after another. Priority: interactive before background, to
 begin and to prefill; who has waited `ageing_s` counts as interactive, and so does who an interactive turn waits for.
 Room: the first that finds none keeps all behind it waiting, so that nobody is overtaken for ever. Prefill: round robin;
 a warm turn whose rest is one cell goes first, but never twice in a row before those who wait longer. Pace: `pacing`.
@@ -235,23 +235,25 @@ class Scheduler(Generic[TurnT]):
     # --- order ---
 
     def _in_order(self) -> list[TurnT]:
-        """Waiting turns that follow no other of their line: urgent ones first, of these one of each namespace after the
+        """Waiting turns that follow no other of their agent: urgent ones first, of these one of each namespace after the
         other; in a namespace by order of submission.
         """
         first: dict[Hashable, int] = {}
         for turn, entry in self._entries.items():
-            if turn.line is not None:
-                first[turn.line] = min(first.get(turn.line, entry.number), entry.number)
-        lines = self._urgent_lines()
+            if turn.agent_key is not None:
+                first[turn.agent_key] = min(first.get(turn.agent_key, entry.number), entry.number)
+        agents = self._urgent_agents()
         numbered = ((self._entries[turn].number, turn) for turn in self.waiting)
-        able = [(number, turn) for number, turn in numbered if turn.line is None or first[turn.line] == number]
+        able = [
+            (number, turn) for number, turn in numbered if turn.agent_key is None or first[turn.agent_key] == number
+        ]
         pressing = {
             turn.namespace
             for _, turn in able
-            if self._is_pressing(turn, lines) and not self._entries[turn].found_no_room
+            if self._is_pressing(turn, agents) and not self._entries[turn].found_no_room
         }
         by_class = sorted(
-            ((not self._is_urgent(turn, lines, pressing), number, turn) for number, turn in able),
+            ((not self._is_urgent(turn, agents, pressing), number, turn) for number, turn in able),
             key=lambda one: one[:2],
         )
         rounds: Counter[tuple[bool, Namespace]] = Counter()
@@ -262,18 +264,24 @@ class Scheduler(Generic[TurnT]):
             rounds[is_later, turn.namespace] += 1
         return [turn for *_, turn in sorted(ordered, key=lambda one: one[:-1])]
 
-    def _is_pressing(self, turn: TurnT, urgent_lines: Collection[Hashable]) -> bool:
+    def _is_pressing(self, turn: TurnT, urgent_agents: Collection[Hashable]) -> bool:
         """A person waits for it."""
-        return turn.priority is Priority.INTERACTIVE or turn.line in urgent_lines or turn in self._awaited
+        return turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents or turn in self._awaited
 
-    def _is_urgent(self, turn: TurnT, urgent_lines: Collection[Hashable], pressing: Collection[Namespace] = ()) -> bool:
+    def _is_urgent(
+        self, turn: TurnT, urgent_agents: Collection[Hashable], pressing: Collection[Namespace] = ()
+    ) -> bool:
         """`pressing`: namespaces that have a turn for which a person waits. Before others' age does not count."""
         is_aged = self._now - self._entries[turn].waits_since_s >= self.rules.ageing_s
-        return self._is_pressing(turn, urgent_lines) or (is_aged and not {*pressing} - {turn.namespace})
+        return self._is_pressing(turn, urgent_agents) or (is_aged and not {*pressing} - {turn.namespace})
 
-    def _urgent_lines(self) -> set[Hashable]:
-        """Lines in which an interactive turn waits: who is before it there is waited for."""
-        return {turn.line for turn in self.waiting if turn.priority is Priority.INTERACTIVE and turn.line is not None}
+    def _urgent_agents(self) -> set[Hashable]:
+        """Agents of which an interactive turn waits: who is before it there is waited for."""
+        return {
+            turn.agent_key
+            for turn in self.waiting
+            if turn.priority is Priority.INTERACTIVE and turn.agent_key is not None
+        }
 
     def _spared_by(self, turn: TurnT, shares: RoomShares[TurnT]) -> set[Hashable]:
         """Hot memories that waiting turns of at least its urgency extend. Agents that take turns would otherwise drop
@@ -281,15 +289,15 @@ class Scheduler(Generic[TurnT]):
         """
         if self._now - self._entries[turn].waits_since_s >= self.rules.patience_s:
             return set()
-        lines = self._urgent_lines()
-        mine, exceeds = self._is_urgent(turn, lines), shares.exceeds(turn)
+        agents = self._urgent_agents()
+        mine, exceeds = self._is_urgent(turn, agents), shares.exceeds(turn)
         return {
             other.memory_key
             for other in self.waiting
             if other is not turn
             and other.memory_key is not None
             and (exceeds or other.namespace == turn.namespace)
-            and self._is_urgent(other, lines) >= mine
+            and self._is_urgent(other, agents) >= mine
         }
 
     def _shares(self) -> RoomShares[TurnT]:
@@ -352,10 +360,10 @@ class Scheduler(Generic[TurnT]):
 
     def _preemptible_for(self, blocked: TurnT) -> list[TurnT]:
         """Whom to look at, in order, if `blocked` is to have room."""
-        lines = self._urgent_lines()
+        agents = self._urgent_agents()
         turns = [turn for turn in self.running if self._is_preemptible(turn)]
         turns.sort(key=lambda turn: self._entries[turn].number, reverse=True)
-        own = [turn for turn in turns if turn.namespace == blocked.namespace and self._gives_way(turn, lines)]
+        own = [turn for turn in turns if turn.namespace == blocked.namespace and self._gives_way(turn, agents)]
         others = [turn for turn in turns if turn.namespace != blocked.namespace]
         background = [turn for turn in others if turn.priority is Priority.BACKGROUND]
         return [*background, *own, *(turn for turn in others if turn not in background)]
@@ -368,12 +376,12 @@ class Scheduler(Generic[TurnT]):
             and self._entries[turn].preemptions < self.rules.max_preemptions
         )
 
-    def _gives_way(self, turn: TurnT, urgent_lines: Collection[Hashable]) -> bool:
+    def _gives_way(self, turn: TurnT, urgent_agents: Collection[Hashable]) -> bool:
         """To interactive turns of its own namespace."""
         return (
             turn.priority is Priority.BACKGROUND
             and not self._entries[turn].began_aged
-            and turn.line not in urgent_lines
+            and turn.agent_key not in urgent_agents
             and turn not in self._awaited
         )
 
@@ -392,13 +400,13 @@ class Scheduler(Generic[TurnT]):
         if self._most_rows is None:
             self._seats.clear()
             return [*speaking]
-        lines = self._urgent_lines()
+        agents = self._urgent_agents()
         chosen: set[TurnT] = set()
         for namespace in {turn.namespace for turn in speaking}:
             seats = self._seats.setdefault(namespace, Seats(self.rules.seat_steps))
             mine = [turn for turn in speaking if turn.namespace == namespace]
             chosen |= seats.seat(
-                mine, self._most_rows, lambda turn: self._is_urgent(turn, lines), lambda turn: turn.is_ending
+                mine, self._most_rows, lambda turn: self._is_urgent(turn, agents), lambda turn: turn.is_ending
             )
         for turn in chosen:
             self._entries[turn].waits_since_s = self._now
@@ -408,11 +416,11 @@ class Scheduler(Generic[TurnT]):
         """Of the most urgent class the namespace that was served longest ago; of this its warm turn with one cell left,
         if its last cell was not given so, else its turn that was served longest ago.
         """
-        lines = self._urgent_lines()
+        agents = self._urgent_agents()
         prefilling = [turn for turn in self._with_kv() if turn.is_prefilling and not turn.is_cancelled]
         prefilling = [turn for turn in prefilling if not self._owes(turn)]
-        pressing = {turn.namespace for turn in prefilling if self._is_pressing(turn, lines)}
-        urgent = [turn for turn in prefilling if self._is_urgent(turn, lines, pressing)]
+        pressing = {turn.namespace for turn in prefilling if self._is_pressing(turn, agents)}
+        urgent = [turn for turn in prefilling if self._is_urgent(turn, agents, pressing)]
         if not prefilling:
             return None
         turns = urgent or prefilling

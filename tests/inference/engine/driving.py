@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.engine.api import (
+    AgentKey,
     Cold,
     Ended,
     Event,
@@ -18,7 +19,6 @@ from inference_svc.engine.api import (
     Restored,
     Reuse,
     SamplingParams,
-    SequenceKey,
     TurnPlan,
 )
 from inference_svc.engine.engine import Engine, TurnHandle
@@ -83,16 +83,16 @@ class Driver:
         self.engine = engine
         self._names = 0
 
-    def key(self) -> SequenceKey:
+    def key(self) -> AgentKey:
         """An agent that nobody used before."""
         self._names += 1
-        return SequenceKey("tests", f"agent {self._names}")
+        return AgentKey("tests", f"agent {self._names}")
 
     def submit(
         self,
         tokens: Sequence[int],
         reuse: Reuse | None = None,
-        key: SequenceKey | None = None,
+        key: AgentKey | None = None,
         listener: Listener | None = None,
         keep_partial: bool = False,
         namespace: str | None = None,
@@ -116,16 +116,14 @@ class Driver:
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener
 
-    def turn(
-        self, tokens: Sequence[int], reuse: Reuse | None = None, key: SequenceKey | None = None, **kw: Any
-    ) -> Ended:
+    def turn(self, tokens: Sequence[int], reuse: Reuse | None = None, key: AgentKey | None = None, **kw: Any) -> Ended:
         """Run a turn to its end; raises what it failed with."""
         return self.submit(tokens, reuse, key, **kw).end()
 
     def reply(self, ended: Ended) -> tuple[int, ...]:
         return ended.state.token_ids[ended.prompt_tokens :]
 
-    def remember(self, length: int, seed: int = 0, generated: int = 3) -> tuple[SequenceKey, SequenceState]:
+    def remember(self, length: int, seed: int = 0, generated: int = 3) -> tuple[AgentKey, SequenceState]:
         """A new agent whose memory is `length` tokens, the last of which it generated."""
         for attempt in range(20):
             key = self.key()
@@ -135,20 +133,20 @@ class Driver:
                 return key, state
         raise AssertionError("no memory of that length in 20 attempts")
 
-    def files(self, key: SequenceKey) -> tuple[bytes, ...]:
+    def files(self, key: AgentKey) -> tuple[bytes, ...]:
         """The key's memory as tensor files."""
         snapshot = self.engine.snapshot(key, 0).result(60)
         assert snapshot is not None
         return tuple(data for _, data in (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else [])))
 
-    def restored(self, key: SequenceKey, keep: int | None = None) -> Restored:
+    def restored(self, key: AgentKey, keep: int | None = None) -> Restored:
         """What a store would give back of the key's memory."""
         hot = self.engine.hot_memory(key)
         assert hot is not None
         tokens = hot.state.token_ids
         return Restored(self.files(key), tokens, len(tokens) if keep is None else keep, hot.state.shareable_tokens)
 
-    def fork(self, key: SequenceKey) -> SequenceKey:
+    def fork(self, key: AgentKey) -> AgentKey:
         target = self.key()
         assert self.engine.fork_hot(key, target).result(60)
         return target

@@ -11,13 +11,13 @@ from kvasir.errors import Cancelled, DataLoss
 from kvasir.formats.block_file import check_schema, expected_state_tensors, parse_header
 
 from inference_svc.engine.api import (
+    AgentKey,
     Ended,
     Hot,
     Prefilled,
     Restored,
     Resumed,
     SamplingParams,
-    SequenceKey,
     Snapshot,
     Started,
     Tokens,
@@ -49,7 +49,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         driver.engine.close()
 
 
-def snapshot(driver: Driver, key: SequenceKey) -> Snapshot:
+def snapshot(driver: Driver, key: AgentKey) -> Snapshot:
     taken = driver.engine.snapshot(key, 0).result(60)
     assert taken is not None
     return taken
@@ -62,7 +62,7 @@ def stored(taken: Snapshot, keep: int) -> Restored:
     return Restored(files, taken.state.token_ids, keep, taken.state.shareable_tokens, states.get(keep))
 
 
-def spoken(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple[SequenceKey, Ended]:
+def spoken(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple[AgentKey, Ended]:
     """An agent whose last turn had a prompt of `length` tokens and remembers all that it said."""
     for attempt in range(20):
         key = driver.key()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.kv.codec import Parts, QuantizedCodec, RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, policy_of
@@ -24,7 +24,7 @@ PROMPT = tokens_of(300)
 LAYERS = 3
 
 
-def live_parts(driver: Driver, key: SequenceKey, layer: int) -> tuple[Parts, Parts]:
+def live_parts(driver: Driver, key: AgentKey, layer: int) -> tuple[Parts, Parts]:
     """Rows of K and of V as the engine's memory of an agent holds them."""
 
     def work(worker: EngineWorker) -> tuple[Parts, Parts]:
@@ -36,7 +36,7 @@ def live_parts(driver: Driver, key: SequenceKey, layer: int) -> tuple[Parts, Par
     return on_mlx(driver.engine, work)
 
 
-def told(driver: Driver) -> SequenceKey:
+def told(driver: Driver) -> AgentKey:
     key = driver.key()
     driver.turn(PROMPT, key=key, max_tokens=1)
     return key

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from inference_svc.engine.api import Hot, SequenceKey
+from inference_svc.engine.api import AgentKey, Hot
 from tests.inference.engine.driving import Driver, tokens_of
 
 AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]
@@ -15,7 +15,7 @@ SAMPLE = [*range(253, 260), 511, 512, 513, 1023, 1024, 1025, 700]
 RANDOM_LENGTHS = [random.Random(7).randrange(5, 2000) for _ in range(40)]
 
 
-def goes_on_equally(driver: Driver, key: SequenceKey, keep: int, suffix: tuple[int, ...]) -> None:
+def goes_on_equally(driver: Driver, key: AgentKey, keep: int, suffix: tuple[int, ...]) -> None:
     """Continue the memory cut to `keep`, then with `suffix`: once from hot memory, once from tensor files."""
     hot = driver.engine.hot_memory(key)
     assert hot is not None

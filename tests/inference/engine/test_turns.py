@@ -13,6 +13,7 @@ from kvasir.formats.block_file import FileIdentity, parse_header
 from kvasir.formats.block_hash import chain_hash
 
 from inference_svc.engine.api import (
+    AgentKey,
     BlocksFull,
     Ended,
     Failed,
@@ -20,7 +21,6 @@ from inference_svc.engine.api import (
     Hot,
     Prefilled,
     Restored,
-    SequenceKey,
     Started,
     Tokens,
 )
@@ -361,7 +361,7 @@ def test_memory_is_bounded_and_the_longest_unused_goes_first(model_dir: Path, tm
 def test_an_open_queue_is_bounded_and_close_fails_what_is_open(model_dir: Path, tmp_path: Path) -> None:
     engine = Engine.open(model_dir, cache_dir=tmp_path, memory_budget_bytes=64 << 20, max_open_turns=3)
     driver = Driver(engine)
-    listeners = [driver.submit(tokens_of(3000), key=SequenceKey("n", "one"), max_tokens=500) for _ in range(3)]
+    listeners = [driver.submit(tokens_of(3000), key=AgentKey("n", "one"), max_tokens=500) for _ in range(3)]
     with pytest.raises(ResourceExhausted) as refused:
         driver.submit(tokens_of(5))
     assert refused.value.reason == "QUEUE_FULL"

@@ -11,7 +11,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Kept
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.remote_cache import (
@@ -79,13 +79,13 @@ class Engine:
         self.model = SimpleNamespace(kv_identity_hash=KV)
         self.hot: dict[str, AgentMemory] = {}
 
-    def hot_keys(self) -> set[SequenceKey]:
-        return {SequenceKey("default", agent) for agent in self.hot}
+    def hot_keys(self) -> set[AgentKey]:
+        return {AgentKey("default", agent) for agent in self.hot}
 
-    def hot_tag(self, key: SequenceKey) -> object:
+    def hot_tag(self, key: AgentKey) -> object:
         return self.hot.get(key.agent_id)
 
-    def drop_hot(self, key: SequenceKey) -> None:
+    def drop_hot(self, key: AgentKey) -> None:
         self.hot.pop(key.agent_id, None)
 
 

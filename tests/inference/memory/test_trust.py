@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.api import AgentKey
 from inference_svc.memory.agent_memory import AgentMemory, Kept
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
@@ -28,7 +28,7 @@ from inference_svc.memory.trust import (
 )
 from inference_svc.text.prefix_matching import RememberedText
 
-KEY = SequenceKey("default", "a")
+KEY = AgentKey("default", "a")
 NOTHING = Version(0, None)
 FIRST = Head(1, Digest.of(b"first"), 0, "kv")
 ROLLED_BACK = Head(2, FIRST.manifest, 1, "kv")
@@ -116,10 +116,10 @@ class Engine:
         self.hot: Any = SimpleNamespace(tag=memory)
         self.model = SimpleNamespace(kv_identity_hash="kv")
 
-    def hot_memory(self, _key: SequenceKey) -> Any:
+    def hot_memory(self, _key: AgentKey) -> Any:
         return self.hot
 
-    def drop_hot(self, _key: SequenceKey) -> None:
+    def drop_hot(self, _key: AgentKey) -> None:
         self.hot = None
 
 

@@ -102,36 +102,36 @@ MUTANTS = (
     Mutant(
         "turns begin in order of submission alone",
         "scheduler.py",
-        "((not self._is_urgent(turn, lines, pressing), number, turn) for number, turn in able)",
+        "((not self._is_urgent(turn, agents, pressing), number, turn) for number, turn in able)",
         "((False, number, turn) for number, turn in able)",
         ORDER,
     ),
     Mutant(
         "nobody ages",
         "scheduler.py",
-        "return self._is_pressing(turn, urgent_lines) or (is_aged and not {*pressing} - {turn.namespace})",
-        "return self._is_pressing(turn, urgent_lines)",
+        "return self._is_pressing(turn, urgent_agents) or (is_aged and not {*pressing} - {turn.namespace})",
+        "return self._is_pressing(turn, urgent_agents)",
         ORDER,
     ),
     Mutant(
-        "a background turn before an interactive one of its line is put off",
+        "a background turn before an interactive one of its agent is put off",
         "scheduler.py",
-        "turn.priority is Priority.INTERACTIVE or turn.line in urgent_lines or turn in self._awaited",
+        "turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents or turn in self._awaited",
         "turn.priority is Priority.INTERACTIVE or turn in self._awaited",
         ORDER,
     ),
     Mutant(
-        "turns of one line run beside each other",
+        "turns of one agent run beside each other",
         "scheduler.py",
-        "if turn.line is None or first[turn.line] == number",
+        "if turn.agent_key is None or first[turn.agent_key] == number",
         "if True",
         ORDER,
     ),
     Mutant(
-        "turns of one line begin last first",
+        "turns of one agent begin last first",
         "scheduler.py",
-        "min(first.get(turn.line, entry.number), entry.number)",
-        "max(first.get(turn.line, entry.number), entry.number)",
+        "min(first.get(turn.agent_key, entry.number), entry.number)",
+        "max(first.get(turn.agent_key, entry.number), entry.number)",
         ORDER,
     ),
     Mutant(
@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "who an interactive sibling waits for stays in the background",
         "scheduler.py",
-        "turn.priority is Priority.INTERACTIVE or turn.line in urgent_lines or turn in self._awaited",
-        "turn.priority is Priority.INTERACTIVE or turn.line in urgent_lines",
+        "turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents or turn in self._awaited",
+        "turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents",
         GATE,
     ),
     Mutant(
@@ -418,7 +418,7 @@ MUTANTS = (
     Mutant(
         "the predecessor of an interactive turn gives way",
         "scheduler.py",
-        "            and turn.line not in urgent_lines\n",
+        "            and turn.agent_key not in urgent_agents\n",
         "",
         MEMORY,
     ),
@@ -440,8 +440,8 @@ MUTANTS = (
     Mutant(
         "who aged waits for people of others who find no room",
         "scheduler.py",
-        "if self._is_pressing(turn, lines) and not self._entries[turn].found_no_room",
-        "if self._is_pressing(turn, lines)",
+        "if self._is_pressing(turn, agents) and not self._entries[turn].found_no_room",
+        "if self._is_pressing(turn, agents)",
         FAIRNESS,
     ),
     Mutant(

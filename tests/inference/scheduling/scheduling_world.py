@@ -6,7 +6,7 @@ A token's KV is one byte, so that bytes can be counted by hand. What it checks i
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 
-from inference_svc.engine.api import Priority, SequenceKey
+from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.room_shares import Room
@@ -18,8 +18,8 @@ CELL = 256
 INTERACTIVE, BACKGROUND = Priority.INTERACTIVE, Priority.BACKGROUND
 
 
-def key_of(name: object) -> SequenceKey:
-    return SequenceKey("home", str(name))
+def key_of(name: object) -> AgentKey:
+    return AgentKey("home", str(name))
 
 
 def chain_of(*blocks: object) -> tuple[str, ...]:
@@ -33,7 +33,7 @@ class Job:
 
     prompt_tokens: int = CELL
     reply_tokens: int = 1
-    key: SequenceKey | None = None
+    key: AgentKey | None = None
     priority: Priority = INTERACTIVE
     reusable_tokens: int = 0  # 0: the plan is cold
     extra_bytes: int = 0
@@ -57,11 +57,11 @@ class Job:
     cells: list[float] = field(default_factory=list)  # when each of its cells was computed
 
     @property
-    def line(self) -> Hashable | None:
+    def agent_key(self) -> Hashable | None:
         return self.key
 
     @property
-    def memory_key(self) -> SequenceKey | None:
+    def memory_key(self) -> AgentKey | None:
         return self.key if self.reusable_tokens else None
 
     @property
@@ -181,8 +181,8 @@ class World:
         assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
         held = sum(job.computed + job.extra_bytes for job in self.scheduler.running)
         assert ledger.reserved_bytes >= min(held, ledger.total_bytes)
-        lines = [job.line for job in self.scheduler.running if job.line is not None]
-        assert len(lines) == len(set(lines)), "two turns of one line run"
+        agents = [job.agent_key for job in self.scheduler.running if job.agent_key is not None]
+        assert len(agents) == len(set(agents)), "two turns of one agent run"
 
     @property
     def share_bytes(self) -> int:

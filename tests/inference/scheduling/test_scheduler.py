@@ -243,7 +243,7 @@ def test_background_work_begins_and_goes_on_though_people_never_stop_asking(agei
     assert max(after - before for before, after in pairwise(background.cells)) <= ageing_s + 2.0
 
 
-def test_background_work_that_an_interactive_turn_of_its_line_follows_is_not_put_off() -> None:
+def test_background_work_that_an_interactive_turn_of_its_agent_follows_is_not_put_off() -> None:
     world = World(rules=Rules(max_running=1, ageing_s=1e9))
     running, before = Job(), Job(key=key_of("a"), priority=BACKGROUND)
     other, person = Job(priority=BACKGROUND), Job(key=key_of("a"))
@@ -252,7 +252,7 @@ def test_background_work_that_an_interactive_turn_of_its_line_follows_is_not_put
     assert world.ended == [running, before, person, other]
 
 
-def test_turns_of_one_line_wait_for_each_other_and_for_nobody_else() -> None:
+def test_turns_of_one_agent_wait_for_each_other_and_for_nobody_else() -> None:
     world = World()
     first, second, other = (
         Job(reply_tokens=5, key=key_of("a")),

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.api import SequenceKey
+from inference_svc.engine.api import AgentKey
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.scheduling.seats import Seats
@@ -444,8 +444,8 @@ def test_nobody_owes_others_for_cells_beside_its_own_replies() -> None:
 # --- hot memories ---
 
 
-def key(namespace: str, agent: int) -> SequenceKey:
-    return SequenceKey(namespace, f"agent {agent}")
+def key(namespace: str, agent: int) -> AgentKey:
+    return AgentKey(namespace, f"agent {agent}")
 
 
 @given(

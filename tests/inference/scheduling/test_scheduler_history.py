@@ -110,8 +110,8 @@ class History(RuleBasedStateMachine):
     @invariant()
     def turns_of_a_line_begin_in_order(self) -> None:
         for agent in range(5):
-            line = [job for job in self.submitted if job.line == key_of(agent) and not job.is_cancelled]
-            begun = [job.begun_s for job in line if not job.lost_memory]
+            turns = [job for job in self.submitted if job.agent_key == key_of(agent) and not job.is_cancelled]
+            begun = [job.begun_s for job in turns if not job.lost_memory]
             known = [second for second in begun if second is not None]
             assert begun[: len(known)] == known, "a turn began before its predecessor"
             assert known == sorted(known)

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from kvasir.formats.block_hash import chain_hash
 
 from inference_svc.engine.api import (
+    AgentKey,
     BlocksFull,
     Cold,
     Hot,
@@ -12,7 +13,6 @@ from inference_svc.engine.api import (
     Restored,
     Reuse,
     SamplingParams,
-    SequenceKey,
     TurnPlan,
 )
 from inference_svc.engine.turn import Turn
@@ -24,7 +24,7 @@ CELL = 512
 
 
 def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Turn:
-    plain = {"sampling": SamplingParams(1000), "reuse": reuse or Cold(), "key": SequenceKey("home", "a")}
+    plain = {"sampling": SamplingParams(1000), "reuse": reuse or Cold(), "key": AgentKey("home", "a")}
     plan = TurnPlan((1,) * tokens, (1,) * tokens, **(plain | fields))  # type: ignore[arg-type]
     return Turn(plan, TEXT, frozenset(), CELL, lambda: 0.0, IDENTITY)
 
@@ -41,7 +41,7 @@ def prefill(one: Turn, *, draws: bool = True) -> list[int]:
 
 
 def test_a_turn_extends_a_hot_memory_only_if_its_plan_does() -> None:
-    key = SequenceKey("home", "a")
+    key = AgentKey("home", "a")
     assert turn(9, Hot(5)).memory_key == key
     assert turn(9, Restored((), (), 5)).memory_key is None
     assert turn(9).memory_key is None

@@ -14,7 +14,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import SequenceKey, Snapshot
+from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.memory import copies, store_patience
 from inference_svc.memory.agent_memory import AgentMemory, Kept
 from inference_svc.memory.copies import Copies
@@ -28,7 +28,7 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.turns.turn_ending import TurnEnding
 
-KEY = SequenceKey("default", "a")
+KEY = AgentKey("default", "a")
 LAYER = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
 POLICY = identity_pb2.KvPolicy(
     key_bits=4, value_bits=4, group_size=64, scale_type="SCALE_TYPE_FLOAT16", key_rotation="KEY_ROTATION_NONE"
@@ -51,13 +51,13 @@ class Engine:
         self.hot: Any = None
         self.taken: Future[Snapshot | None] = Future()
 
-    def hot_memory(self, _key: SequenceKey) -> Any:
+    def hot_memory(self, _key: AgentKey) -> Any:
         return self.hot
 
-    def drop_hot(self, _key: SequenceKey) -> None:
+    def drop_hot(self, _key: AgentKey) -> None:
         self.hot = None
 
-    def snapshot(self, _key: SequenceKey, _first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
+    def snapshot(self, _key: AgentKey, _first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
         return self.taken
 
 
@@ -429,7 +429,7 @@ class LongMemory:
         self.most_held = 0
         self.held: SharedRoom | None = None
 
-    def snapshot(self, _key: SequenceKey, first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
+    def snapshot(self, _key: AgentKey, first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
         assert self.held is not None
         self.most_held = max(self.most_held, self.held.held_units)
         last = min(first_block + max_blocks, len(self.ids) // BLOCK_TOKENS)
