@@ -1,4 +1,4 @@
-"""What the pages tell people to type exists: each `kvasir …` and `make …` of README, DESIGN, CONTRIBUTING, compose."""
+"""What the pages name exists: each `kvasir …`, `make …` and path of README, DESIGN, CONTRIBUTING and compose."""
 
 import ast
 import re
@@ -15,6 +15,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "CONTRIBUTING.md", "DESIGN.md", "compose/README.md")
 _CODE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 _INLINE = re.compile(r"`((?:kvasir|make) [^`]+)`")
+_LINK = re.compile(r"\]\(([^)#\s]+)\)")
+_LABEL = re.compile(r"\[[^\]]*\](?=\()")
+_QUOTED = re.compile(r"`([\w./-]+)`")
 
 
 def typed(text: str) -> Iterator[str]:
@@ -117,3 +120,50 @@ def test_a_path_that_may_move_is_noticed() -> None:
         )
     for line in ("from kvasir.clients import StoreClient", "from kvasir import errors", "from pathlib import Path"):
         assert all(_is_public(node) for node in ast.parse(line).body if isinstance(node, ast.Import | ast.ImportFrom))
+
+
+def named_paths(text: str) -> Iterator[str]:
+    """Paths of this repository that a page names: targets of links, files of source, what begins with a top folder."""
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
+    prose = _CODE.sub("", text)
+    yield from (target for target in _LINK.findall(prose) if "://" not in target)
+    for name in _QUOTED.findall(_LABEL.sub("", prose)):
+        if name.endswith((".py", ".proto", ".md")) or ("/" in name and name.split("/")[0] in folders):
+            yield name
+
+
+def is_there(name: str, page: str) -> bool:
+    """Whether it lies beside the page, in the repository, or, of a file of source, at the end of exactly one path."""
+    if (ROOT / page).parent.joinpath(name).exists() or (ROOT / name).exists():
+        return True
+    folders = (ROOT / folder for folder in ("inference_svc", "cachestore_svc", "clients", "proto", "tests", "tools"))
+    return name.endswith(".py") and sum(1 for folder in folders for _ in folder.rglob(name)) == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_path_of_a_page_exists(page: str) -> None:
+    names = list(named_paths((ROOT / page).read_text()))
+    assert names
+    assert [name for name in names if not is_there(name, page)] == []
+
+
+def test_a_path_that_does_not_exist_or_means_two_files_is_noticed() -> None:
+    assert list(named_paths("see `inference_svc/nowhere`, [it](nowhere.md), `gone.py`, `run/` and `a.tar`")) == [
+        "nowhere.md",
+        "inference_svc/nowhere",
+        "gone.py",
+    ]
+    assert not is_there("gone.py", "README.md")
+    assert not is_there("service.py", "README.md")
+    assert is_there("scheduler.py", "DESIGN.md")
+
+
+@pytest.mark.parametrize(
+    "title", ["One request, from the wire to its first token", "One block, from the engine to the disk"]
+)
+def test_a_walk_has_ten_lines_and_opens_no_file_twice(title: str) -> None:
+    walk = (ROOT / "DESIGN.md").read_text().split(f"### {title}\n")[1].split("\n#")[0]
+    assert re.findall(r"^\d+\.", walk, re.MULTILINE) == [f"{line}." for line in range(1, 11)]
+    names = list(named_paths(walk))
+    assert len(names) > 10
+    assert sorted(names) == sorted(set(names))
