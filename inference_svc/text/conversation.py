@@ -11,12 +11,11 @@ from typing import Any, Protocol
 from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import InvalidArgument
+from kvasir.formats.manifest import ROLES
 
 from inference_svc.text.given_json import GivenJson, JsonField
 from inference_svc.text.literal_text import Specials, utf8_bytes, without_guards
 from inference_svc.text.prefix_matching import common_prefix_length
-
-ROLES = ("system", "user", "assistant", "tool")
 
 _INPUT_TAG = b"kvasir.turn_input.v1"
 _MAX_MESSAGES = 10_000

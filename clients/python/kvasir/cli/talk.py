@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from kvasir.clients import Reply
 from kvasir.errors import Internal
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -40,34 +41,29 @@ def hear(
     """Listen to a turn that is asked by iterating over `events`. Raises what the engine refuses."""
     began = time.monotonic()
     first_token_s = 0.0
-    started: pb.Started | None = None
-    text: list[str] = []
-    token_ids: list[int] = []
+    reply = Reply()
     for event in events:
+        reply.add(event)
         if event.HasField("started"):
-            started = event.started
-            on_started(started)
+            on_started(event.started)
         elif event.HasField("prefill_progress"):
             on_progress(event.prefill_progress)
         elif event.HasField("delta"):
             first_token_s = first_token_s or time.monotonic() - began
-            text.append(event.delta.text)
-            token_ids += event.delta.token_ids
             if event.delta.reasoning_text:
                 on_reasoning(event.delta.reasoning_text)
             if event.delta.text:
                 on_text(event.delta.text)
-        elif event.HasField("finished") and started is not None:
-            return _heard(started, event.finished, "".join(text), tuple(token_ids), first_token_s)
+        elif event.HasField("finished"):
+            return _heard(reply, first_token_s)
     raise Internal("the engine ended the turn without saying how")
 
 
-def _heard(
-    started: pb.Started, finished: pb.Finished, reply: str, token_ids: tuple[int, ...], first_token_s: float
-) -> Heard:
+def _heard(reply: Reply, first_token_s: float) -> Heard:
+    started, finished = reply.started, reply.finished
     return Heard(
-        reply=reply,
-        token_ids=token_ids,
+        reply=reply.text,
+        token_ids=tuple(reply.token_ids),
         source=_word(pb.CacheSource.Name(started.source), "CACHE_SOURCE_"),
         reason=started.reason,
         prompt_tokens=started.prompt_tokens,

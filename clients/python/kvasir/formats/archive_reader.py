@@ -40,10 +40,6 @@ class BlobPiece:
     offset: int
     data: bytes
 
-    @property
-    def is_last(self) -> bool:
-        return self.offset + len(self.data) == self.digest.size_bytes
-
 
 Part = Described | BlobPiece
 

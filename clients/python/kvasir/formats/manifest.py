@@ -29,7 +29,7 @@ MAX_MESSAGES = 100_000
 MAX_DIMENSION = 1 << 20
 MAX_STATE_TENSORS = 16
 MAX_STATE_AXES = 7
-ROLES = frozenset({"system", "user", "assistant", "tool"})
+ROLES = ("system", "user", "assistant", "tool")
 FINISH_REASONS = frozenset({"", "stop", "length", "stop_sequence", "tool_calls", "cancelled"})
 _BITS = (4, 8, 16)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import secrets
 import signal
 import socket
 import subprocess
@@ -157,11 +156,6 @@ def macs(root: Path) -> Iterator[Callable[..., Mac]]:
     finally:
         for mac in made:
             mac.stop()
-
-
-def temporary_name() -> str:
-    """A short name: a Unix socket's path must fit into a hundred bytes."""
-    return f"kvasir-{secrets.token_hex(4)}"
 
 
 def _free_port() -> int:
