@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors, window_rows
-from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.token_files import file_identities, state_identity
 
 from cachestore_svc.blobs.blob_checks import schema_hash, schema_text
 
@@ -100,32 +101,15 @@ class StateSchemas:
 
 def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBlob]:
     identity, tokens = message.kv_identity, message.token_ids
-    chains = _chains(hash_, tokens)
-    schema = schema_hash(schema_text(expected_tensors(identity, BLOCK_TOKENS))) if message.blocks else ""
-    for index, block in enumerate(message.blocks):
-        digest = Digest.from_proto(block)
-        yield NamedBlob(digest, "block", index * BLOCK_TOKENS, BLOCK_TOKENS, chains[index], schema)
-    if message.HasField("tail"):
-        start = len(chains) * BLOCK_TOKENS
-        rest = len(tokens) - start
-        chain = _chain_at(hash_, chains, tokens, len(tokens))
-        schema = schema_hash(schema_text(expected_tensors(identity, rest)))
-        yield NamedBlob(Digest.from_proto(message.tail), "tail", start, rest, chain, schema)
+    chain = chain_hashes(hash_, tokens)
+    files = file_identities(hash_, tokens, chain) if manifests.keeps_all_tokens(identity) else []
+    schemas = {rows: schema_hash(schema_text(expected_tensors(identity, rows))) for rows in {f.tokens for f in files}}
+    digests = [*message.blocks, *((message.tail,) if message.HasField("tail") else ())]
+    for digest, file in zip(digests, files, strict=True):
+        yield _named(digest, file, schemas[file.tokens])
     for point in message.states:
-        chain = _chain_at(hash_, chains, tokens, point.tokens)
-        yield NamedBlob(Digest.from_proto(point.digest), "state", 0, point.tokens, chain, None)
+        yield _named(point.digest, state_identity(hash_, tokens, point.tokens, chain), None)
 
 
-def _chains(hash_: str, tokens: Sequence[int]) -> list[str]:
-    """Chain hashes of the full blocks."""
-    chains: list[str] = []
-    for start in range(0, len(tokens) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        chains.append(chain_hash(hash_, chains[-1] if chains else "", tokens[start : start + BLOCK_TOKENS]))
-    return chains
-
-
-def _chain_at(hash_: str, chains: Sequence[str], tokens: Sequence[int], count: int) -> str:
-    """Chain hash of the first `count` tokens, cut in blocks, the last possibly partial."""
-    full, rest = divmod(count, BLOCK_TOKENS)
-    before = chains[full - 1] if full else ""
-    return chain_hash(hash_, before, tokens[full * BLOCK_TOKENS : count]) if rest else before
+def _named(digest: manifest_pb2.Digest, file: FileIdentity, schema: str | None) -> NamedBlob:
+    return NamedBlob(Digest.from_proto(digest), file.kind, file.start, file.tokens, file.chain, schema)

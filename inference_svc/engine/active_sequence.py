@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition
-from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
 from inference_svc.engine.api import Cold, Hot, Restored, TurnPlan
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.turn import Turn
 from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
-from inference_svc.kv.tensor_files import chain_hashes, check_files, check_state
+from inference_svc.kv.tensor_files import check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.formats.block_file import FileIdentity
-from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
+from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence, begin
 from inference_svc.engine.api import AgentKey, Event, SamplingParams, Snapshot, TurnPlan
@@ -25,7 +26,6 @@ from inference_svc.engine.turn import Turn
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import chain_hashes, file_identities, state_identity
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
@@ -174,7 +174,7 @@ class EngineWorker:
 
     def _states(self, memory: ResidentMemory[SequenceKV]) -> tuple[tuple[FileIdentity, bytes], ...]:
         tokens, hash_ = memory.state.token_ids, self._model.kv_identity_hash
-        identities = [state_identity(hash_, tokens[:point], memory.chain) for point in memory.kv.points]
+        identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.points]
         return tuple((identity, memory.kv.to_file(self._model.kv_identity, identity)) for identity in identities)
 
     # --- beginning ---

@@ -11,14 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvasir.errors import DataLoss
-from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
+from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.turn import Turn
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import chain_hashes, check_files, check_state, file_identities, state_identity
+from inference_svc.kv.tensor_files import check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
@@ -67,7 +68,7 @@ class PreemptedTurns:
             active.kv.mark()
         points = active.kv.points
         identities = file_identities(model.kv_identity_hash, tokens, chain) if active.kv.row_layers else []
-        identities += [state_identity(model.kv_identity_hash, tokens[:point], chain) for point in points]
+        identities += [state_identity(model.kv_identity_hash, tokens, point, chain) for point in points]
         files = tuple(active.kv.to_file(model.kv_identity, identity) for identity in identities)
         self._turns[turn] = _PreemptedTurn(active.sampler, chain, turn.computed, points, sum(map(len, files)))
         turn.preempted(files)

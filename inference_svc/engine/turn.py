@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from kvasir.errors import KvasirError
-from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
 from inference_svc.engine.api import (
     BlocksFull,
@@ -29,7 +29,6 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.grid import cell_end, shareable_after
 from inference_svc.formats.grammars import GrammarMatcher
-from inference_svc.kv.tensor_files import chain_hashes
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.stop_strings import StopScanner
 from inference_svc.text.token_text import TokenText

@@ -1,6 +1,4 @@
-"""Tensor files as the engine reads them: what each must say of itself, and the checks before MLX sees a byte. No MLX
-here.
-"""
+"""Tensor files as the engine reads them: the checks before MLX sees a byte. This module needs no MLX."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +19,9 @@ from kvasir.formats.block_file import (
     expected_tensors,
     parse_header,
 )
-from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.manifest import keeps_all_tokens
+from kvasir.formats.token_files import file_identities, state_identity
 
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
 HOST_TYPES = {"U32": np.uint32, "F16": np.float16, "BF16": np.uint16, "F32": np.float32}
@@ -43,32 +42,6 @@ class CheckedFile:
 
     header: Header
     data: bytes
-
-
-def chain_hashes(kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()) -> tuple[str, ...]:
-    """Chain hashes of the full blocks of `token_ids`; `known` are those of its first blocks."""
-    hashes = list(known)
-    for start in range(len(hashes) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
-        parent = hashes[-1] if hashes else ""
-        hashes.append(chain_hash(kv_identity_hash, parent, token_ids[start : start + BLOCK_TOKENS]))
-    return tuple(hashes)
-
-
-def file_identities(
-    kv_identity_hash: str, token_ids: Sequence[int], chain: Sequence[str], first_block: int = 0
-) -> list[FileIdentity]:
-    """What the tensor files of `token_ids` say of themselves, from block `first_block` on: full blocks, then a tail if
-    there is one. `chain` are the full blocks' chain hashes."""
-    files = [
-        FileIdentity("block", kv_identity_hash, index * BLOCK_TOKENS, BLOCK_TOKENS, chain[index])
-        for index in range(first_block, len(chain))
-    ]
-    start = len(chain) * BLOCK_TOKENS
-    if rest := token_ids[start:]:
-        parent = chain[-1] if chain else ""
-        tail_chain = chain_hash(kv_identity_hash, parent, rest)
-        files.append(FileIdentity("tail", kv_identity_hash, start, len(rest), tail_chain))
-    return files
 
 
 def check_files(
@@ -93,16 +66,6 @@ def check_files(
     return files
 
 
-def state_identity(kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()) -> FileIdentity:
-    """What the state file after all of `token_ids` says of itself. `known` are chain hashes of its first blocks."""
-    known = known[: len(token_ids) // BLOCK_TOKENS]
-    chain = chain_hashes(kv_identity_hash, token_ids, known)
-    rest = token_ids[len(chain) * BLOCK_TOKENS :]
-    before = chain[-1] if chain else ""
-    last = chain_hash(kv_identity_hash, before, rest) if rest else before
-    return FileIdentity("state", kv_identity_hash, 0, len(token_ids), last)
-
-
 def check_state(
     identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
 ) -> CheckedFile:
@@ -110,7 +73,7 @@ def check_state(
 
     Raises DataLoss, whose metadata say the state's tokens.
     """
-    expected = state_identity(kv_identity_hash, token_ids)
+    expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
         return _checked(identity, expected_state_tensors(identity, expected.tokens), expected, blob)
     except HeaderError as error:

@@ -15,10 +15,11 @@ from kvasir.cachestore.v1 import cachestore_pb2, identity_pb2
 from kvasir.formats import manifest
 from kvasir.formats.archive import pack
 from kvasir.formats.archive_reader import ArchiveReader, BlobPiece, Described
-from kvasir.formats.block_file import check_schema, parse_header
-from kvasir.formats.block_hash import block_hash, block_hash_chain, chain_hash, kv_identity_hash
+from kvasir.formats.block_file import FileIdentity, check_schema, parse_header
+from kvasir.formats.block_hash import block_hash, block_hash_chain, chain_hash, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.formats.frames import FrameAssembler, frames_of
+from kvasir.formats.token_files import file_identities, state_identity
 
 ROOT = Path(__file__).parents[2]
 VECTORS = ROOT / "proto" / "vectors"
@@ -97,6 +98,26 @@ def test_chain_hashes() -> None:
     tail = tokens(600, first)[512:]
     assert chain_hash(kv_hash, vectors["block_chain"][-1], tail) == vectors["tail_of_600_tokens"]
     assert chain_hash(kv_hash, "", tokens(5, first)) == vectors["tail_of_5_tokens"]
+
+
+@pytest.mark.parametrize("known", [0, 1, 2])
+def test_files_say_whose_tokens_they_hold(known: int) -> None:
+    vectors = load("chain_hashes")
+    kv_hash, ids, blocks = vectors["kv_identity_hash"], tokens(600, vectors["first_token"]), vectors["block_chain"]
+    chain = chain_hashes(kv_hash, ids, blocks[:known])
+    assert list(chain) == blocks
+    files = [
+        FileIdentity("block", kv_hash, 0, 256, blocks[0]),
+        FileIdentity("block", kv_hash, 256, 256, blocks[1]),
+        FileIdentity("tail", kv_hash, 512, 88, vectors["tail_of_600_tokens"]),
+    ]
+    assert file_identities(kv_hash, ids, chain) == files
+    assert file_identities(kv_hash, ids, chain, 1) == files[1:]
+    assert file_identities(kv_hash, ids[:512], chain) == files[:2]
+    for count, expected in ((5, vectors["tail_of_5_tokens"]), (512, blocks[1]), (600, vectors["tail_of_600_tokens"])):
+        state = FileIdentity("state", kv_hash, 0, count, expected)
+        assert state_identity(kv_hash, ids, count, blocks[:known]) == state
+        assert state_identity(kv_hash, ids[:count], count, blocks[:known]) == state
 
 
 def test_kv_identities() -> None:

@@ -7,6 +7,7 @@ from tests.hammer.mutants import HAMMER
 from tests.inference.engine.mutants import ENGINE
 from tests.inference.kv.mutants import KV
 from tests.inference.scheduling.scheduler_mutants import SCHEDULER
+from tests.kvasir.mutants import SDK
 from tests.mutation.mutant import Suite
 
-SUITES: Mapping[str, Suite] = {suite.name: suite for suite in (STORE, ENGINE, SCHEDULER, KV, HAMMER)}
+SUITES: Mapping[str, Suite] = {suite.name: suite for suite in (STORE, ENGINE, SCHEDULER, KV, HAMMER, SDK)}

@@ -191,13 +191,6 @@ MUTANTS = (
         "restore",
     ),
     Mutant(
-        "a tail's name forgets what came before it",
-        "tensor_files.py",
-        '        parent = chain[-1] if chain else ""\n        tail_chain',
-        '        parent = ""\n        tail_chain',
-        "turns",
-    ),
-    Mutant(
         "K and V are swapped in files",
         "layer_kv.py",
         "        return self.keys, self.values\n",

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
+from kvasir.formats.token_files import file_identities
 
 from inference_svc.engine.engine import Engine
 from inference_svc.kv.codec import Codec, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import chain_hashes, check_files, file_identities
+from inference_svc.kv.tensor_files import check_files
 from tests.inference.engine.driving import tokens_of
 from tests.inference.engine.test_kv import on_mlx, rows, same, sequence, values
 

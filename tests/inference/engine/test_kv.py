@@ -13,7 +13,8 @@ import pytest
 import safetensors.numpy
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import FileIdentity
-from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
+from kvasir.formats.token_files import file_identities
 
 from inference_svc.engine.api import Hot
 from inference_svc.engine.engine import Engine
@@ -21,7 +22,7 @@ from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import chain_hashes, check_files, file_identities
+from inference_svc.kv.tensor_files import check_files
 from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.driving import Driver, tokens_of
 

@@ -9,11 +9,11 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients import Reply
 from kvasir.formats import archive, manifest
 from kvasir.formats.block_file import TensorSpec, encode, parse_header
-from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.token_files import file_identities
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.kv.tensor_files import chain_hashes, file_identities
 from tests.system_fixtures import House
 
 PROMPT = " ".join(f"word{number % 97}" for number in range(700))

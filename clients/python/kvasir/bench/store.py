@@ -29,7 +29,7 @@ from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.formats import manifest
 from kvasir.formats.block_file import FileIdentity, encode, expected_tensors
-from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
 
@@ -265,12 +265,11 @@ def _identity(name: str, layers: int, kv_heads: int, dim: int) -> identity_pb2.K
 
 
 def _memory(identity: identity_pb2.KvIdentity, blocks: int, seed: int) -> Memory:
-    kv_hash, chain = kv_identity_hash(identity), ""
+    kv_hash = kv_identity_hash(identity)
     tokens = [seed * 1_000_000 + index for index in range(blocks * BLOCK_TOKENS)]
     blobs: dict[Digest, bytes] = {}
-    for start in range(0, len(tokens), BLOCK_TOKENS):
-        chain = chain_hash(kv_hash, chain, tokens[start : start + BLOCK_TOKENS])
-        data = _file(identity, chain, BLOCK_TOKENS, "block", start)
+    for index, chain in enumerate(chain_hashes(kv_hash, tokens)):
+        data = _file(identity, chain, BLOCK_TOKENS, "block", index * BLOCK_TOKENS)
         blobs[Digest.of(data)] = data
     manifest_bytes = manifest.build(
         kv_identity=identity,

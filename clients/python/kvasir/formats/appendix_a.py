@@ -19,8 +19,9 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import block_file
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileIdentity, TensorSpec, expected_tensors
-from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, differing_field, kv_identity_hash
+from kvasir.formats.block_hash import chain_hashes, differing_field, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.token_files import file_identities
 
 # A long conversation's text and tokens stand in the header; the safetensors library stops at 100 MB.
 MAX_HEADER_BYTES = 64 << 20
@@ -76,7 +77,9 @@ def from_seed_file(data: bytes | memoryview, *, identity: identity_pb2.KvIdentit
     _check_tensors({name: spec for name, (spec, _) in tensors.items()}, {spec.name: spec for spec in wanted})
     rows = {name: data for name, (_, data) in tensors.items()}
     blobs: dict[Digest, bytes] = {}
-    for file_identity in _file_identities(manifest):
+    identity_hash = kv_identity_hash(manifest.kv_identity)
+    chain = chain_hashes(identity_hash, manifest.token_ids)
+    for file_identity in file_identities(identity_hash, manifest.token_ids, chain):
         blob = _block(file_identity, manifest.kv_identity, rows)
         digest = Digest.of(blob)
         blobs[digest] = blob
@@ -137,16 +140,6 @@ def _block(file_identity: FileIdentity, identity: identity_pb2.KvIdentity, rows:
         _copy_rows(memoryview(buffer), tokens, rows[spec.name], start, heads=spec.shape[0], to_seed=False)
         tensors.append((spec, buffer))
     return block_file.encode(file_identity, tensors)
-
-
-def _file_identities(manifest: manifest_pb2.Manifest) -> Iterator[FileIdentity]:
-    identity_hash = kv_identity_hash(manifest.kv_identity)
-    chain = ""
-    for start in range(0, len(manifest.token_ids), BLOCK_TOKENS):
-        tokens = manifest.token_ids[start : start + BLOCK_TOKENS]
-        chain = chain_hash(identity_hash, chain, tokens)
-        kind = "block" if len(tokens) == BLOCK_TOKENS else "tail"
-        yield FileIdentity(kind, identity_hash, start, len(tokens), chain)
 
 
 def _blob_digests(manifest: manifest_pb2.Manifest) -> Iterator[manifest_pb2.Digest]:

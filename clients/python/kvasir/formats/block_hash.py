@@ -29,10 +29,15 @@ def block_hash(namespace: str, kv_identity_hash: str, parent: str, token_ids: Se
     return _hash_fields(_BLOCK_TAG, namespace.encode(), bytes.fromhex(kv_identity_hash), bytes.fromhex(parent), tokens)
 
 
-def block_hash_chain(namespace: str, kv_identity_hash: str, token_ids: Sequence[int]) -> list[str]:
-    """Hashes of the full blocks of `token_ids`, first block first; what is left over has none."""
-    hashes: list[str] = []
-    for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+def block_hash_chain(
+    namespace: str, kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()
+) -> list[str]:
+    """Hashes of the full blocks of `token_ids`, first block first; tokens behind the last full block have none.
+
+    `known` holds the hashes of the first blocks, which are not computed again.
+    """
+    hashes = list(known)
+    for start in range(len(hashes) * BLOCK_TOKENS, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         parent = hashes[-1] if hashes else ""
         hashes.append(block_hash(namespace, kv_identity_hash, parent, token_ids[start : start + BLOCK_TOKENS]))
     return hashes
@@ -44,6 +49,11 @@ def chain_hash(kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> 
     It lets a reader refuse a file that holds KV of other tokens; it is never looked up.
     """
     return block_hash("", kv_identity_hash, parent, token_ids)
+
+
+def chain_hashes(kv_identity_hash: str, token_ids: Sequence[int], known: Sequence[str] = ()) -> tuple[str, ...]:
+    """The chain hashes of the full blocks of `token_ids`. `known` holds those of the first blocks."""
+    return tuple(block_hash_chain("", kv_identity_hash, token_ids, known))
 
 
 def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
