@@ -21,37 +21,39 @@ from inference_svc.text.prefix_matching import RememberedText
 
 
 @dataclass(slots=True)
-class Kept:
-    """How much of a memory the store holds. Changed by publication alone, on the event loop.
+class PublicationState:
+    """How much of a memory the store holds, and which commits of it have no answer yet. On the event loop.
 
-    `head` is the newest version in the store as far as this engine knows (None: it could not be asked); the memory
-    either is that version or extends it.
+    `head` is the newest version in the store as far as this engine knows (None: the store could not be asked). The
+    memory either is that version or extends it. `Publisher` changes this object; `Copies` adds the blocks that it sent
+    ahead, and `Recall` calls `learn`.
     """
 
     head: Head | None
     is_head: bool
-    # Its words are the store's, under another KV identity: nothing is lost with it, and it is no version here.
+    # The store has this text under another KV identity: dropping the memory loses nothing, and it is no version here.
     is_elsewhere: bool = False
-    # The version that the turn's caller named as its parent, when the store could not be asked at once.
+    # The parent version that the turn's caller named, when the store could not be asked at once.
     expected_version: int | None = None
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
-    states: dict[int, Digest] = field(default_factory=dict)  # of its points, those that are in the store
-    # Set when a commit was sent and its answer was lost: if this version is the newest, it is ours after all.
+    states: dict[int, Digest] = field(default_factory=dict)  # by rewind point, those that are in the store
+    # The version that a commit was sent for and whose answer was lost: if it is the newest, it is ours after all.
     attempted: Version | None = None
-    # The same of the memories that this one extends: if one of them is the newest, it is this one's parent.
+    # The same for the memories that this one extends: if one of these is the newest, it is this memory's parent.
     attempted_before: frozenset[Version] = frozenset()
-    # Of the lease under which it was made: its commit is refused once the line was somebody else's, or was taken back.
+    # Generation of the lease under which the memory was made. The store refuses the commit if another engine held the
+    # line since, or if somebody rolled it back.
     generation: int = 0
-    # Until where it was known what happened in the store when the turn began.
+    # The place in the store's history up to which events were known when the turn began.
     heard: Heard | None = None
-    # Manifests that this engine stored of the agent lately, for a turn that could not ask what is newest.
+    # Manifests of the agent that this engine stored lately, for a turn that could not ask for the newest version.
     stored_before: frozenset[Digest] = frozenset()
     # Another writer's version that came first: neither this memory nor one that extends it may follow it.
     lost_to: str = ""
-    # Of the first publication. One that is tried again names the same manifest, so that the store knows it again.
+    # Set at the first attempt to publish. Retries reuse it, so that the manifest's bytes and digest stay the same.
     created_unix_ms: int = 0
-    publication: "asyncio.Task[SnapshotOutcome] | None" = None
+    task: "asyncio.Task[SnapshotOutcome] | None" = None  # the publication that runs, or the last one
 
     @property
     def is_safe(self) -> bool:
@@ -60,7 +62,7 @@ class Kept:
 
     @property
     def is_being_published(self) -> bool:
-        return self.publication is not None and not self.publication.done()
+        return self.task is not None and not self.task.done()
 
     @property
     def attempts(self) -> frozenset[Version]:
@@ -90,12 +92,12 @@ class Kept:
 class AgentMemory:
     """An agent's memory as of one whole turn."""
 
-    words: RememberedText  # text, token ids, token chars
+    transcript: RememberedText  # text, token ids, token chars
     messages: tuple[manifest_pb2.Message, ...]  # empty when the agent was addressed by raw prompts
     turn: manifest_pb2.Turn
     shareable_tokens: int
     tokenizer_digest: str
-    kept: Kept
+    publication: PublicationState
     points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
     is_brought: bool = False  # its KV, or what it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # what the hot KV is of, if not of this
@@ -105,7 +107,7 @@ class AgentMemory:
 class Ahead:
     """A prompt that was computed before its turn. The agent does not remember it, the engine has its KV."""
 
-    words: RememberedText
+    transcript: RememberedText
     blocks: tuple[Digest, ...]  # its leading full blocks that are in the store
     shareable_tokens: int
     points: tuple[int, ...]
@@ -115,15 +117,17 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
     """The memory as the engine's KV has it, to hold a prompt against."""
     if (ahead := memory.ahead) is None:
         return memory
-    kept = replace(memory.kept, blocks=list(ahead.blocks), tail=None, states={})
+    publication = replace(memory.publication, blocks=list(ahead.blocks), tail=None, states={})
     shareable_tokens, points = ahead.shareable_tokens, ahead.points
-    return replace(memory, words=ahead.words, shareable_tokens=shareable_tokens, points=points, kept=kept)
+    return replace(
+        memory, transcript=ahead.transcript, shareable_tokens=shareable_tokens, points=points, publication=publication
+    )
 
 
 def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
     """Of an agent that remembers nothing."""
     return AgentMemory(
-        RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, Kept(head, is_head=True)
+        RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, PublicationState(head, is_head=True)
     )
 
 
@@ -133,13 +137,13 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
     return AgentMemory(
-        words=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
+        transcript=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
         turn=manifest.turn,
         # What was brought here may say of itself what it likes: it serves its own agent and nobody else.
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
-        kept=Kept(head, is_head=True, blocks=blocks, tail=tail, states=states),
+        publication=PublicationState(head, is_head=True, blocks=blocks, tail=tail, states=states),
         points=tuple(states),
         is_brought=head.is_brought,
     )
@@ -153,12 +157,12 @@ def to_manifest(
     states: Mapping[int, Digest],
 ) -> bytes:
     """The manifest of a memory whose tensors are stored under these digests; `states` by their points' tokens."""
-    head = memory.kept.head
+    head = memory.publication.head
     return manifests.build(
         kv_identity=model.kv_identity,
-        token_ids=memory.words.token_ids,
-        text=memory.words.text,
-        token_chars=memory.words.token_chars,
+        token_ids=memory.transcript.token_ids,
+        text=memory.transcript.text,
+        token_chars=memory.transcript.token_chars,
         blocks=blocks,
         tail=tail,
         states=sorted(states.items()),
@@ -168,5 +172,5 @@ def to_manifest(
         template_digest=model.template_digest,
         parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
         turn=memory.turn,
-        created_unix_ms=memory.kept.created_unix_ms,
+        created_unix_ms=memory.publication.created_unix_ms,
     )

@@ -67,8 +67,8 @@ class Copies:
     ) -> tuple[Snapshot, int]:
         """The memory's snapshot from its `first` piece on, and the bytes that went to the store meanwhile.
 
-        What the store took is noted in the memory's `kept.blocks`. Gives the store `patience_s` to take what does not
-        fit. Raises ResourceExhausted (with numbers) when it does not, or when the memory was dropped or went on.
+        `memory.publication.blocks` notes the blocks that the store took. The store has `patience_s` to take what does
+        not fit. Raises ResourceExhausted (with numbers) when it does not, or when the memory was dropped or went on.
         """
         has_blocks = keeps_all_tokens(self._engine.model.kv_identity)
         give_up, sent_bytes, held_bytes, snapshot = self._clock() + patience_s, 0, 0, first
@@ -84,7 +84,7 @@ class Copies:
                     if not await self._has_room(key.namespace, give_up - self._clock()):
                         raise self._too_much(key.namespace, snapshot, memory)
                 piece = await copied(self._engine.snapshot(key, _end(snapshot), max_blocks=self.piece_blocks))
-                if piece is None or tuple(piece.state.token_ids) != tuple(memory.words.token_ids):
+                if piece is None or tuple(piece.state.token_ids) != tuple(memory.transcript.token_ids):
                     raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
                 snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))
         finally:
@@ -108,7 +108,7 @@ class Copies:
         return size_bytes
 
     def _too_much(self, namespace: str, snapshot: Snapshot, memory: AgentMemory) -> errors.ResourceExhausted:
-        left = len(memory.words.token_ids) - _end(snapshot) * BLOCK_TOKENS
+        left = len(memory.transcript.token_ids) - _end(snapshot) * BLOCK_TOKENS
         left_bytes = left * self._engine.model.kv_bytes_per_token
         return errors.ResourceExhausted(
             f"the namespace's copies of {self.held.held(namespace)} bytes wait for the store, this memory has "
@@ -121,7 +121,7 @@ async def _send(snapshot: Snapshot, memory: AgentMemory, store: RemoteCache, tim
     if not snapshot.blocks:
         return 0
     digests, sent_bytes = await store.write_tensors([data for _, data in snapshot.blocks], max(timeout_s, 0.001))
-    memory.kept.blocks[snapshot.first_block :] = digests
+    memory.publication.blocks[snapshot.first_block :] = digests
     return sent_bytes
 
 
@@ -130,4 +130,4 @@ def _end(snapshot: Snapshot) -> int:
 
 
 def _is_whole(snapshot: Snapshot, memory: AgentMemory) -> bool:
-    return _end(snapshot) >= len(memory.words.token_ids) // BLOCK_TOKENS
+    return _end(snapshot) >= len(memory.transcript.token_ids) // BLOCK_TOKENS

@@ -264,7 +264,7 @@ class LineLeases:
         if line.users or line.acquiring is not None or line.lease is None:
             return
         memory = self._memory(agent_id)
-        if memory is not None and not memory.kept.is_safe and not memory.kept.lost_to:
+        if memory is not None and not memory.publication.is_safe and not memory.publication.lost_to:
             return  # nowhere else: it goes with the agent's next turn
         line.is_wanted = False
         self.engine.drop_hot(self._key(agent_id))
@@ -329,12 +329,12 @@ class LineLeases:
         line, memory = self._lines.get(agent_id), self._memory(agent_id)
         if memory is None or (line is not None and line.users):
             return
-        head = memory.kept.head
-        was_stored = newest is None and (memory.kept.attempts or (head is not None and not head.version))
-        if not memory.kept.is_safe and not was_stored:
+        head = memory.publication.head
+        was_stored = newest is None and (memory.publication.attempts or (head is not None and not head.version))
+        if not memory.publication.is_safe and not was_stored:
             return
         is_old_news = newest is not None and (head is None or newest.version <= head.version)
-        if not is_old_news and (newest is None or not is_current(memory.kept.claim, newest.identity)):
+        if not is_old_news and (newest is None or not is_current(memory.publication.claim, newest.identity)):
             self.engine.drop_hot(self._key(agent_id))
 
     def _memory(self, agent_id: str) -> AgentMemory | None:

@@ -16,7 +16,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, Kept, to_manifest
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_manifest
 from inference_svc.memory.copies import Copies, copied, files_of
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
@@ -148,7 +148,7 @@ class Publisher:
         memory: AgentMemory,
         taken: Snapshot | errors.KvasirError | None,
         store: RemoteCache,
-        previous: Kept | None,
+        previous: PublicationState | None,
         stream: BlockStream | None,
         sent_bytes: int = 0,
     ) -> "asyncio.Task[SnapshotOutcome]":
@@ -156,10 +156,10 @@ class Publisher:
         store lacks, or says why they could not be copied. `previous`: what the turn extended, whose own publication may
         still run. `stream`: what was sent while the turn ran. `sent_bytes`: what was sent since.
         """
-        memory.kept.created_unix_ms = memory.kept.created_unix_ms or self._now_ms()
+        memory.publication.created_unix_ms = memory.publication.created_unix_ms or self._now_ms()
         before = self._latest.get(key)
         task = asyncio.create_task(self._publish(key, memory, taken, store, previous, stream, sent_bytes, before))
-        memory.kept.publication = self._latest[key] = task
+        memory.publication.task = self._latest[key] = task
         self._running.add(task)
         task.add_done_callback(lambda _: self._ended(key, task))
         return task
@@ -182,7 +182,7 @@ class Publisher:
         """What became of a publication, as far as a turn's reader is made to wait: not at all for a store that cannot
         be reached, and at most `commit_wait_s` for one that can.
         """
-        task = memory.kept.publication
+        task = memory.publication.task
         if task is None:
             return SnapshotOutcome(SnapshotState.NONE)
         unreachable = asyncio.create_task(store.until_unreachable())
@@ -198,7 +198,7 @@ class Publisher:
         problem = "has not answered yet" if store.is_reachable else "cannot be reached"
         return SnapshotOutcome(
             SnapshotState.PENDING,
-            _version(memory.kept),
+            _version(memory.publication),
             f"the store {problem}; trying for {self._limits.timeout_s:.0f} s, the memory is hot meanwhile",
         )
 
@@ -213,12 +213,12 @@ class Publisher:
         memory: AgentMemory,
         taken: Snapshot | errors.KvasirError | None,
         store: RemoteCache,
-        previous: Kept | None,
+        previous: PublicationState | None,
         stream: BlockStream | None,
         sent_bytes: int,
         before: "asyncio.Task[SnapshotOutcome] | None" = None,
     ) -> SnapshotOutcome:
-        kept = memory.kept
+        publication = memory.publication
         held_bytes = sum(map(len, files_of(taken))) if isinstance(taken, Snapshot) else 0
         self.copies.held.take(key.namespace, held_bytes)
         try:
@@ -226,9 +226,9 @@ class Publisher:
                 if before is not None:
                     # Also when this turn could not extend it: the agent's turns are stored in their order.
                     await asyncio.wait({before})
-                kept.stored_before = frozenset(self._stored.get(key, ()))
+                publication.stored_before = frozenset(self._stored.get(key, ()))
                 # Also of what cannot be stored: the memory that extends it must know what it follows.
-                await self._follow(previous, kept)
+                await self._follow(previous, publication)
                 if isinstance(taken, errors.KvasirError):
                     raise taken
                 if stream is not None:
@@ -236,19 +236,21 @@ class Publisher:
                     sent_bytes += stream.sent_bytes
                 return await self._until_committed(key, memory, taken, store, sent_bytes)
         except TimeoutError:
-            return self.failed(key, kept, f"the store did not take it within {self._limits.timeout_s:.0f} s")
+            return self.failed(key, publication, f"the store did not take it within {self._limits.timeout_s:.0f} s")
         except errors.Conflict as error:
             self._drop(key, memory)
-            kept.lost_to = error.metadata.get("head_version", "another")
-            return self.failed(key, kept, f"another writer was first: version {kept.lost_to} is the agent's newest")
+            publication.lost_to = error.metadata.get("head_version", "another")
+            return self.failed(
+                key, publication, f"another writer was first: version {publication.lost_to} is the agent's newest"
+            )
         except errors.KvasirError as error:
-            return self.failed(key, kept, f"{type(error).__name__}: {error.message}")
+            return self.failed(key, publication, f"{type(error).__name__}: {error.message}")
         except StoreMiss as error:
-            return self.failed(key, kept, error.miss.detail)
+            return self.failed(key, publication, error.miss.detail)
         except Exception as error:  # noqa: BLE001 - it has no reader but the log
             # The reply was told already: whatever came of storing it, the turn itself did not fail.
             _LOG.exception("publish.failed", namespace=key.namespace)
-            return self.failed(key, kept, f"an answer was not understood ({type(error).__name__})")
+            return self.failed(key, publication, f"an answer was not understood ({type(error).__name__})")
         finally:
             self.copies.held.give_back(key.namespace, held_bytes)
 
@@ -266,8 +268,8 @@ class Publisher:
         while True:
             await store.until_reachable()
             try:
-                await self._know_lease(key, memory.kept, store)
-                await self._know_head(key, memory.kept, store)
+                await self._know_lease(key, memory.publication, store)
+                await self._know_head(key, memory.publication, store)
                 return await self._commit(key, memory, snapshot, store, sent_bytes)
             except (errors.Unavailable, errors.DeadlineExceeded):
                 continue
@@ -275,58 +277,64 @@ class Publisher:
                 if store.is_reachable:
                     raise
 
-    async def _follow(self, previous: Kept | None, kept: Kept) -> None:
+    async def _follow(self, previous: PublicationState | None, publication: PublicationState) -> None:
         """The agent's publication before this one comes first: its version is this one's parent."""
         if previous is None:
             return
-        if previous.is_being_published and previous.publication is not None:
-            await asyncio.wait({previous.publication})
+        if previous.is_being_published and previous.task is not None:
+            await asyncio.wait({previous.task})
         if previous.lost_to:
             raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
         # Also if it ended before this one began: between the end of a turn and its publication others go on.
-        kept.head = previous.head
-        kept.attempted_before = previous.attempts
+        publication.head = previous.head
+        publication.attempted_before = previous.attempts
         if previous.head is None and previous.expected_version is not None:
-            kept.expected_version = previous.expected_version
+            publication.expected_version = previous.expected_version
 
-    async def _know_lease(self, key: AgentKey, kept: Kept, store: RemoteCache) -> None:
+    async def _know_lease(self, key: AgentKey, publication: PublicationState, store: RemoteCache) -> None:
         """The generation that the commit brings: the turn's own, or, where the store could not be asked or the line was
         given back meanwhile, today's. That is no proof that what the memory follows was there all the while.
         """
         leases = self._leases.get(key.namespace)
-        if leases is None or kept.generation:
+        if leases is None or publication.generation:
             return
         try:
             lease = await leases.obtain(key.agent_id, self._limits.commit_wait_s)
-            if kept.head is not None and kept.head.version and await store.was_taken_back(key.agent_id, kept.heard):
+            if (
+                publication.head is not None
+                and publication.head.version
+                and await store.was_taken_back(key.agent_id, publication.heard)
+            ):
                 raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
-            kept.generation = lease.generation
+            publication.generation = lease.generation
         except errors.Unavailable as error:
             if error.reason != "AGENT_HELD_ELSEWHERE":
                 raise
             raise errors.Conflict("another inference service has the agent now") from error
 
-    async def _know_head(self, key: AgentKey, kept: Kept, store: RemoteCache) -> None:
-        if kept.head is None:
+    async def _know_head(self, key: AgentKey, publication: PublicationState, store: RemoteCache) -> None:
+        if publication.head is None:
             head = await self._newest(key, store)
-            if await self._may_be_changed(key, kept, head, store):
+            if await self._may_be_changed(key, publication, head, store):
                 raise errors.Conflict("the agent was changed", metadata={"head_version": str(head.version)})
-            if kept.expected_version not in (None, head.version):
+            if publication.expected_version not in (None, head.version):
                 raise errors.Conflict("the head moved", metadata={"head_version": str(head.version)})
-            kept.head = head
+            publication.head = head
 
-    async def _may_be_changed(self, key: AgentKey, kept: Kept, head: Head, store: RemoteCache) -> bool:
+    async def _may_be_changed(
+        self, key: AgentKey, publication: PublicationState, head: Head, store: RemoteCache
+    ) -> bool:
         """Whether an agent may have been deleted or rolled back, or have taken a turn elsewhere, since a turn began
         that could not ask for its memory: to store it now would be to undo that, unless its caller named the version it
         follows. From here on the lease keeps others from it.
         """
-        is_untouched = head == NO_HEAD and kept.generation == 1
+        is_untouched = head == NO_HEAD and publication.generation == 1
         if key.namespace not in self._leases or is_untouched:
             return False
-        if kept.expected_version is not None:
-            return await store.was_taken_back(key.agent_id, kept.heard)
+        if publication.expected_version is not None:
+            return await store.was_taken_back(key.agent_id, publication.heard)
         line = self._engine.model.kv_identity_hash
-        return await store.was_changed(key.agent_id, line, kept.heard, kept.stored_before)
+        return await store.was_changed(key.agent_id, line, publication.heard, publication.stored_before)
 
     async def _newest(self, key: AgentKey, store: RemoteCache) -> Head:
         budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
@@ -343,20 +351,20 @@ class Publisher:
         *,
         is_second_try: bool = False,
     ) -> SnapshotOutcome:
-        kept, timeout_s = memory.kept, self._limits.timeout_s
+        publication, timeout_s = memory.publication, self._limits.timeout_s
         if snapshot is None:
             raise errors.ResourceExhausted("the memory was dropped before it could be stored")
         files = files_of(snapshot)
         digests, tensor_bytes = await store.write_tensors(files, timeout_s) if files else ([], 0)
         count = len(snapshot.blocks)
-        blocks = [*kept.blocks[: snapshot.first_block], *digests[:count]]
+        blocks = [*publication.blocks[: snapshot.first_block], *digests[:count]]
         tail = digests[count] if snapshot.tail is not None else None
         points = [identity.tokens for identity, _ in snapshot.states]
         states = dict(zip(points, digests[len(digests) - len(points) :], strict=True))
         manifest = to_manifest(memory, self._engine.model, blocks, tail, states)
         digest = Digest.of(manifest)
-        parent = kept.head.identity if kept.head is not None else NO_HEAD.identity
-        kept.attempted = Version(parent.number + 1, digest)
+        parent = publication.head.identity if publication.head is not None else NO_HEAD.identity
+        publication.attempted = Version(parent.number + 1, digest)
         try:
             head = await store.commit(
                 key.agent_id,
@@ -364,15 +372,15 @@ class Publisher:
                 parent,
                 timeout_s,
                 is_brought=memory.is_brought,
-                lease=await self._token(key, kept, store),
+                lease=await self._token(key, publication, store),
             )
         except errors.Conflict:
             head = await self._newest(key, store)
-            if head.identity != kept.attempted:
-                if is_second_try or head.identity not in kept.attempted_before:
+            if head.identity != publication.attempted:
+                if is_second_try or head.identity not in publication.attempted_before:
                     raise
                 # The version before this one is there after all; its answer was lost.
-                kept.head = head
+                publication.head = head
                 return await self._commit(key, memory, snapshot, store, sent_bytes + tensor_bytes, is_second_try=True)
         except errors.FailedPrecondition:
             if is_second_try:
@@ -380,15 +388,17 @@ class Publisher:
             # A block that the store had is gone or damaged since: send everything that the engine still has.
             whole = await self._whole_snapshot(key, memory, store)
             return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
-        kept.head, kept.is_head, kept.attempted = head, True, None
+        publication.head, publication.is_head, publication.attempted = head, True, None
         if (leases := self._leases.get(key.namespace)) is not None:
-            leases.committed(key.agent_id, head, kept.generation)
-        kept.blocks[:], kept.tail, kept.states = blocks, tail, states
+            leases.committed(key.agent_id, head, publication.generation)
+        publication.blocks[:], publication.tail, publication.states = blocks, tail, states
         written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
         counters = self._stats.of(key.namespace)
         counters.publications[SnapshotState.COMMITTED] += 1
         counters.published_bytes += written_bytes
-        _LOG.info("snapshot.committed", version=head.version, tokens=len(memory.words.token_ids), bytes=written_bytes)
+        _LOG.info(
+            "snapshot.committed", version=head.version, tokens=len(memory.transcript.token_ids), bytes=written_bytes
+        )
         return SnapshotOutcome(SnapshotState.COMMITTED, head.version, "", head.manifest, written_bytes)
 
     async def _whole_snapshot(self, key: AgentKey, memory: AgentMemory, store: RemoteCache) -> Snapshot | None:
@@ -397,13 +407,13 @@ class Publisher:
             return None
         first = await copied(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
         # A newer turn may have gone on from it meanwhile.
-        if first is None or tuple(first.state.token_ids) != tuple(memory.words.token_ids):
+        if first is None or tuple(first.state.token_ids) != tuple(memory.transcript.token_ids):
             return None
-        memory.kept.blocks.clear()
+        memory.publication.blocks.clear()
         whole, _ = await self.copies.rest(key, memory, first, store, self._limits.timeout_s)
         return whole
 
-    async def _token(self, key: AgentKey, kept: Kept, store: RemoteCache) -> tuple[str, int] | None:
+    async def _token(self, key: AgentKey, publication: PublicationState, store: RemoteCache) -> tuple[str, int] | None:
         """What the commit brings. The line may have been given back and taken again by this engine: if what the memory
         follows is still the newest then, and nothing was taken back in between, it is not fenced by that. Of a first
         version that cannot be known.
@@ -411,17 +421,17 @@ class Publisher:
         leases = self._leases.get(key.namespace)
         if leases is None:
             return None
-        lease, follows = leases.lease(key.agent_id), kept.claim.follows
+        lease, follows = leases.lease(key.agent_id), publication.claim.follows
         if (
             lease is not None
-            and lease.generation != kept.generation
+            and lease.generation != publication.generation
             and follows is not None
             and follows.number
-            and is_current(kept.claim, lease.newest)
-            and not await store.was_taken_back(key.agent_id, kept.heard)
+            and is_current(publication.claim, lease.newest)
+            and not await store.was_taken_back(key.agent_id, publication.heard)
         ):
-            kept.generation = lease.generation
-        return (leases.owner, kept.generation) if kept.generation else None
+            publication.generation = lease.generation
+        return (leases.owner, publication.generation) if publication.generation else None
 
     def _drop(self, key: AgentKey, memory: AgentMemory) -> None:
         """Forget a hot memory that lost to another writer, unless a newer turn has replaced it already."""
@@ -429,12 +439,12 @@ class Publisher:
         if hot is not None and hot.tag is memory:
             self._engine.drop_hot(key)
 
-    def failed(self, key: AgentKey, kept: Kept, reason: str) -> SnapshotOutcome:
+    def failed(self, key: AgentKey, publication: PublicationState, reason: str) -> SnapshotOutcome:
         """Say that a memory was not stored, and why; its turn succeeded all the same."""
         self._stats.of(key.namespace).publications[SnapshotState.FAILED] += 1
         _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)
-        return SnapshotOutcome(SnapshotState.FAILED, _version(kept), reason)
+        return SnapshotOutcome(SnapshotState.FAILED, _version(publication), reason)
 
 
-def _version(kept: Kept) -> int:
-    return kept.head.version if kept.head is not None else 0
+def _version(publication: PublicationState) -> int:
+    return publication.head.version if publication.head is not None else 0

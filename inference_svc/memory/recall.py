@@ -19,7 +19,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey, Cold, Hot, Restored, Reuse
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, Kept, as_hot, from_manifest
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState, as_hot, from_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
@@ -37,7 +37,7 @@ _LONG_TOKENS = 8192
 @dataclass(frozen=True, slots=True)
 class Recollection:
     """An agent's newest memory. `head` is None when the store could not be asked; `kv_from` is COLD when the memory's
-    KV is of no use here (another KV identity), and its words are all there is.
+    KV is of no use here (another KV identity), and its transcript is all that is of use.
     """
 
     memory: AgentMemory | None
@@ -114,19 +114,23 @@ class Recall:
         if store is None:
             miss = Miss(MissReason.NEW_AGENT, "nothing is remembered")
             return (
-                Recollection(hot, Source.HOT, hot.kept.head) if hot else Recollection(None, Source.COLD, NO_HEAD, miss)
+                Recollection(hot, Source.HOT, hot.publication.head)
+                if hot
+                else Recollection(None, Source.COLD, NO_HEAD, miss)
             )
-        if hot is not None and hot.kept.is_being_published and store.is_reachable:
-            await _wait(hot.kept, budget)
+        if hot is not None and hot.publication.is_being_published and store.is_reachable:
+            await _wait(hot.publication, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
             ours = heads.ours if heads is not None else NO_HEAD
-            if hot is not None and await self._is_current(key, hot.kept, ours, store, budget):
-                if not hot.kept.is_being_published:
-                    hot.kept.learn(ours)
+            if hot is not None and await self._is_current(key, hot.publication, ours, store, budget):
+                if not hot.publication.is_being_published:
+                    hot.publication.learn(ours)
                 return Recollection(hot, Source.HOT, ours)
-            is_undecided = hot is not None and (hot.kept.head is None or (hot.kept.is_begun and ours == NO_HEAD))
-            if hot is not None and hot.kept.is_being_published and is_undecided:
+            is_undecided = hot is not None and (
+                hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
+            )
+            if hot is not None and hot.publication.is_being_published and is_undecided:
                 # It may be about to become the newest: to go on without it now would be to lose it.
                 detail = "the agent's turn before this one is being stored"
                 return Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, detail))
@@ -139,26 +143,30 @@ class Recall:
         except StoreMiss as error:
             hot = self._hot(key)
             if hot is not None and self._is_leased(key, hot):
-                return Recollection(hot, Source.HOT, hot.kept.head)
+                return Recollection(hot, Source.HOT, hot.publication.head)
             return Recollection(None, Source.COLD, None, error.miss)
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
 
-    async def _is_current(self, key: AgentKey, kept: Kept, ours: Head, store: RemoteCache, budget: Budget) -> bool:
+    async def _is_current(
+        self, key: AgentKey, publication: PublicationState, ours: Head, store: RemoteCache, budget: Budget
+    ) -> bool:
         """Whether a hot memory may be used beside the store's answer. Raises StoreMiss when that cannot be told."""
         leases = self._leases.get(key.namespace)
-        if not may_use_hot(kept.claim, ours.identity, None, 0):
+        if not may_use_hot(publication.claim, ours.identity, None, 0):
             return False
-        if leases is not None and kept.claim.itself != ours.identity:
+        if leases is not None and publication.claim.itself != ours.identity:
             with budget.spending():
                 await leases.answered(key.agent_id, budget.remaining_s)
-        if leases is None or is_unbroken(kept.claim, ours.identity, leases.lease(key.agent_id), leases.clock()):
+        if leases is None or is_unbroken(publication.claim, ours.identity, leases.lease(key.agent_id), leases.clock()):
             return True
-        return not await store.was_taken_back_within(budget, key.agent_id, kept.heard)
+        return not await store.was_taken_back_within(budget, key.agent_id, publication.heard)
 
     def _is_leased(self, key: AgentKey, hot: AgentMemory) -> bool:
         """Whether a lease says that the memory is current."""
         leases = self._leases.get(key.namespace)
-        return leases is not None and may_use_hot(hot.kept.claim, None, leases.lease(key.agent_id), leases.clock())
+        return leases is not None and may_use_hot(
+            hot.publication.claim, None, leases.lease(key.agent_id), leases.clock()
+        )
 
     def _hot(self, key: AgentKey) -> AgentMemory | None:
         hot = self._engine.hot_memory(key)
@@ -176,33 +184,37 @@ class Recall:
             miss = Miss(MissReason.KV_IDENTITY_DIFFERS, difference)
             return Recollection(from_manifest(manifest, head), Source.COLD, head, miss)
         memory = from_manifest(manifest, head)
-        if unfit := self._no_token(memory) or self._too_large(memory.kept):
+        if unfit := self._no_token(memory) or self._too_large(memory.publication):
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, unfit))
         return Recollection(memory, Source.WARM, head)
 
     async def _foreign(self, store: RemoteCache, key: AgentKey, foreign: Head, budget: Budget) -> Recollection:
-        """The agent remembers under another KV identity: its words rebuild a line of ours."""
+        """The agent remembers under another KV identity: its transcript rebuilds a line of ours."""
         try:
             manifest = await _parsed(await store.manifest(key.agent_id, foreign, budget))
         except (StoreMiss, InvalidArgument):
             difference = f"kv_identity_hash: expected {self._engine.model.kv_identity_hash[:12]}…, found another"
             return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
         difference = differing_field(self._engine.model.kv_identity, manifest.kv_identity) or "none is named"
-        memory = replace(from_manifest(manifest, foreign), kept=Kept(NO_HEAD, is_head=False, is_elsewhere=True))
+        memory = replace(
+            from_manifest(manifest, foreign), publication=PublicationState(NO_HEAD, is_head=False, is_elsewhere=True)
+        )
         return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
 
     def _no_token(self, memory: AgentMemory) -> str:
         """What was brought here may name any number as a token."""
         most = self._engine.vocabulary_size
-        largest = max(memory.words.token_ids, default=0)
+        largest = max(memory.transcript.token_ids, default=0)
         return f"token_ids: expected ids below {most}, found {largest}" if largest >= most else ""
 
-    def _too_large(self, kept: Kept) -> str | None:
+    def _too_large(self, publication: PublicationState) -> str | None:
         """A manifest may name any size; what could not be a block of this layout is not asked for."""
         largest = self._engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
-        named = [*kept.blocks, *((kept.tail,) if kept.tail else ())]
+        named = [*publication.blocks, *((publication.tail,) if publication.tail else ())]
         largest_state = self._engine.model.state_bytes + MAX_HEADER_BYTES
-        bounded = [(largest, digest) for digest in named] + [(largest_state, each) for each in kept.states.values()]
+        bounded = [(largest, digest) for digest in named] + [
+            (largest_state, each) for each in publication.states.values()
+        ]
         wrong = next(((most, digest) for most, digest in bounded if digest.size_bytes > most), None)
         return f"blob {wrong[1]}: expected at most {wrong[0]} bytes" if wrong else None
 
@@ -257,46 +269,46 @@ class Recall:
             recollection.kv_from is not Source.COLD
             or (memory.tokenizer_digest == self._engine.model.tokenizer_digest and not self._no_token(memory))
         )
-        words = memory.words if memory is not None and is_ours else RememberedText("", (), ())
-        if not speaks and words.token_ids and words.text == text:
+        transcript = memory.transcript if memory is not None and is_ours else RememberedText("", (), ())
+        if not speaks and transcript.token_ids and transcript.text == text:
             # Nothing follows it, so it need not end at a character's border.
-            match = PrefixMatch(Outcome.EXACT, len(words.token_ids), len(text), len(text))
-            tokens = Tokenized(tuple(words.token_ids), tuple(words.token_chars))
+            match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
+            tokens = Tokenized(tuple(transcript.token_ids), tuple(transcript.token_chars))
         else:
-            match, tokens = await self._prompting.run(namespace, lambda: self._match(words, text))
+            match, tokens = await self._prompting.run(namespace, lambda: self._match(transcript, text))
         # Of a turn that speaks, at least one token is computed: its logits are the next token's.
         most = len(tokens.ids) - (1 if speaks else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
         if memory is None or keep <= 0:
             return _Choice(tokens, 0, Source.COLD, match)
-        kept = memory.kept
+        publication = memory.publication
         return _Choice(
             tokens,
             keep,
             recollection.kv_from,
             match,
-            memory.words.token_ids,
-            kept.blocks,
-            kept.tail,
+            memory.transcript.token_ids,
+            publication.blocks,
+            publication.tail,
             memory.shareable_tokens,
-            kept.states,
+            publication.states,
         )
 
-    def _match(self, words: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
+    def _match(self, transcript: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
         match = (
             match_prefix(
-                words,
+                transcript,
                 text,
                 worthwhile_fraction=self._worthwhile_fraction,
                 ends_whole=self._prompting.ends_whole,
             )
-            if words.token_ids
+            if transcript.token_ids
             else NO_MATCH
         )
         kept, rest = match.kept_tokens, text[match.kept_chars :]
         suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
-        ids = (*words.token_ids[:kept], *suffix.ids)
-        return match, Tokenized(ids, (*words.token_chars[:kept], *suffix.chars))
+        ids = (*transcript.token_ids[:kept], *suffix.ids)
+        return match, Tokenized(ids, (*transcript.token_chars[:kept], *suffix.chars))
 
     async def _by_block_hashes(
         self, store: RemoteCache, choice: _Choice, text: str, namespace: str, budget: Budget
@@ -409,16 +421,16 @@ async def _off_loop(is_long: bool, work: Callable[[], T]) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
 
-async def _wait(kept: Kept, budget: Budget) -> None:
+async def _wait(publication: PublicationState, budget: Budget) -> None:
     """Give a publication that still runs what is left of the turn's budget; the memory itself is hot either way."""
-    if kept.publication is not None:
+    if publication.task is not None:
         with budget.spending():
-            await asyncio.wait({kept.publication}, timeout=budget.remaining_s)
+            await asyncio.wait({publication.task}, timeout=budget.remaining_s)
 
 
 def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:
     memory = recollection.memory
-    if memory is None or (match.kept_tokens and match.matched_chars in (len(text), len(memory.words.text))):
+    if memory is None or (match.kept_tokens and match.matched_chars in (len(text), len(memory.transcript.text))):
         return None  # nothing differs: one of them is the beginning of the other
-    detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.words.text)}"
+    detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.transcript.text)}"
     return Miss(MissReason.TEXT_DIFFERS, detail)

@@ -44,7 +44,7 @@ def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reus
     """
     if store is None or not store.is_reachable:
         return False
-    is_stored = memory is not None and memory.kept.is_head and not memory.kept.is_being_published
+    is_stored = memory is not None and memory.publication.is_head and not memory.publication.is_being_published
     return is_stored or not isinstance(reuse, Hot)
 
 

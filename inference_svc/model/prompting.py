@@ -40,7 +40,7 @@ class Tokenized:
 class Said:
     """A prompt and its reply as they are remembered, and the reply as its message holds it."""
 
-    words: RememberedText
+    transcript: RememberedText
     reply: str
 
 

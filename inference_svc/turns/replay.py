@@ -11,13 +11,13 @@ from inference_svc.turns.turn_data import TurnRequest
 
 def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     """Whether the request asks for the turn that made this memory."""
-    turn, head = memory.turn, memory.kept.head
+    turn, head = memory.turn, memory.publication.head
     if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
         return False
     if request.parent_version is None or head is None:
         return True
     # Extending this very memory with the same words is a new turn, not a retry.
-    return request.parent_version == (head.parent_version if memory.kept.is_head else head.version)
+    return request.parent_version == (head.parent_version if memory.publication.is_head else head.version)
 
 
 def is_whole(memory: AgentMemory) -> bool:

@@ -14,7 +14,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory, Ahead, Kept, nothing_yet
+from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
 from inference_svc.memory.copies import Copies, copied
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
@@ -59,13 +59,13 @@ class TurnEnding:
             hot = self._engine.hot_memory(key)
             if hot is None or not isinstance(hot.tag, AgentMemory):
                 continue
-            kept, store = hot.tag.kept, self._stores.get(key.namespace)
-            if not kept.is_safe and not kept.lost_to and store is not None and self._clock() < give_up:
+            publication, store = hot.tag.publication, self._stores.get(key.namespace)
+            if not publication.is_safe and not publication.lost_to and store is not None and self._clock() < give_up:
                 if store.is_reachable or await store.answers():
-                    asked = self._engine.snapshot(key, len(kept.blocks), max_blocks=self.copies.piece_blocks)
+                    asked = self._engine.snapshot(key, len(publication.blocks), max_blocks=self.copies.piece_blocks)
                     await self._publish(key, hot.tag, store, None, asked, None)
                 await self._publisher.drain(max(give_up - self._clock(), 0))
-            stored, unstored = stored + kept.is_safe, unstored + (not kept.is_safe)
+            stored, unstored = stored + publication.is_safe, unstored + (not publication.is_safe)
         return MemoriesLeft(stored, unstored)
 
     @property
@@ -116,10 +116,12 @@ class TurnEnding:
     def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
         """Attach what the agent remembers to the KV that was computed ahead of its turn."""
         state, memory = ended.state, recollection.memory
-        if memory is None or tuple(memory.words.token_ids) != state.token_ids:
-            words = RememberedText(prepared.text, state.token_ids, state.token_chars)
+        if memory is None or tuple(memory.transcript.token_ids) != state.token_ids:
+            transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
             base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
-            memory = replace(base, ahead=Ahead(words, prepared.stored_blocks, state.shareable_tokens, state.points))
+            memory = replace(
+                base, ahead=Ahead(transcript, prepared.stored_blocks, state.shareable_tokens, state.points)
+            )
         elif recollection.kv_from is Source.COLD:
             memory = replace(memory, shareable_tokens=state.shareable_tokens, points=state.points)
         elif recollection.kv_from is Source.WARM:
@@ -128,10 +130,10 @@ class TurnEnding:
             # The KV is the memory's own again, and no longer of what was computed ahead.
             memory = replace(memory, ahead=None, shareable_tokens=state.shareable_tokens, points=state.points)
         if turn.key is not None:
-            if memory.kept.is_elsewhere:
+            if memory.publication.is_elsewhere:
                 # It follows no version of its own line: what proves it current is what was known when it was made.
-                kept = replace(memory.kept, heard=turn.heard, generation=self._generation(turn.key))
-                memory = replace(memory, kept=kept)
+                publication = replace(memory.publication, heard=turn.heard, generation=self._generation(turn.key))
+                memory = replace(memory, publication=publication)
             self._engine.tag_hot(turn.key, memory)
         restore_s = turn.restore_s + ended.timings.restore_s
         tokens, version = len(state.token_ids), turn.parent_version
@@ -154,9 +156,11 @@ class TurnEnding:
         )
         reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
         stored = turn.stream.stored if turn.stream is not None else list(prepared.stored_blocks)
-        previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
+        previous = (
+            recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
+        )
         memory = AgentMemory(
-            words=said.words,
+            transcript=said.transcript,
             messages=messages,
             turn=manifest_pb2.Turn(
                 request_id=request.request_id,
@@ -169,7 +173,7 @@ class TurnEnding:
             ),
             shareable_tokens=state.shareable_tokens,
             tokenizer_digest=self._engine.model.tokenizer_digest,
-            kept=Kept(
+            publication=PublicationState(
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
                 expected_version=request.parent_version,
@@ -197,7 +201,7 @@ class TurnEnding:
             prompting.template,
             turn.dialogue,
             reply=said.reply,
-            told_text=said.words.text,
+            told_text=said.transcript.text,
             tool_calls=calls,
             tool_start=prompting.tool_start,
             is_trusted=is_trusted,
@@ -215,8 +219,10 @@ class TurnEnding:
         store = self._stores.get(key.namespace)
         if store is None:
             return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
-        previous = recollection.memory.kept if recollection.kv_from is Source.HOT and recollection.memory else None
-        first, most = len(memory.kept.blocks), self.copies.piece_blocks
+        previous = (
+            recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
+        )
+        first, most = len(memory.publication.blocks), self.copies.piece_blocks
         asked = turn.snapshot or self._engine.snapshot(key, first, max_blocks=most)
         # Awaited before the next turn of the agent may begin: the copies are this turn's.
         return await self._publish(key, memory, store, previous, asked, turn.stream)
@@ -226,7 +232,7 @@ class TurnEnding:
         key: AgentKey,
         memory: AgentMemory,
         store: RemoteCache,
-        previous: Kept | None,
+        previous: PublicationState | None,
         asked: "Future[Snapshot | None]",
         stream: BlockStream | None,
     ) -> SnapshotOutcome:
@@ -244,17 +250,17 @@ class TurnEnding:
     async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
         """The turn was done before: its reply again, and what became of it, nothing done twice."""
         request, remembered = turn.request, memory.turn
-        token_ids = tuple(memory.words.token_ids[remembered.prompt_tokens :])
-        head = memory.kept.head
-        is_head = memory.kept.is_head and head is not None
+        token_ids = tuple(memory.transcript.token_ids[remembered.prompt_tokens :])
+        head = memory.publication.head
+        is_head = memory.publication.is_head and head is not None
         parent = (head.parent_version if is_head else head.version) if head is not None else 0
         outbox = turn.running.outbox
         prompt_tokens = remembered.prompt_tokens
         outbox.put(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
-        words = memory.words.text
-        reader = reply_reader(request, self._prompting, words[: remembered.prompt_chars])
+        transcript = memory.transcript.text
+        reader = reply_reader(request, self._prompting, transcript[: remembered.prompt_chars])
         part = reader.push(remembered.reply)
-        rest = reader.end(without_guards(words[remembered.prompt_chars :]).removeprefix(remembered.reply))
+        rest = reader.end(without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply))
         outbox.put(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
         snapshot = await self._outcome_again(turn, recollection, memory)
         elapsed_s = self._clock() - turn.arrived
@@ -274,13 +280,13 @@ class TurnEnding:
 
     async def _outcome_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> SnapshotOutcome:
         """What became of a turn that is told again. One that was never stored is published now."""
-        key, kept = turn.key, memory.kept
+        key, publication = turn.key, memory.publication
         store = self._stores.get(key.namespace) if key is not None else None
-        if kept.is_head and kept.head is not None:
-            return SnapshotOutcome(SnapshotState.COMMITTED, kept.head.version, "", kept.head.manifest)
+        if publication.is_head and publication.head is not None:
+            return SnapshotOutcome(SnapshotState.COMMITTED, publication.head.version, "", publication.head.manifest)
         if store is None or key is None:
             return SnapshotOutcome(SnapshotState.NONE)
-        if kept.is_being_published:
+        if publication.is_being_published:
             return await self._publisher.outcome(key.namespace, memory, store)
         return await self._keep(turn, key, replace(recollection, memory=None), memory)
 

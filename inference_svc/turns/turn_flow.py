@@ -268,8 +268,8 @@ class TurnService:
                 retry_after_s=1.0,
             )
         if request.input != PromptInput(""):
-            kept = memory.kept if memory is not None and request.namespace in self._stores else None
-            if kept is not None and not kept.is_safe:
+            publication = memory.publication if memory is not None and request.namespace in self._stores else None
+            if publication is not None and not publication.is_safe:
                 raise errors.Unavailable(
                     "the agent's memory is not stored yet, and the prompt would take its place",
                     reason="MEMORY_NOT_STORED",
@@ -277,13 +277,13 @@ class TurnService:
                 )
             turn.messages = whole_conversation(request, recollection, is_retry=False)
             text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
-        elif memory is None or not memory.words.token_ids:
+        elif memory is None or not memory.transcript.token_ids:
             turn.running.warmed = Warmed(0, 0, turn.parent_version)
             miss = recollection.miss
             turn.running.outbox.put(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
             return
         else:
-            text = memory.words.text
+            text = memory.transcript.text
         self._check_length(text)
         recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)

@@ -113,7 +113,7 @@ def whole_conversation(
     if memory is not None and memory.messages:
         # A retry of a turn that was cut: its messages are remembered already, and the partial reply goes.
         return memory.messages[:-1] if is_retry else (*memory.messages, *given)
-    if (memory is None or not memory.words.token_ids) and request.parent_version == 0:
+    if (memory is None or not memory.transcript.token_ids) and request.parent_version == 0:
         return given
     _refuse_append(recollection)
     return ()

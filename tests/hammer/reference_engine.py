@@ -33,7 +33,7 @@ class AloneEngine:
     def __init__(self, model: str, cache_dir: Path) -> None:
         self._engine = Engine.open(model or kvasir_tiny.path(), cache_dir=cache_dir, memory_budget_bytes=_MEMORY_BYTES)
         self._prompting = Prompting(self._engine.tokenizer, self._engine.token_text)
-        self._words: dict[str, RememberedText] = {}
+        self._transcripts: dict[str, RememberedText] = {}
 
     def obey(self, order: dict[str, Any]) -> dict[str, Any]:
         match order:
@@ -58,7 +58,7 @@ class AloneEngine:
 
     def _turn(self, record: TurnRecord) -> Alone:
         text = record.prompt if record.prompt is not None else self._rendered(record.messages or [])
-        kept, tokens = self._matched(self._words.get(record.agent, _NOTHING), text)
+        kept, tokens = self._matched(self._transcripts.get(record.agent, _NOTHING), text)
         if record.source == "SHARED":
             tokens = self._prompting.tokenize(text)
         expected = min(kept, len(tokens.ids) - 1)
@@ -73,7 +73,9 @@ class AloneEngine:
         )
         if record.agent and record.is_remembered:
             state = ended.state
-            self._words[record.agent] = RememberedText(text + ended.generated_text, state.token_ids, state.token_chars)
+            self._transcripts[record.agent] = RememberedText(
+                text + ended.generated_text, state.token_ids, state.token_chars
+            )
         return Alone(
             tokens=told,
             kept=list(ended.state.token_ids[len(tokens.ids) :]),
@@ -116,7 +118,7 @@ class AloneEngine:
 
     def _prefilled(self, agent: str) -> list[bytes]:
         """Those of the same tokens prefilled at once, but for the last, which is generated."""
-        *prompt, last = self._words[agent].token_ids
+        *prompt, last = self._transcripts[agent].token_ids
         plan = TurnPlan(
             token_ids=tuple(prompt),
             token_chars=(1,) * len(prompt),
@@ -147,12 +149,12 @@ class AloneEngine:
 
     def _copy(self, source: str, target: str) -> None:
         self._forget(target)
-        if source in self._words:
-            self._words[target] = self._words[source]
+        if source in self._transcripts:
+            self._transcripts[target] = self._transcripts[source]
             assert self._engine.fork_hot(_key(source), _key(target)).result(60)
 
     def _forget(self, agent: str) -> None:
-        self._words.pop(agent, None)
+        self._transcripts.pop(agent, None)
         self._engine.drop_hot(_key(agent)).result(60)
 
 

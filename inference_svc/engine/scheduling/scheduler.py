@@ -235,7 +235,7 @@ class Scheduler(Generic[TurnT]):
     # --- order ---
 
     def _in_order(self) -> list[TurnT]:
-        """Waiting turns that follow no other of their agent: urgent ones first, of these one of each namespace after the
+        """Waiting turns whose agent has no earlier one: urgent turns first, among them one of each namespace after the
         other; in a namespace by order of submission.
         """
         first: dict[Hashable, int] = {}

@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.remote_cache import (
     NO_HEAD,
@@ -97,8 +97,8 @@ class Lab:
         self.leases = LineLeases("default", self.store, engine, "engine-1", lambda: self.now)
 
     def remember(self, agent: str, *, is_safe: bool = True) -> None:
-        kept = Kept(HEAD, is_head=is_safe)
-        self.engine.hot[agent] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
+        publication = PublicationState(HEAD, is_head=is_safe)
+        self.engine.hot[agent] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", publication)
 
     async def held(self, agent: str) -> None:
         self.leases.begin(agent)
@@ -356,20 +356,20 @@ def test_what_others_did_drops_what_no_turn_can_use(event: StoreEvent, is_safe: 
 
 
 @pytest.mark.parametrize(
-    ("kept", "is_used", "expected"),
+    ("publication", "is_used", "expected"),
     [
-        (Kept(NO_HEAD, is_head=False), False, False),
-        (Kept(NO_HEAD, is_head=False, attempted=HEAD.identity), False, False),
-        (Kept(HEAD, is_head=False, attempted_before=frozenset({HEAD.identity})), False, False),
-        (Kept(HEAD, is_head=False, attempted=HEAD.identity), True, True),  # its turn or its commit decides
-        (Kept(None, is_head=False), False, True),
+        (PublicationState(NO_HEAD, is_head=False), False, False),
+        (PublicationState(NO_HEAD, is_head=False, attempted=HEAD.identity), False, False),
+        (PublicationState(HEAD, is_head=False, attempted_before=frozenset({HEAD.identity})), False, False),
+        (PublicationState(HEAD, is_head=False, attempted=HEAD.identity), True, True),  # its turn or its commit decides
+        (PublicationState(None, is_head=False), False, True),
     ],
 )
 def test_of_an_agent_that_is_gone_nothing_stays_that_may_have_been_stored(
-    kept: Kept, is_used: bool, expected: bool
+    publication: PublicationState, is_used: bool, expected: bool
 ) -> None:
     async def scenario(lab: Lab) -> None:
-        lab.engine.hot["a"] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", kept)
+        lab.engine.hot["a"] = AgentMemory(RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, "", publication)
         with lab.leases.using("a") if is_used else contextlib.nullcontext():
             lab.leases._happened(AgentGone("a"))
         assert ("a" in lab.engine.hot) is expected
@@ -392,7 +392,7 @@ def test_a_commit_moves_on_what_its_own_lease_calls_newest_and_never_back(
         lease = lab.leases.lease("a")
         assert lease is not None
         assert lease.newest == (committed if expected else HEAD).identity
-        assert may_use_hot(Kept(committed, is_head=True).claim, None, lease, lab.now) is expected
+        assert may_use_hot(PublicationState(committed, is_head=True).claim, None, lease, lab.now) is expected
 
     run(scenario)
 

@@ -11,7 +11,7 @@ from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Restored
-from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Prepared, Recall, Recollection
 from inference_svc.memory.remote_cache import NO_HEAD
@@ -63,10 +63,10 @@ STATES = {point: Digest.of(b"state %d" % point) for point in POINTS}
 
 
 def memory(points: Sequence[int] = POINTS) -> AgentMemory:
-    words = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
+    transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
     states = {point: STATES[point] for point in points}
-    kept = Kept(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, states=states)
-    return AgentMemory(words, (), manifest_pb2.Turn(), 0, "t", kept, tuple(points))
+    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, states=states)
+    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication, tuple(points))
 
 
 def planned(

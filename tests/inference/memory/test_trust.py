@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recall, Recollection
 from inference_svc.memory.remote_cache import NO_HEAD, AgentHeads, Head, StoreMiss
@@ -145,18 +145,18 @@ class Store:
         return b"not a manifest: it is found, and the memory is not hot"
 
 
-def recalled(head: Head, kept: Kept, *, is_being_published: bool) -> tuple[Recollection, Engine]:
+def recalled(head: Head, publication: PublicationState, *, is_being_published: bool) -> tuple[Recollection, Engine]:
     async def scenario() -> tuple[Recollection, Engine]:
         if is_being_published:
-            kept.publication = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
-        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", kept)
+            publication.task = asyncio.create_task(asyncio.Event().wait())  # type: ignore[arg-type]
+        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
         engine: Any = Engine(memory)
         prompting: Any = None
         store: Any = Store(head)
         recall = Recall(engine, prompting, {"default": store}, worthwhile_fraction=0.5)
         found = await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
-        if kept.publication is not None:
-            kept.publication.cancel()
+        if publication.task is not None:
+            publication.task.cancel()
         return found, engine
 
     return asyncio.run(scenario())
@@ -177,8 +177,8 @@ def recalled(head: Head, kept: Kept, *, is_being_published: bool) -> tuple[Recol
 def test_a_memory_that_is_being_stored_is_used_only_beside_what_it_follows(
     newest: Head, expected: bool, is_being_published: bool
 ) -> None:
-    kept = Kept(FIRST, is_head=False, attempted=SECOND)
-    found, engine = recalled(newest, kept, is_being_published=is_being_published)
+    publication = PublicationState(FIRST, is_head=False, attempted=SECOND)
+    found, engine = recalled(newest, publication, is_being_published=is_being_published)
     assert (found.kv_from is Source.HOT) is expected
     assert (engine.hot is not None) is expected
     assert found.head == newest
@@ -187,38 +187,56 @@ def test_a_memory_that_is_being_stored_is_used_only_beside_what_it_follows(
 @pytest.mark.parametrize("is_being_published", [True, False])
 def test_a_first_memory_that_may_have_been_stored_is_not_used_beside_no_agent(is_being_published: bool) -> None:
     """The agent may have been deleted since. While its commit is under way the memory is not forgotten either."""
-    kept = Kept(NO_HEAD, is_head=False, attempted=Version(1, FIRST.manifest))
-    found, engine = recalled(NO_HEAD, kept, is_being_published=is_being_published)
+    publication = PublicationState(NO_HEAD, is_head=False, attempted=Version(1, FIRST.manifest))
+    found, engine = recalled(NO_HEAD, publication, is_being_published=is_being_published)
     assert (found.kv_from, found.memory) == (Source.COLD, None)
     assert found.head == (None if is_being_published else NO_HEAD)
     assert (engine.hot is not None) is is_being_published
 
 
 def test_a_memory_that_is_being_stored_after_nobody_knows_what_is_neither_used_nor_dropped() -> None:
-    found, engine = recalled(FIRST, Kept(None, is_head=False), is_being_published=True)
+    found, engine = recalled(FIRST, PublicationState(None, is_head=False), is_being_published=True)
     assert (found.kv_from, found.memory, found.head) == (Source.COLD, None, None)
     assert engine.hot is not None
 
 
 @pytest.mark.parametrize(
-    ("kept", "generation", "counts_until", "taken_back", "is_used"),
+    ("publication", "generation", "counts_until", "taken_back", "is_used"),
     [
-        (Kept(FIRST, is_head=False, generation=1), 1, 5.0, True, True),  # the line was this engine's all the while
-        (Kept(FIRST, is_head=False, generation=1), 2, 5.0, True, False),  # deleted, and forked back to the same
-        (Kept(FIRST, is_head=False, generation=1), 2, 5.0, False, True),
-        (Kept(FIRST, is_head=False, generation=1), 2, 5.0, None, False),
-        (Kept(FIRST, is_head=False, generation=1), 1, 0.0, True, False),  # the lease may have ended unheard
-        (Kept(FIRST, is_head=False, generation=1), None, 0.0, True, False),
-        (Kept(FIRST, is_head=True), None, 0.0, True, True),  # it is what the store calls newest, and nothing beyond
+        (
+            PublicationState(FIRST, is_head=False, generation=1),
+            1,
+            5.0,
+            True,
+            True,
+        ),  # the line was this engine's all the while
+        (
+            PublicationState(FIRST, is_head=False, generation=1),
+            2,
+            5.0,
+            True,
+            False,
+        ),  # deleted, and forked back to the same
+        (PublicationState(FIRST, is_head=False, generation=1), 2, 5.0, False, True),
+        (PublicationState(FIRST, is_head=False, generation=1), 2, 5.0, None, False),
+        (PublicationState(FIRST, is_head=False, generation=1), 1, 0.0, True, False),  # the lease may have ended unheard
+        (PublicationState(FIRST, is_head=False, generation=1), None, 0.0, True, False),
+        (
+            PublicationState(FIRST, is_head=True),
+            None,
+            0.0,
+            True,
+            True,
+        ),  # it is what the store calls newest, and nothing beyond
     ],
 )
 def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_taken_back(
-    kept: Kept, generation: int | None, counts_until: float, taken_back: bool | None, is_used: bool
+    publication: PublicationState, generation: int | None, counts_until: float, taken_back: bool | None, is_used: bool
 ) -> None:
     """A version that is made again has the number and the manifest of the one that was deleted with what followed."""
 
     async def scenario() -> Recollection:
-        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", kept)
+        memory = AgentMemory(RememberedText("one", (1,), (3,)), (), manifest_pb2.Turn(), 0, "", publication)
         engine: Any = Engine(memory)
         unused: Any = None
         store: Any = Store(FIRST, taken_back=taken_back)

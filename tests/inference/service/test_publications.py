@@ -16,7 +16,7 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.memory import copies, store_patience
-from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.outcomes import SnapshotState
 from inference_svc.memory.publishing import Publisher, PublishingLimits
@@ -125,19 +125,19 @@ class House:
         self.publisher = Publisher(self.engine, taken_in, limits, self.stats, lambda: 0.0, lambda: next(ticks))
 
     def publish(self, memory: AgentMemory, previous: AgentMemory | None = None) -> asyncio.Task[Any]:
-        before = previous.kept if previous is not None else None
+        before = previous.publication if previous is not None else None
         return self.publisher.publish(KEY, memory, taken(memory), self.store, before, None)
 
 
 def remembered(text: str, head: Head | None, expected_version: int | None = None) -> AgentMemory:
-    kept = Kept(head, is_head=False, expected_version=expected_version)
-    words = RememberedText(text, [1] * len(text), [1] * len(text))
-    return AgentMemory(words, (), manifest_pb2.Turn(), 0, "", kept)
+    publication = PublicationState(head, is_head=False, expected_version=expected_version)
+    transcript = RememberedText(text, [1] * len(text), [1] * len(text))
+    return AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
 
 
 def taken(memory: AgentMemory) -> Any:
-    state = SequenceState(tuple(memory.words.token_ids), tuple(memory.words.token_chars), 0)
-    tail: Any = (None, memory.words.text.encode())
+    state = SequenceState(tuple(memory.transcript.token_ids), tuple(memory.transcript.token_chars), 0)
+    tail: Any = (None, memory.transcript.text.encode())
     return Snapshot(0, (), tail, state)
 
 
@@ -196,7 +196,7 @@ def test_a_turn_that_ended_while_its_predecessor_committed_follows_it() -> None:
         house = House()
         first = remembered("one", NO_HEAD)
         publishing = house.publish(first)
-        second = remembered("one two", first.kept.head)
+        second = remembered("one two", first.publication.head)
         await publishing
         outcome = await house.publish(second, first)
         assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 2)
@@ -213,8 +213,8 @@ def test_what_extends_a_memory_that_lost_loses_too() -> None:
         house.store.up.set()
         assert [outcome.state for outcome in await asyncio.gather(*both)] == [SnapshotState.FAILED] * 2
         assert house.store.head == OTHERS
-        assert first.kept.head is None
-        assert not is_current(second.kept.claim, OTHERS.identity)
+        assert first.publication.head is None
+        assert not is_current(second.publication.claim, OTHERS.identity)
 
     run(scenario)
 
@@ -227,10 +227,10 @@ def test_a_memory_made_without_the_store_is_stored_after_the_version_that_its_ca
         house = House(OTHERS)
         memory = remembered("one", None, expected_version)
         # The number alone does not say which memory it follows: as hot memory it is not used until it is stored.
-        assert not is_current(memory.kept.claim, OTHERS.identity)
+        assert not is_current(memory.publication.claim, OTHERS.identity)
         outcome = await house.publish(memory)
         assert outcome.state is (SnapshotState.COMMITTED if expected else SnapshotState.FAILED)
-        assert is_current(memory.kept.claim, house.store.head.identity) is expected
+        assert is_current(memory.publication.claim, house.store.head.identity) is expected
 
     run(scenario)
 
@@ -279,7 +279,7 @@ def test_a_line_that_was_taken_back_is_not_extended_under_the_lease_that_came_af
         leased(house)
         house.store.taken_back = taken_back
         memory = remembered("one", OTHERS)
-        memory.kept.generation = 1
+        memory.publication.generation = 1
         await house.publish(memory)
         assert house.store.leases == [("me", 1 if taken_back else 2)]
 
@@ -448,9 +448,9 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
     engine.model.kv_bytes_per_token = 1000 // BLOCK_TOKENS + 1
     monkeypatch.setattr(copies, "_PIECE_BYTES", 2 * BLOCK_TOKENS * engine.model.kv_bytes_per_token)
     house.engine = house.publisher.copies._engine = engine
-    words = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
-    kept = Kept(NO_HEAD, is_head=False)
-    return house, AgentMemory(words, (), manifest_pb2.Turn(), 0, "", kept)
+    transcript = RememberedText("x" * len(engine.ids), engine.ids, (1,) * len(engine.ids))
+    publication = PublicationState(NO_HEAD, is_head=False)
+    return house, AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "", publication)
 
 
 async def copy_all(house: House, memory: AgentMemory) -> tuple[Snapshot, int]:
@@ -463,9 +463,9 @@ def test_a_memory_larger_than_what_may_wait_goes_to_the_store_in_pieces(monkeypa
         house, memory = long_house(40, 5000, monkeypatch)
         snapshot, _ = await copy_all(house, memory)
         assert house.engine.most_held <= 5000
-        assert len(memory.kept.blocks) == snapshot.first_block > 30
+        assert len(memory.publication.blocks) == snapshot.first_block > 30
         sent = [Digest.of(bytes([block]) * 1000) for block in range(snapshot.first_block)]
-        assert memory.kept.blocks == sent
+        assert memory.publication.blocks == sent
         rest = [data for _, data in snapshot.blocks]
         assert rest == [bytes([block]) * 1000 for block in range(snapshot.first_block, 40)]
         assert snapshot.tail is not None
@@ -484,12 +484,12 @@ def test_a_memory_that_must_not_wait_is_refused_with_numbers_and_its_successor_k
         house.store.is_reachable = False
         with pytest.raises(errors.ResourceExhausted, match="of the 5000 that may wait") as refusal:
             await copy_all(house, memory)
-        outcome = await house.publisher.publish(KEY, memory, refusal.value, house.store, first.kept, None)
+        outcome = await house.publisher.publish(KEY, memory, refusal.value, house.store, first.publication, None)
         assert outcome.state is SnapshotState.FAILED
         assert "5000" in outcome.reason
         assert house.publisher.copies.held.held_units == 0
         # The version that is there is the one that it, and whatever extends it, follows.
-        assert memory.kept.head == first.kept.head == house.store.head
+        assert memory.publication.head == first.publication.head == house.store.head
         following = remembered("two", NO_HEAD)
         assert (await house.publish(following, memory)).version == 2
         counters = house.stats.of(KEY.namespace)

@@ -1,4 +1,4 @@
-"""Files of a turn that was preempted, between an engine and a real store: kept as long as it waits, and no longer."""
+"""Files of a preempted turn, between an engine and a real store: kept as long as the turn waits, and no longer."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from kvasir.formats.block_hash import chain_hash, kv_identity_hash
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import Cold, Hot, Preempted, Resumed, Wanted
-from inference_svc.memory.agent_memory import Kept
+from inference_svc.memory.agent_memory import PublicationState
 from inference_svc.memory.outcomes import MissReason
 from inference_svc.memory.remote_cache import NO_HEAD, RemoteCache
 from inference_svc.memory.service_stats import NamespaceCounters
@@ -151,20 +151,20 @@ def test_a_turn_that_ends_while_its_files_come_back_leaves_nothing_held(house: H
 def test_only_a_turn_whose_agent_loses_nothing_by_it_may_be_preempted() -> None:
     """The hot memory that it extends goes with its rows: the store must have all of it."""
 
-    def may_wait(reuse: Cold | Hot, kept: Kept | None, *, is_reachable: bool = True) -> bool:
-        memory = None if kept is None else SimpleNamespace(kept=kept)
+    def may_wait(reuse: Cold | Hot, publication: PublicationState | None, *, is_reachable: bool = True) -> bool:
+        memory = None if publication is None else SimpleNamespace(publication=publication)
         return may_be_preempted(cast("Any", SimpleNamespace(is_reachable=is_reachable)), cast("Any", memory), reuse)
 
-    async def being_published() -> Kept:
-        kept = Kept(NO_HEAD, is_head=True)
-        kept.publication = cast("Any", asyncio.get_running_loop().create_future())
-        return kept
+    async def being_published() -> PublicationState:
+        publication = PublicationState(NO_HEAD, is_head=True)
+        publication.task = cast("Any", asyncio.get_running_loop().create_future())
+        return publication
 
     assert may_wait(Cold(), None)
     assert not may_be_preempted(None, None, Cold())
     assert not may_wait(Cold(), None, is_reachable=False)
-    assert may_wait(Hot(5), Kept(NO_HEAD, is_head=True))
-    assert may_wait(Cold(), Kept(NO_HEAD, is_head=False))
-    assert not may_wait(Hot(5), Kept(NO_HEAD, is_head=False))
+    assert may_wait(Hot(5), PublicationState(NO_HEAD, is_head=True))
+    assert may_wait(Cold(), PublicationState(NO_HEAD, is_head=False))
+    assert not may_wait(Hot(5), PublicationState(NO_HEAD, is_head=False))
     assert not may_wait(Hot(5), asyncio.run(being_published()))
-    assert not may_wait(Hot(5), Kept(NO_HEAD, is_head=True), is_reachable=False)
+    assert not may_wait(Hot(5), PublicationState(NO_HEAD, is_head=True), is_reachable=False)

@@ -297,10 +297,10 @@ def test_a_reply_is_rendered_and_tokenized_to_the_tokens_that_it_was(data: st.Da
     generated, chars = prompting._token_text.spell(said)
     state = SequenceState((*before.ids, *said), (*before.chars, *chars), 0)
     remembered = prompting.said(asked, len(before.ids), generated, generated, state)
-    assert without_guards(remembered.words.text) == asked + generated
-    assert sum(remembered.words.token_chars) == len(remembered.words.text)
+    assert without_guards(remembered.transcript.text) == asked + generated
+    assert sum(remembered.transcript.token_chars) == len(remembered.transcript.text)
     reply = message("assistant", remembered.reply, is_reply=True)
     following = prompt(prompting, [message("user", "x"), reply, message("user", "y")])
-    assert following.startswith(remembered.words.text)
+    assert following.startswith(remembered.transcript.text)
     structure = [token for token in said if token in prompting._structure]
-    assert special_ids(prompting, remembered.words.text) == [*special_ids(prompting, asked), *structure]
+    assert special_ids(prompting, remembered.transcript.text) == [*special_ids(prompting, asked), *structure]

@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Timings
 from inference_svc.formats.constraint import Constraint, ConstraintKind
-from inference_svc.memory.agent_memory import AgentMemory, Kept
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Prepared, Recollection
 from inference_svc.memory.remote_cache import Head
@@ -35,9 +35,9 @@ ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState((
 
 def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recollection:
     messages = (manifest_pb2.Message(role="user", content=content),)
-    kept = Kept(head, is_head=True)
+    publication = PublicationState(head, is_head=True)
     return Recollection(
-        AgentMemory(RememberedText("", (), ()), messages, manifest_pb2.Turn(), 0, "", kept), source, head
+        AgentMemory(RememberedText("", (), ()), messages, manifest_pb2.Turn(), 0, "", publication), source, head
     )
 
 

@@ -11,7 +11,7 @@ from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.engine.api import Event, Prefilled, SamplingParams
-from inference_svc.memory.agent_memory import AgentMemory, Kept, from_manifest
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import NO_HEAD, Head, head_of
@@ -38,7 +38,7 @@ def memory(
     *, is_head: bool = True, finish_reason: str = "stop", messages: tuple[manifest_pb2.Message, ...] = ()
 ) -> AgentMemory:
     turn = manifest_pb2.Turn(request_id="r", input_digest="digest", finish_reason=finish_reason)
-    return AgentMemory(RememberedText("", (), ()), messages, turn, 0, "", Kept(HEAD, is_head=is_head))
+    return AgentMemory(RememberedText("", (), ()), messages, turn, 0, "", PublicationState(HEAD, is_head=is_head))
 
 
 # --- retries ---
@@ -124,30 +124,42 @@ OTHER = Head(6, Digest.of(b"another"), 5, "kv")
 
 
 @pytest.mark.parametrize(
-    ("kept", "newest", "expected"),
+    ("publication", "newest", "expected"),
     [
-        (Kept(HEAD, is_head=True), HEAD, True),
-        (Kept(HEAD, is_head=False), HEAD, True),  # extends it, not stored yet
-        (Kept(HEAD, is_head=True), OTHER, False),
-        (Kept(HEAD, is_head=True), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
-        (Kept(HEAD, is_head=True), NO_HEAD, False),
-        (Kept(HEAD, is_head=False, attempted=OTHER.identity), OTHER, True),  # a commit whose answer was lost
+        (PublicationState(HEAD, is_head=True), HEAD, True),
+        (PublicationState(HEAD, is_head=False), HEAD, True),  # extends it, not stored yet
+        (PublicationState(HEAD, is_head=True), OTHER, False),
+        (PublicationState(HEAD, is_head=True), Head(5, OTHER.manifest, 4, "kv"), False),  # deleted and begun anew
+        (PublicationState(HEAD, is_head=True), NO_HEAD, False),
+        (
+            PublicationState(HEAD, is_head=False, attempted=OTHER.identity),
+            OTHER,
+            True,
+        ),  # a commit whose answer was lost
         # Rolled back to it since: the number is another, and so is what the agent remembers.
-        (Kept(HEAD, is_head=False, attempted=OTHER.identity), Head(8, OTHER.manifest, 7, "kv"), False),
-        (Kept(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), OTHER, True),
-        (Kept(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), Head(8, OTHER.manifest, 7), False),
-        (Kept(HEAD, is_head=False, lost_to="6"), HEAD, False),
-        (Kept(None, is_head=False), OTHER, False),  # made while the store was away: what it follows was never told
-        (Kept(None, is_head=False), NO_HEAD, False),
+        (PublicationState(HEAD, is_head=False, attempted=OTHER.identity), Head(8, OTHER.manifest, 7, "kv"), False),
+        (PublicationState(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})), OTHER, True),
+        (
+            PublicationState(HEAD, is_head=False, attempted_before=frozenset({OTHER.identity})),
+            Head(8, OTHER.manifest, 7),
+            False,
+        ),
+        (PublicationState(HEAD, is_head=False, lost_to="6"), HEAD, False),
+        (
+            PublicationState(None, is_head=False),
+            OTHER,
+            False,
+        ),  # made while the store was away: what it follows was never told
+        (PublicationState(None, is_head=False), NO_HEAD, False),
     ],
 )
 def test_a_hot_memory_is_used_only_if_it_is_or_extends_the_newest_version(
-    kept: Kept, newest: Head, expected: bool
+    publication: PublicationState, newest: Head, expected: bool
 ) -> None:
-    assert is_current(kept.claim, newest.identity) is expected
+    assert is_current(publication.claim, newest.identity) is expected
     if expected:
-        kept.learn(newest)
-        assert kept.head == newest
+        publication.learn(newest)
+        assert publication.head == newest
 
 
 # --- outbox and hand-off ---
