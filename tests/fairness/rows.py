@@ -37,7 +37,7 @@ ROWS = (
     Row("engine-strangers", "calls of the engine (no credential)", engine_attacks.silent_strangers),
     Row("engine-silent", "calls of the engine", engine_attacks.silent_calls),
     Row("engine-half-messages", "bytes of messages that arrive", engine_attacks.half_messages),
-    Row("long-turns", "places of turns, rows of a step", engine_attacks.long_turns),
+    Row("long-turns", "places of turns, batch rows of a step", engine_attacks.long_turns),
     Row("long-prompts", "prefill", engine_attacks.long_prompts),
     Row("prompt-bytes", "bytes of prompts", engine_attacks.prompt_bytes),
     Row("kv-backlog", "KV that turns may come to need", engine_attacks.kv_backlog),

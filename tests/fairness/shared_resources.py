@@ -40,8 +40,8 @@ SHARED = (
         "both",
         "clients/python/kvasir/server/serving.py: MAX_RPCS_AT_ALL",
         ("kvasir.server.serving:MAX_RPCS_AT_ALL", 8192),
-        "none: nobody knows yet whose they are",
-        "as they came, the calls of each method for themselves",
+        "none: their callers are not known yet",
+        "as they came, each method by itself",
         "RESOURCE_EXHAUSTED, in gRPC's words",
     ),
     Shared(
@@ -67,7 +67,7 @@ SHARED = (
         "both",
         "clients/python/kvasir/server/arriving.py: _waiting",
         ("kvasir.server.arriving:MAX_WAITING_CHECKS", 32),
-        "strangers' alone; a check whose message came is answered",
+        "for strangers alone; a check whose message came is answered",
         "the oldest makes room for the newest",
         "FIRST_MESSAGE_LATE",
     ),
@@ -158,7 +158,7 @@ SHARED = (
         "cachestore_svc/__main__.py: reader",
         ("cachestore_svc.config:StoreSettings.read_buffer_bytes", 128 << 20),
         THREE_OF_FREE,
-        IN_TURN + "; a slow reader gives its blob up for one who has no more",
+        IN_TURN + "; a slow reader drops its blob when another reader has none",
         WAITS,
     ),
     Shared(
@@ -184,17 +184,17 @@ SHARED = (
         "store",
         "cachestore_svc/blobs/space.py: _stored",
         ("cachestore_svc.config:StoreSettings.free_disk_reserve_bytes", 256 << 20),
-        "its quota; without one, all but as much as must stay free: that is for who holds less",
+        "its quota; without one, all but as much as must stay free, which is for namespaces that hold less",
         "none waits",
         "QUOTA_FULL, DISK_SHARE_FULL, DISK_FULL",
     ),
     Shared(
-        "waiting inside of any room",
+        "waiting inside of any shared room",
         "both",
         "clients/python/kvasir/server/shared_room.py: _waiting",
         ("kvasir.server.shared_room:_MAX_OVERTAKEN", 16),
-        "as the room's",
-        IN_TURN + "; who waits for much and holds nothing is overtaken 16 times",
+        "as the shared room's",
+        IN_TURN + "; a large request of a namespace that holds nothing is overtaken 16 times",
         WAITS,
     ),
     Shared(
@@ -275,7 +275,7 @@ SHARED = (
         "inference_svc/formats/kept_formats.py: _shares",
         ("inference_svc.formats.grammars:_MAX_KEPT", 32),
         THREE_OF_FREE,
-        "the oldest of who has its share goes first",
+        "of a namespace that has its share, the oldest goes first",
         "nothing: it is compiled again",
     ),
     Shared(
@@ -283,8 +283,8 @@ SHARED = (
         "engine",
         "inference_svc/engine/scheduling/mask_budget.py: _purses",
         ("inference_svc.engine.scheduling.mask_budget:PART", 0.25),
-        "an equal part of that part of a step's other time, while others speak or wait",
-        "turns of a namespace in turn; who overdraws sits out steps",
+        "an equal part of a quarter of a step's other time, while others generate or wait",
+        "turns of a namespace in turn; a namespace that overdraws sits out steps",
         WAITS,
     ),
     Shared(
@@ -337,8 +337,8 @@ SHARED = (
         "engine",
         "inference_svc/engine/scheduling/room_shares.py: _held",
         ("inference_svc.engine.scheduling.schedulable:Rules.kept_part", 8),
-        "an equal part of seven eighths, and more of what is free while nobody below its own waits",
-        IN_TURN + "; turns of who has more are preempted for people of who has less",
+        "an equal part of seven eighths; more of what is free while no namespace below its part waits",
+        IN_TURN + "; turns of namespaces above their part are preempted for interactive turns of those below",
         WAITS,
     ),
     Shared(
@@ -346,17 +346,17 @@ SHARED = (
         "engine",
         "inference_svc/engine/scheduling/hot_memories.py: _held",
         ("inference_svc.config:EngineSettings.memory_gib", 4.0),
-        "an equal part; who has more loses its own first",
+        "an equal part; a namespace above it loses its own first",
         "the memory that is expected last goes first",
         WAITS,
     ),
     Shared(
-        "rows of a step",
+        "batch rows of a step",
         "engine",
         "inference_svc/engine/scheduling/scheduler.py: _seats",
         ("inference_svc.engine.scheduling.schedulable:Rules.rows_beside", 4),
         "4 beside others",
-        "rows of a namespace in turn, each for 16 steps",
+        "turns of a namespace in turn, each for 16 steps",
         WAITS,
     ),
     Shared(
@@ -364,7 +364,7 @@ SHARED = (
         "engine",
         "inference_svc/engine/scheduling/pacing.py: owed_s",
         ("inference_svc.engine.scheduling.schedulable:Rules.budget_s", 0.1),
-        "as much time as each namespace that speaks beside it",
+        "as much time as each namespace that generates beside it",
         IN_TURN + ", cell by cell, interactive before background",
         WAITS,
     ),
@@ -386,7 +386,7 @@ OWN = (
 def markdown() -> str:
     """The table as DESIGN.md shows it."""
     lines = [
-        "| shared | where | cap | share of a namespace | order | the refused is told |",
+        "| shared | where | cap | share of a namespace | order | a refused caller gets |",
         "|---|---|---:|---|---|---|",
     ]
     for row in SHARED:
