@@ -160,7 +160,7 @@ class EngineWorker:
         tokens = turn.token_ids[: turn.full_blocks * BLOCK_TOKENS]
         active.chain = chain_hashes(self._model.kv_identity_hash, tokens, active.chain)
         last_block = len(active.chain) if max_blocks is None else min(first_block + max_blocks, len(active.chain))
-        self._batch.settle(active.kv)
+        self._batch.flush(active.kv)
         files = self._files(active.kv, tokens[: last_block * BLOCK_TOKENS], active.chain[:last_block], first_block)
         return Snapshot(first_block, tuple(files), None, turn.state())
 

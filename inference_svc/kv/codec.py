@@ -13,7 +13,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument
 
 # One tensor of a file each; [1, kv_heads, rows, …].
-Parts = tuple[mx.array, ...]
+EncodedRows = tuple[mx.array, ...]
 
 SCALE_TYPES = {identity_pb2.SCALE_TYPE_FLOAT16: mx.float16, identity_pb2.SCALE_TYPE_BFLOAT16: mx.bfloat16}
 QUANTIZED_BITS = (4, 8)
@@ -36,9 +36,9 @@ class Codec(Protocol):
         """Why rows of this head dimension cannot be stored; empty when they can."""
         ...
 
-    def encode(self, rows: mx.array) -> Parts: ...
+    def encode(self, rows: mx.array) -> EncodedRows: ...
 
-    def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array: ...
+    def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +58,11 @@ class QuantizedCodec:
             return f"head dimension {dim} is no multiple of the group size {self.group_size}"
         return ""
 
-    def encode(self, rows: mx.array) -> Parts:
+    def encode(self, rows: mx.array) -> EncodedRows:
         codes, scales, biases = mx.quantize(rows, group_size=self.group_size, bits=self.bits)
         return codes, scales.astype(self.scale_type), biases.astype(self.scale_type)
 
-    def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
+    def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
         # Casting the few scales first is ten times faster on a CPU than asking dequantize for another type.
         codes, scales, biases = parts[0], parts[1].astype(dtype), parts[2].astype(dtype)
         if mx.default_device().type == mx.DeviceType.cpu:
@@ -107,11 +107,11 @@ class RotatedCodec:
             return f"head dimension {dim} is no power of two, which the Hadamard rotation of keys needs"
         return self.inner.problem(dim)
 
-    def encode(self, rows: mx.array) -> Parts:
+    def encode(self, rows: mx.array) -> EncodedRows:
         # In 32 bits: a sum of `dim` values in 16 would round what is quantized next.
         return self.inner.encode(mx.hadamard_transform(rows.astype(mx.float32)))
 
-    def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
+    def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
         return mx.hadamard_transform(self.inner.decode(parts, mx.float32)).astype(dtype)
 
 
@@ -132,10 +132,10 @@ class ExactCodec:
     def problem(self, dim: int) -> str:  # noqa: ARG002 - a protocol's; 16 bits store any dimension
         return ""
 
-    def encode(self, rows: mx.array) -> Parts:
+    def encode(self, rows: mx.array) -> EncodedRows:
         return (rows.astype(self.scale_type),)
 
-    def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
+    def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
         return parts[0].astype(dtype)
 
 

@@ -5,17 +5,11 @@ which is why a restored sequence goes on as if it had never left. Only the first
 leaves nothing that could be attended to.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
-from inference_svc.kv.codec import Codec, Parts
+from inference_svc.kv.codec import Codec, EncodedRows
 from inference_svc.kv.row_buffer import RowBuffer
-
-if TYPE_CHECKING:
-    from inference_svc.kv.batch.batch_kv import BatchQuantizedKVCache
 
 
 class LayerKV:
@@ -31,7 +25,7 @@ class LayerKV:
         self.append((*self.keys.codec.encode(keys), *self.values.codec.encode(values)))
         return self.decoded(keys.dtype, values.dtype)
 
-    def append(self, codes: Parts) -> None:
+    def append(self, codes: EncodedRows) -> None:
         """Store encoded rows: the parts of K, then those of V."""
         split = self.keys.codec.part_count
         self.keys.write(self.offset, codes[:split])
@@ -63,30 +57,11 @@ class LayerKV:
     def nbytes(self) -> int:
         return sum(buffer.allocated_bytes for buffer in self.buffers)
 
-    def size(self) -> int:
-        return self.offset
-
-    def empty(self) -> bool:
-        return self.offset == 0
-
-    def is_trimmable(self) -> bool:
-        return True
-
     def trim(self, rows: int) -> int:
         """Forget the last rows; returns how many."""
         rows = min(rows, self.offset)
         self.offset -= rows
         return rows
-
-    def batched(self) -> "BatchQuantizedKVCache":
-        """An empty batch for layers like this one."""
-        from inference_svc.kv.batch.batch_kv import BatchQuantizedKVCache  # which is made of these
-
-        return BatchQuantizedKVCache()
-
-    def merge(self, caches: "Sequence[LayerKV]") -> "BatchQuantizedKVCache":
-        """A batch of sequences; mlx-lm asks the first of them for it."""
-        return type(self.batched()).merge(caches)
 
     def fork(self) -> "LayerKV":
         other = LayerKV(self.keys.codec, self.values.codec)

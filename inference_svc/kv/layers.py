@@ -4,30 +4,14 @@
 not: they go back only to moments at which they were copied, and go into a state file whole.
 """
 
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
-import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.window_kv import WindowKV
-
-
-class LayerMemory(Protocol):
-    """What every layer's memory of one sequence can do."""
-
-    offset: int  # tokens that it has seen
-
-    @property
-    def state(self) -> list[mx.array]:
-        """All arrays, to be evaluated together."""
-        ...
-
-    @property
-    def nbytes(self) -> int: ...
-
 
 StatefulKV: TypeAlias = WindowKV | StateKV
 AnyLayerKV: TypeAlias = LayerKV | StatefulKV

@@ -15,14 +15,17 @@ from kvasir.errors import FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from inference_svc.kv.batch.batch_state import BatchStateKV
+from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.layers import AnyLayerKV, new_layer
-from inference_svc.kv.state_kv import BatchStateKV, StateKV
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.state_kv import StateKV
 
 PROBE_TOKENS = (0, 1, 2)
 _SHORTER, _NEXT = PROBE_TOKENS[:2], (2, 1)
 # Exact rows are stored in 16 bits: what they change stays far below this share of the largest logit.
 _TOLERANCE = 0.05
+_ANY_VALUES = 1 << 40  # a probe is so short that its decoded copy always fits
 
 _STATE_TYPES = {
     mx.float32: identity_pb2.TENSOR_TYPE_FLOAT32,
@@ -209,16 +212,12 @@ def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:
 
 def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) -> mx.array:
     identity = _exact_identity(layout)
-    sequences: list[list[AnyLayerKV]] = []
+    batch = DecodeBatch(lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_VALUES)
     for prompt in prompts:
-        layers = [new_layer(identity, index) for index in range(len(layout.entries))]
-        mx.eval(layout.forward(model, mx.array([prompt], dtype=mx.uint32), layers))
-        sequences.append(layers)
-    batches: list[Any] = [layer.batched() for layer in sequences[0]]
-    for layers in sequences:
-        for batch, layer in zip(batches, layers, strict=True):
-            batch.join(layer)
-    logits = layout.forward(model, mx.array([[token] for token in _NEXT], dtype=mx.uint32), batches)[:, -1]
+        kv = SequenceKV.of(identity)
+        mx.eval(layout.forward(model, mx.array([prompt], dtype=mx.uint32), kv.layers))
+        batch.join(kv)
+    logits = batch.step(_NEXT)
     mx.eval(logits)
     return logits
 

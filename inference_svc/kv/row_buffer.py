@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from inference_svc.kv.capacity import capacity_rows
-from inference_svc.kv.codec import Codec, Parts
+from inference_svc.kv.codec import Codec, EncodedRows
 
 
 class RowBuffer:
@@ -20,7 +20,7 @@ class RowBuffer:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self.parts: Parts = ()
+        self.parts: EncodedRows = ()
 
     @property
     def capacity(self) -> int:
@@ -38,14 +38,14 @@ class RowBuffer:
         codes = self.parts[0]
         return int(codes.shape[1] * codes.shape[3] * codes.itemsize * 8 // self.codec.bits)
 
-    def write(self, start: int, rows: Parts) -> None:
+    def write(self, start: int, rows: EncodedRows) -> None:
         """Put rows at [start, start + rows). What lies before `start` is kept; what lies behind is free."""
         stop = start + rows[0].shape[2]
         if stop > self.capacity:
             self._grow(start, capacity_rows(stop), rows)
         self.parts = tuple(_updated(part, start, new) for part, new in zip(self.parts, rows, strict=True))
 
-    def read(self, start: int, stop: int) -> Parts:
+    def read(self, start: int, stop: int) -> EncodedRows:
         if start == 0 and stop == self.capacity:
             return self.parts
         return tuple(part[:, :, start:stop] for part in self.parts)
@@ -70,7 +70,7 @@ class RowBuffer:
         """Bytes of rows [start, stop) of each part, [kv_heads, rows, …]. The parts must have been evaluated."""
         return [_host_view(part)[0, :, start:stop].tobytes() for part in self.parts]
 
-    def _grow(self, kept: int, capacity: int, like: Parts) -> None:
+    def _grow(self, kept: int, capacity: int, like: EncodedRows) -> None:
         grown = [mx.zeros((*new.shape[:2], capacity, *new.shape[3:]), dtype=new.dtype) for new in like]
         if kept:
             grown = [_updated(new, 0, old[:, :, :kept]) for new, old in zip(grown, self.parts, strict=True)]

@@ -15,7 +15,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
-_LEAST_ROWS = 4
+_MIN_ROWS = 4
 # Block sizes that kernels were seen to use, none first; and (rows that count, widths of the sums) that tell them apart.
 _STEPS = (1, 256, 320, 384, 512, 768)
 _TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570, 1100), (690, 1400), (1200, 2900))
@@ -24,9 +24,9 @@ _TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570,
 class _RowExactLinear(Linear):
     def __call__(self, x: mx.array) -> mx.array:
         rows = _rows(x)
-        if rows >= _LEAST_ROWS:
+        if rows >= _MIN_ROWS:
             return Linear.__call__(self, x)
-        few: mx.array = Linear.__call__(self, _in_company(x, rows))[:rows]
+        few: mx.array = Linear.__call__(self, _padded_to_min_rows(x, rows))[:rows]
         return few.reshape(*x.shape[:-1], -1)
 
 
@@ -34,9 +34,9 @@ class _RowExactEmbedding(Embedding):
     def as_linear(self, x: mx.array) -> mx.array:
         rows = _rows(x)
         as_linear: Any = super().as_linear
-        if rows >= _LEAST_ROWS:
+        if rows >= _MIN_ROWS:
             return cast("mx.array", as_linear(x))
-        few: mx.array = as_linear(_in_company(x, rows))[:rows]
+        few: mx.array = as_linear(_padded_to_min_rows(x, rows))[:rows]
         return few.reshape(*x.shape[:-1], -1)
 
 
@@ -54,11 +54,11 @@ def _rows(x: mx.array) -> int:
     return int(x.size // x.shape[-1])
 
 
-def _in_company(x: mx.array, rows: int) -> mx.array:
+def _padded_to_min_rows(x: mx.array, rows: int) -> mx.array:
     flat = x.reshape(rows, -1)
     if rows == 1:
-        return mx.broadcast_to(flat, (_LEAST_ROWS, flat.shape[1]))
-    return mx.concatenate([flat, *[flat[:1]] * (_LEAST_ROWS - rows)])
+        return mx.broadcast_to(flat, (_MIN_ROWS, flat.shape[1]))
+    return mx.concatenate([flat, *[flat[:1]] * (_MIN_ROWS - rows)])
 
 
 def attention_width(rows: int) -> int:

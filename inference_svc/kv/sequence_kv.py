@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 
 from inference_svc.kv.capacity import capacity_rows
-from inference_svc.kv.codec import Parts, layer_codecs
+from inference_svc.kv.codec import EncodedRows, layer_codecs
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.layers import AnyLayerKV, StatefulKV, new_layer
 from inference_svc.kv.tensor_files import Array, CheckedFile, gathered, state_arrays
@@ -37,7 +37,7 @@ class SavedRows:
     """
 
     start: int
-    rows: tuple[Parts, ...]
+    rows: tuple[EncodedRows, ...]
     points: tuple[Point, ...] = ()
 
 
@@ -126,7 +126,7 @@ class SequenceKV:
     def mark(self) -> None:
         """Make a point of the present moment. Evaluates. Without effect if every layer keeps all its tokens."""
         if self.stateful_layers and self.length not in self.points:
-            layers = tuple(layer.copied() for layer in self.stateful_layers)
+            layers = tuple(layer.compacted() for layer in self.stateful_layers)
             mx.eval([layer.state for layer in layers])
             self._points.append(Point(self.length, layers))
             # From here on they share what the point holds, and let go of what it was a part of.
@@ -228,7 +228,7 @@ class SequenceKV:
         """The point that a state file's tensors are."""
         rest, layers = list(arrays), []
         for layer in self.stateful_layers:
-            count, made = layer.part_count_after(tokens), layer.fresh()
+            count, made = layer.part_count_after(tokens), layer.empty_like()
             made.put_parts(tokens, rest[:count])
             layers.append(made)
             del rest[:count]
@@ -239,7 +239,7 @@ class SequenceKV:
 
     def _become(self, stateful: Sequence[StatefulKV] | None) -> None:
         """Go on from copies of these layers; from nothing if there are none."""
-        forks = iter([layer.fork() if stateful else layer.fresh() for layer in stateful or self.stateful_layers])
+        forks = iter([layer.fork() if stateful else layer.empty_like() for layer in stateful or self.stateful_layers])
         self.layers = [layer if isinstance(layer, LayerKV) else next(forks) for layer in self.layers]
 
 

@@ -6,18 +6,14 @@ rows and the new ones, in the order of positions. So a restored sequence compute
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 from kvasir.formats.block_file import window_rows
 from mlx_lm.models.base import create_causal_mask
 
 from inference_svc.kv.capacity import window_capacity_rows
-from inference_svc.kv.codec import Codec, Parts
+from inference_svc.kv.codec import Codec, EncodedRows
 from inference_svc.kv.row_buffer import RowBuffer
-
-if TYPE_CHECKING:
-    from inference_svc.kv.batch.batch_window import BatchWindowKV
 
 
 class WindowKV:
@@ -53,7 +49,7 @@ class WindowKV:
         """Rows that the next token sees besides itself: what is persisted."""
         return window_rows(self.window, self.offset)
 
-    def append(self, codes: Parts) -> None:
+    def append(self, codes: EncodedRows) -> None:
         """Store encoded rows: the parts of K, then those of V."""
         count, split = codes[0].shape[2], self.keys.codec.part_count
         if self.offset - self.first + count > self.keys.capacity:
@@ -87,12 +83,6 @@ class WindowKV:
     def nbytes(self) -> int:
         return sum(buffer.allocated_bytes for buffer in self.buffers)
 
-    def size(self) -> int:
-        return self.kept_rows
-
-    def empty(self) -> bool:
-        return self.offset == 0
-
     # --- back in time ---
 
     def is_trimmable(self) -> bool:
@@ -118,7 +108,7 @@ class WindowKV:
         other.offset, other.first = self.offset, self.first
         return other
 
-    def copied(self) -> "WindowKV":
+    def compacted(self) -> "WindowKV":
         """A copy that holds what the next token sees and no more: for keeping."""
         other = WindowKV(self.keys.codec, self.values.codec, self.window)
         other.offset, other.first = self.offset, self.offset - self.kept_rows
@@ -126,7 +116,7 @@ class WindowKV:
             copied.parts = tuple(mx.contiguous(part) for part in self._kept(buffer))
         return other
 
-    def fresh(self) -> "WindowKV":
+    def empty_like(self) -> "WindowKV":
         """One like this that has seen nothing."""
         return WindowKV(self.keys.codec, self.values.codec, self.window)
 
@@ -149,18 +139,6 @@ class WindowKV:
         self.first = offset - self.kept_rows
         self.keys.parts, self.values.parts = tuple(parts[:split]), tuple(parts[split:])
 
-    # --- batches ---
-
-    def batched(self) -> "BatchWindowKV":
-        """An empty batch for layers like this one."""
-        from inference_svc.kv.batch.batch_window import BatchWindowKV  # which is made of these
-
-        return BatchWindowKV()
-
-    def merge(self, caches: "Sequence[WindowKV]") -> "BatchWindowKV":
-        """A batch of sequences; mlx-lm asks the first of them for it."""
-        return type(self.batched()).merge(caches)
-
     def _drop_unseen(self, coming: int) -> None:
         """Move the rows that the next token sees to the front of buffers with room for `coming` more and some."""
         kept = self.kept_rows
@@ -170,7 +148,7 @@ class WindowKV:
                 buffer.parts = tuple(_with_room(part, capacity) for part in self._kept(buffer))
         self.first = self.offset - kept
 
-    def _kept(self, buffer: RowBuffer) -> Parts:
+    def _kept(self, buffer: RowBuffer) -> EncodedRows:
         return buffer.read(self.held_rows - self.kept_rows, self.held_rows) if buffer.parts else ()
 
 

@@ -28,14 +28,14 @@ MUTANTS = (
     Mutant(
         "a sequence attends to one row of who was in its slot before",
         "batch_kv.py",
-        "last = mx.array(lengths)[:, None] + mx.arange(count)",
-        "last = mx.array(lengths)[:, None] + mx.arange(count) + (max(lengths) > 99)",
+        "last = mx.array(lengths)[:, None, None, None]",
+        "last = mx.array(lengths)[:, None, None, None] + (max(lengths) > 99)",
     ),
     Mutant(
         "who leaves a batch takes a neighbour's newest row along",
         "batched_rows.py",
-        "            row.append(self._unstacked(self._staged.read_slot(slot, count)))",
-        "            row.append(self._unstacked(self._staged.read_slot((slot + 1) % len(self.rows), count)))",
+        "self._staged.read_slot(slot, flushed.staged)",
+        "self._staged.read_slot((slot + 1) % len(self.rows), flushed.staged)",
     ),
     Mutant(
         "the last slot's rows are not moved when another leaves",

@@ -1,19 +1,20 @@
-"""What the batched forms of layers that store rows have in common: who is in the batch, and the codes that wait.
+"""What the batched forms of layers that store rows have in common: the sequences in the batch, and their waiting codes.
 
 Each sequence's codes stay in its own buffers; joining and leaving copies none of them and quantizes nothing again. What
 a batch adds is scratch: the newest codes, staged until there are enough to be worth a write, and a decoded copy of the
-rows, so that a step de-quantizes only what is new. The copy may be done without (`keeps_decoded`): attention sees the
-same bits either way.
+rows, so that a step de-quantizes only the new row. The batch can work without the copy (`keeps_decoded`): attention
+sees the same bits either way.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar, cast
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 
 from inference_svc.kv.batch.slot_arrays import SlotArrays
-from inference_svc.kv.codec import Parts
+from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.window_kv import WindowKV
 
@@ -22,36 +23,33 @@ _STAGED_ROWS = 64
 RowT = TypeVar("RowT", bound=LayerKV | WindowKV)
 
 
-class BatchedRows(ABC, Generic[RowT]):
-    """Sequences by slot, in mlx-lm's cache protocol but for what attention is given.
+@dataclass(slots=True)
+class _Slot(Generic[RowT]):
+    """A sequence in the batch: its own buffers, how many of its rows are staged, whether the decoded copy has it."""
 
-    Slot i is sequence `rows[i]`, which is extended in place but lags behind by what is staged until it is settled.
-    Whoever gives a sequence that is still used elsewhere gives a fork of it.
+    row: RowT
+    staged: int = 0
+    is_decoded: bool = False
+
+
+class BatchedRows(ABC, Generic[RowT]):
+    """Sequences by slot, one new token each per step, in the part of mlx-lm's cache protocol that its models call.
+
+    The sequence of a slot is extended in place, but lags behind by its staged rows until it is flushed. A caller that
+    still uses a sequence elsewhere must join a fork of it.
     """
 
     def __init__(self, rows: Sequence[RowT] = (), *, keeps_decoded: bool = True) -> None:
-        self.rows: list[RowT] = []
         self.keeps_decoded = keeps_decoded
-        self._staged_rows: list[int] = []  # by slot
+        self._slots: list[_Slot[RowT]] = []
         self._staged = SlotArrays(_STAGED_ROWS)
         self._decoded = SlotArrays()
-        self._is_decoded: list[bool] = []  # by slot
-        self._stacked_heads = (
-            0  # where K and V are stored alike they are worked on as one, V's heads behind so many of K
-        )
-        self._unread: list[int] | None = None  # while a right-padded prompt is computed: tokens left, by slot
+        # Where K and V are stored alike they are worked on as one array, V's heads behind this many heads of K.
+        self._stacked_heads = 0
         for row in rows:
             self.join(row)
 
     # --- what each kind does its own way ---
-
-    @abstractmethod
-    def _rows_to_move(self, slot: int) -> int:
-        """Rows of a slot's decoded copy that hold anything."""
-
-    @abstractmethod
-    def _has_spare(self) -> bool:
-        """Whether the decoded copies are much larger than who is left needs."""
 
     @property
     @abstractmethod
@@ -59,49 +57,83 @@ class BatchedRows(ABC, Generic[RowT]):
         """Rows that attention sums over, after one more token of each sequence."""
 
     @abstractmethod
-    def size(self) -> int:
-        """Rows of the longest sequence."""
+    def _places(self) -> list[int]:
+        """Where each sequence's next row goes in the decoded copy."""
 
-    # --- what the model reads ---
+    @abstractmethod
+    def _fill(self, target: SlotArrays, slot: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
+        """Decode a sequence's rows into its slot of `target`."""
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens that each sequence has seen."""
-        return [row.offset + staged for row, staged in zip(self.rows, self._staged_rows, strict=True)]
+    @abstractmethod
+    def _decoded_on_read(self, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
+        """All rows as attention is to see them, without a copy that lasts."""
+
+    @abstractmethod
+    def _rows_to_move(self, slot: int) -> int:
+        """Rows of a slot's decoded copy that hold anything."""
+
+    @abstractmethod
+    def _has_spare(self) -> bool:
+        """Whether the decoded copy is much larger than the remaining sequences need."""
+
+    # --- what the model calls ---
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store one new row [slots, kv_heads, 1, dim] behind each sequence; return all rows as attention is to see
+        them, [slots, kv_heads, rows, dim], in the same types. The mask hides the rows that are not a sequence's own.
+        """
+        codes = self._encode(keys, values)
+        places, width = self._places(), self._width
+        if not self.keeps_decoded:
+            self._write(codes)
+            return self._decoded_on_read(keys.dtype, values.dtype)
+        new = self._decode(codes, keys.dtype, values.dtype)
+        self._decoded.reserve(len(self._slots), width, new)
+        self._decode_joined(keys.dtype, values.dtype)
+        # Codes have no reader in this step: without the dependency they would pile up unevaluated.
+        self._decoded.put_each(places, tuple(mx.depends(list(new), self._stage(codes))))
+        read_keys, read_values = self._unstacked(self._decoded.read(len(self._slots), width))
+        return read_keys, read_values
 
     @property
     def offset(self) -> mx.array:
         """`lengths` for the model, [slots]. A new array each time: the model may still hold the one before."""
         return mx.array(self.lengths)
 
-    # --- who is in the batch ---
+    # --- the sequences in the batch ---
+
+    @property
+    def rows(self) -> list[RowT]:
+        """Each slot's sequence, which lags behind by its staged rows."""
+        return [slot.row for slot in self._slots]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each sequence has seen."""
+        return [slot.row.offset + slot.staged for slot in self._slots]
 
     def join(self, row: RowT) -> None:
         """Add a sequence in a new, last slot."""
-        self.rows.append(row)
-        self._staged_rows.append(0)
-        self._is_decoded.append(False)
+        self._slots.append(_Slot(row))
 
-    def settle(self, slot: int) -> RowT:
-        """Write what is staged of a sequence to its own buffers; returns them."""
-        row, count = self.rows[slot], self._staged_rows[slot]
-        if count:
-            row.append(self._unstacked(self._staged.read_slot(slot, count)))
-            self._staged_rows[slot] = 0
-        return row
+    def flush(self, slot: int) -> RowT:
+        """Write a sequence's staged codes to its own buffers; returns them."""
+        flushed = self._slots[slot]
+        if flushed.staged:
+            flushed.row.append(self._unstacked(self._staged.read_slot(slot, flushed.staged)))
+            flushed.staged = 0
+        return flushed.row
 
     def leave(self, slot: int) -> RowT:
-        """Settle a sequence and take it out. The last slot takes its place."""
-        row, last = self.settle(slot), len(self.rows) - 1
+        """Flush a sequence and take it out. The last slot takes its place."""
+        row, last = self.flush(slot), len(self._slots) - 1
         if slot != last:
-            self._staged.move(last, slot, self._staged_rows[last])
-            if self._is_decoded[last]:
+            self._staged.move(last, slot, self._slots[last].staged)
+            if self._slots[last].is_decoded:
                 self._decoded.move(last, slot, self._rows_to_move(last))
-        for by_slot in (self.rows, self._staged_rows, self._is_decoded):
-            moved: Any = by_slot.pop()
-            if slot != last:
-                by_slot[slot] = moved
-        if not self.rows:
+            self._slots[slot] = self._slots[last]
+        self._slots.pop()
+        if not self._slots:
             self._staged.clear()
         if self._has_spare():
             self._forget_decoded()
@@ -111,57 +143,15 @@ class BatchedRows(ABC, Generic[RowT]):
         """Keep a decoded copy of the rows, or do without: it needs several times the memory of the codes."""
         if is_kept == self.keeps_decoded:
             return
-        self._settle_all()
+        self._flush_all()
         self._forget_decoded()
         self.keeps_decoded = is_kept
-
-    # --- mlx-lm's words for the same ---
-
-    @classmethod
-    def merge(cls, caches: Sequence[RowT]) -> Self:
-        """A batch of sequences that go on alone as well; neither side sees what the other writes."""
-        return cls([cast("RowT", cache.fork()) for cache in caches])
-
-    def extend(self, other: Self) -> None:
-        """Add the sequences of another batch, which must not be used any more."""
-        for row in other._settle_all():
-            self.join(row)
-
-    def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
-        """Keep the sequences of these slots, in this order."""
-        kept: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
-        rows = [self.settle(slot) for slot in kept]
-        self._forget_decoded()
-        self.rows, self._staged_rows, self._is_decoded = rows, [0] * len(rows), [False] * len(rows)
-
-    def extract(self, slot: int) -> RowT:
-        """A sequence as it would be alone; the batch keeps its own."""
-        return cast("RowT", self.settle(slot).fork())
-
-    def prepare(
-        self,
-        *,
-        left_padding: Sequence[int] | None = None,
-        lengths: Sequence[int] | None = None,
-        right_padding: Sequence[int] | None = None,
-    ) -> None:
-        """Say that of the rows to come only the first `lengths` of each sequence are its own, the rest padding."""
-        if left_padding is not None and any(left_padding):
-            raise ValueError("left_padding: no sequence is padded on the left")
-        if lengths is not None and right_padding is not None and any(right_padding):
-            self._unread = list(lengths)
-
-    def finalize(self) -> None:
-        """The padded rows are over. Padding was never stored, so nothing has to move."""
-        self._unread = None
-
-    def empty(self) -> bool:
-        return not any(self.lengths)
 
     @property
     def state(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
-        return [array for row in self.rows for array in row.state] + [*self._staged.arrays, *self._decoded.arrays]
+        own = [array for slot in self._slots for array in slot.row.state]
+        return [*own, *self._staged.arrays, *self._decoded.arrays]
 
     @property
     def scratch_bytes(self) -> int:
@@ -171,91 +161,72 @@ class BatchedRows(ABC, Generic[RowT]):
     @property
     def decoded_values(self) -> int:
         """Values that the decoded copy would hold room for in the next step."""
-        slots, capacity = self._decoded.reserved(len(self.rows), self._width)
-        return slots * capacity * sum(buffer.values_per_row for buffer in self.rows[0].buffers)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows) + self.scratch_bytes
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        rows = [self.extract(slot) for slot in range(len(self.rows))]
-        copied = type(self)(rows, keeps_decoded=self.keeps_decoded)
-        copied._unread = self._unread and list(self._unread)
-        return copied
+        slots, capacity = self._decoded.reserved(len(self._slots), self._width)
+        return slots * capacity * sum(buffer.values_per_row for buffer in self._slots[0].row.buffers)
 
     # --- codes ---
 
-    def _encode(self, keys: mx.array, values: mx.array) -> Parts:
-        key_codec, value_codec = self.rows[0].keys.codec, self.rows[0].values.codec
+    def _encode(self, keys: mx.array, values: mx.array) -> EncodedRows:
+        row = self._slots[0].row
+        key_codec, value_codec = row.keys.codec, row.values.codec
         if key_codec == value_codec and keys.shape == values.shape:
             self._stacked_heads = keys.shape[1]
             return key_codec.encode(mx.concatenate([keys, values], axis=1))
         return (*key_codec.encode(keys), *value_codec.encode(values))
 
-    def _decode(self, codes: Parts, key_type: mx.Dtype, value_type: mx.Dtype) -> Parts:
-        key_codec, value_codec = self.rows[0].keys.codec, self.rows[0].values.codec
+    def _decode(self, codes: EncodedRows, key_type: mx.Dtype, value_type: mx.Dtype) -> EncodedRows:
+        row = self._slots[0].row
+        key_codec, value_codec = row.keys.codec, row.values.codec
         if self._stacked_heads:
             return (key_codec.decode(codes, key_type),)
         split = key_codec.part_count
         return key_codec.decode(codes[:split], key_type), value_codec.decode(codes[split:], value_type)
 
-    def _unstacked(self, parts: Parts) -> Parts:
+    def _unstacked(self, parts: EncodedRows) -> EncodedRows:
         """The parts of K, then those of V."""
         heads = self._stacked_heads
         if not heads:
             return parts
         return (*(part[:, :heads] for part in parts), *(part[:, heads:] for part in parts))
 
-    def _stacked(self, keys: mx.array, values: mx.array) -> Parts:
+    def _stacked(self, keys: mx.array, values: mx.array) -> EncodedRows:
         """Decoded rows as the decoded copy holds them."""
         return (mx.concatenate([keys, values], axis=1),) if self._stacked_heads else (keys, values)
 
-    def _read_decoded(self, width: int) -> tuple[mx.array, mx.array]:
-        keys, values = self._unstacked(self._decoded.read(len(self.rows), width))
-        return keys, values
+    def _write(self, codes: EncodedRows) -> None:
+        """Write one row of each sequence to its own buffers."""
+        for slot in range(len(self._slots)):
+            self.flush(slot).append(self._unstacked(tuple(part[slot : slot + 1] for part in codes)))
 
-    def _put_newest(self, new: Parts, codes: Parts, places: Sequence[int]) -> None:
-        """Stage the codes of one row of each sequence, and put the decoded row at its place."""
-        # Codes have no reader in this step: without the dependency they would pile up unevaluated.
-        self._decoded.put_each(places, tuple(mx.depends(list(new), self._stage(codes))))
-
-    def _taken(self, count: int) -> list[int]:
-        """How many of the next `count` rows are each sequence's own."""
-        if self._unread is None:
-            return [count] * len(self.rows)
-        taken = [min(count, left) for left in self._unread]
-        self._unread = [left - took for left, took in zip(self._unread, taken, strict=True)]
-        return taken
-
-    def _write(self, codes: Parts, taken: Sequence[int]) -> None:
-        for slot, rows in enumerate(taken):
-            if rows:
-                self.settle(slot).append(self._unstacked(tuple(part[slot : slot + 1, :, :rows] for part in codes)))
-
-    def _stage(self, codes: Parts) -> list[mx.array]:
-        """Stage one row of each sequence; returns the arrays that hold what became of it."""
-        full = [slot for slot, count in enumerate(self._staged_rows) if count == _STAGED_ROWS]
-        written: list[mx.array] = [array for slot in full for array in self.settle(slot).state]
-        self._staged.reserve(len(self.rows), _STAGED_ROWS, codes)
-        self._staged.put_each(self._staged_rows, codes)
-        self._staged_rows = [count + 1 for count in self._staged_rows]
+    def _stage(self, codes: EncodedRows) -> list[mx.array]:
+        """Stage one row of each sequence; returns every array that this changed."""
+        full = [number for number, slot in enumerate(self._slots) if slot.staged == _STAGED_ROWS]
+        written: list[mx.array] = [array for slot in full for array in self.flush(slot).state]
+        self._staged.reserve(len(self._slots), _STAGED_ROWS, codes)
+        self._staged.put_each([slot.staged for slot in self._slots], codes)
+        for slot in self._slots:
+            slot.staged += 1
         return [*self._staged.arrays, *written]
 
-    def _settle_all(self) -> list[RowT]:
-        return [self.settle(slot) for slot in range(len(self.rows))]
+    def _flush_all(self) -> list[RowT]:
+        return [self.flush(slot) for slot in range(len(self._slots))]
 
-    def _newly_joined(self) -> list[int]:
-        """Slots whose decoded copy is still to be made; they count as decoded from now on."""
-        joined = [slot for slot, is_decoded in enumerate(self._is_decoded) if not is_decoded]
-        self._is_decoded = [True] * len(self.rows)
-        return joined
+    # --- the decoded copy ---
+
+    def _decode_joined(self, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
+        """Make the decoded copy of the sequences that have none."""
+        for number, slot in enumerate(self._slots):
+            if not slot.is_decoded:
+                self._fill(self._decoded, number, key_type, value_type)
+                slot.is_decoded = True
 
     def _forget_decoded(self) -> None:
         self._decoded.clear()
-        self._is_decoded = [False] * len(self.rows)
+        for slot in self._slots:
+            slot.is_decoded = False
 
 
-def padded(rows: mx.array, width: int) -> mx.array:
-    """Rows [1, heads, n, dim] with zeros behind them, `width` in all."""
-    return mx.pad(rows, [(0, 0), (0, 0), (0, width - rows.shape[2]), (0, 0)])
+def check_one_token(count: int) -> None:
+    """Raise ValueError for a step of several tokens a sequence: prompts are computed alone."""
+    if count != 1:
+        raise ValueError(f"a batch decodes one token of each sequence, not {count}")

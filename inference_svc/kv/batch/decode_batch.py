@@ -1,15 +1,24 @@
 """All sequences that are being decoded, one token each per forward pass."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 
+from inference_svc.kv.batch.batch_kv import BatchLayerKV
+from inference_svc.kv.batch.batch_state import BatchStateKV
+from inference_svc.kv.batch.batch_window import BatchWindowKV
+from inference_svc.kv.layer_kv import LayerKV
+from inference_svc.kv.layers import AnyLayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.state_kv import StateKV
+from inference_svc.kv.window_kv import WindowKV
+
+BatchedLayer: TypeAlias = BatchLayerKV | BatchWindowKV | BatchStateKV
 
 
 class DecodeBatch:
-    """Sequences by slot. A sequence's KV stays its own while it is here, but lags behind until it is settled.
+    """Sequences by slot. A sequence's KV stays its own while it is here, but lags behind until it is flushed.
 
     `forward` maps tokens [slots, n] and the layers' batched caches to logits [slots, 1, vocabulary].
     `decoded_budget` bounds the values in the decoded copies of all layers together; beyond it attention decodes on
@@ -41,7 +50,7 @@ class DecodeBatch:
     def join(self, kv: SequenceKV) -> None:
         """Take a sequence in. It must not be used elsewhere until it leaves."""
         if not self._layers:
-            self._layers = [layer.batched() for layer in kv.layers]
+            self._layers = [batched_form(layer) for layer in kv.layers]
         for batch, layer in zip(self._layers, kv.layers, strict=True):
             batch.join(layer)
         self._sequences.append(kv)
@@ -58,11 +67,11 @@ class DecodeBatch:
             self._sequences[slot] = last
         mx.eval(kv.state)
 
-    def settle(self, kv: SequenceKV) -> None:
+    def flush(self, kv: SequenceKV) -> None:
         """Bring a sequence's own buffers up to date, so that they can be read. It stays."""
         if kv in self:
             for batch in self._layers:
-                batch.settle(self._slot(kv))
+                batch.flush(self._slot(kv))
             mx.eval(kv.state)
 
     def step(self, token_ids: Sequence[int]) -> mx.array:
@@ -83,3 +92,14 @@ class DecodeBatch:
         is_kept = sum(layer.decoded_values for layer in self._layers) <= self._decoded_budget
         for layer in self._layers:
             layer.keep_decoded(is_kept)
+
+
+def batched_form(layer: AnyLayerKV) -> BatchedLayer:
+    """An empty batch for layers like this one."""
+    match layer:
+        case LayerKV():
+            return BatchLayerKV()
+        case WindowKV():
+            return BatchWindowKV()
+        case StateKV():
+            return BatchStateKV()

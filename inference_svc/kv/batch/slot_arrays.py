@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from inference_svc.kv.capacity import STEP_ROWS
-from inference_svc.kv.codec import Parts
+from inference_svc.kv.codec import EncodedRows
 
 
 class SlotArrays:
     """Arrays [slots, heads, capacity, …] of equal slots and capacity. Who reads says how many rows are valid."""
 
     def __init__(self, step_rows: int = STEP_ROWS) -> None:
-        self.arrays: Parts = ()
+        self.arrays: EncodedRows = ()
         self._step_rows = step_rows
 
     @property
@@ -30,7 +30,7 @@ class SlotArrays:
     def allocated_bytes(self) -> int:
         return sum(array.nbytes for array in self.arrays)
 
-    def reserve(self, slots: int, capacity: int, like: Parts) -> None:
+    def reserve(self, slots: int, capacity: int, like: EncodedRows) -> None:
         """Make room, in steps, for `slots` of `capacity` rows that look like `like` [any, heads, any, …]."""
         if slots <= self.slots and capacity <= self.capacity:
             return
@@ -45,12 +45,12 @@ class SlotArrays:
         new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         return new_slots, max(-(-capacity // self._step_rows) * self._step_rows, self.capacity)
 
-    def put(self, slot: int, start: int, rows: Parts) -> None:
+    def put(self, slot: int, start: int, rows: EncodedRows) -> None:
         """Write rows [1, heads, n, …] of one slot from position `start` on."""
         for array, new in zip(self.arrays, rows, strict=True):
             array[slot : slot + 1, :, start : start + new.shape[2]] = new
 
-    def put_each(self, positions: Sequence[int], rows: Parts) -> None:
+    def put_each(self, positions: Sequence[int], rows: EncodedRows) -> None:
         """Write one row [slots', heads, 1, …] of each of the first slots, at that slot's own position."""
         count = len(positions)
         if count == self.slots:
@@ -64,11 +64,11 @@ class SlotArrays:
         for array, new in zip(self.arrays, rows, strict=True):
             array[slots, :, index] = new[:, :, 0]
 
-    def read(self, slots: int, rows: int) -> Parts:
+    def read(self, slots: int, rows: int) -> EncodedRows:
         """The first `rows` rows of the first `slots` slots."""
         return tuple(array[:slots, :, :rows] for array in self.arrays)
 
-    def read_slot(self, slot: int, rows: int) -> Parts:
+    def read_slot(self, slot: int, rows: int) -> EncodedRows:
         """The first `rows` rows of one slot, [1, heads, rows, …]."""
         return tuple(array[slot : slot + 1, :, :rows] for array in self.arrays)
 

@@ -10,7 +10,7 @@ import safetensors.numpy
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.engine_worker import EngineWorker
-from inference_svc.kv.codec import Parts, QuantizedCodec, RotatedCodec
+from inference_svc.kv.codec import EncodedRows, QuantizedCodec, RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung, policy_of
 from inference_svc.model.loading import load
 from inference_svc.model.model_identity import kv_identity
@@ -24,10 +24,10 @@ PROMPT = tokens_of(300)
 LAYERS = 3
 
 
-def live_parts(driver: Driver, key: AgentKey, layer: int) -> tuple[Parts, Parts]:
+def live_parts(driver: Driver, key: AgentKey, layer: int) -> tuple[EncodedRows, EncodedRows]:
     """Rows of K and of V as the engine's memory of an agent holds them."""
 
-    def work(worker: EngineWorker) -> tuple[Parts, Parts]:
+    def work(worker: EngineWorker) -> tuple[EncodedRows, EncodedRows]:
         memory = worker.memories.get(key)
         assert memory is not None
         keys, values = memory.kv.layers[layer].buffers
@@ -42,7 +42,7 @@ def told(driver: Driver) -> AgentKey:
     return key
 
 
-def bits_of(parts: Parts, dim: int = 64) -> int:
+def bits_of(parts: EncodedRows, dim: int = 64) -> int:
     return 16 if len(parts) == 1 else parts[0].shape[-1] * 32 // dim
 
 
@@ -120,8 +120,8 @@ def test_the_options_reach_the_files_of_an_engine_of_its_own(model_dir: Path, tm
         assert tensors["layer_0_k_weights"].shape[-1] == 8
 
 
-Encode = Callable[[RotatedCodec, mx.array], Parts]
-Decode = Callable[[RotatedCodec, Parts, mx.Dtype], mx.array]
+Encode = Callable[[RotatedCodec, mx.array], EncodedRows]
+Decode = Callable[[RotatedCodec, EncodedRows, mx.Dtype], mx.array]
 
 
 @pytest.mark.parametrize("liar", ["encode", "decode", "both"])
@@ -133,10 +133,10 @@ def test_a_rotation_that_is_said_and_not_done_is_not_reported_as_applied(
     identity = kv_identity("d" * 64, runner.layers, policy_of(Rung.Q4_ROTATED, "float32"))
     assert runner.applied_layers(identity) == LAYERS
 
-    def encode(self: RotatedCodec, rows: mx.array) -> Parts:
+    def encode(self: RotatedCodec, rows: mx.array) -> EncodedRows:
         return QuantizedCodec.encode(self.inner, rows)
 
-    def decode(self: RotatedCodec, parts: Parts, dtype: mx.Dtype) -> mx.array:
+    def decode(self: RotatedCodec, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
         return QuantizedCodec.decode(self.inner, parts, dtype)
 
     for name, lie in (("encode", encode), ("decode", decode)):

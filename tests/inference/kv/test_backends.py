@@ -10,11 +10,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from inference_svc.kv.batch.batch_kv import BatchLayerKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.blas import load_optimized_blas
 from tests.inference.engine.tiny_models import VOCABULARY
+from tests.inference.kv.mlx_lm_batch import JudgedBatchKV, judged_layers
 
 NewKv = Callable[[], SequenceKV]
 BORDERS = (1, 2, 63, 64, 65, 255, 256, 257, 300)
@@ -135,7 +137,7 @@ def test_extracting_from_a_merge_gives_back_the_same_bits(model: Any, new_kv: Ne
     kvs = [prefilled(model, new_kv(), tokens_of(n, n)) for n in BORDERS]
     before = [stored(kv) for kv in kvs]
     for layer in range(len(model.layers)):
-        merged = kvs[0].layers[layer].merge([kv.layers[layer] for kv in kvs])
+        merged = JudgedBatchKV.merge([kv.row_layers[layer] for kv in kvs])
         merged.filter([8, 0, 3])
         assert [merged.extract(i).offset for i in range(3)] == [300, 1, 64]
         assert merged.extract(0).buffers[0].to_bytes(0, 300) == kvs[8].layers[layer].buffers[0].to_bytes(0, 300)
@@ -146,7 +148,7 @@ def test_extracting_from_a_merge_gives_back_the_same_bits(model: Any, new_kv: Ne
 def test_a_concurrent_merge_mixes_no_rows(model: Any, new_kv: NewKv) -> None:
     """(LESSONS 2)"""
     kvs = [prefilled(model, new_kv(), tokens_of(40 + n, n)) for n in range(8)]
-    halves = [kvs[0].layers[0].merge([kv.layers[0] for kv in half]) for half in (kvs[:3], kvs[3:])]
+    halves = [JudgedBatchKV.merge([kv.row_layers[0] for kv in half]) for half in (kvs[:3], kvs[3:])]
     halves[0].extend(halves[1])
     halves[0].filter(mx.array([7, 2, 5]))
     for slot, name in enumerate((7, 2, 5)):
@@ -224,17 +226,10 @@ def test_forks_do_not_alias(model: Any, new_kv: NewKv) -> None:
 
 def test_a_deep_copy_of_a_batch_goes_its_own_way(model: Any, new_kv: NewKv) -> None:
     kv = prefilled(model, new_kv(), tokens_of(70, 8))
-    batches = [layer.merge([layer]) for layer in kv.layers]
+    batches = [JudgedBatchKV.merge([layer]) for layer in kv.row_layers]
     copies = copy.deepcopy(batches)
     model(mx.array([[3]]), cache=copies)
-    model(
-        mx.array(
-            [
-                [4],
-            ]
-        ),
-        cache=batches,
-    )
+    model(mx.array([[4]]), cache=batches)
     mx.eval([batch.state for batch in (*batches, *copies)])
     ours, theirs = batches[0].extract(0), copies[0].extract(0)
     assert ours.buffers[0].to_bytes(0, 70) == theirs.buffers[0].to_bytes(0, 70)
@@ -243,8 +238,8 @@ def test_a_deep_copy_of_a_batch_goes_its_own_way(model: Any, new_kv: NewKv) -> N
 
 def test_the_offset_that_a_model_holds_never_changes(model: Any, new_kv: NewKv) -> None:
     """(LESSONS 4)"""
-    layer = prefilled(model, new_kv(), tokens_of(5, 1)).layers[0]
-    batch = layer.merge([layer, layer])
+    layer = prefilled(model, new_kv(), tokens_of(5, 1)).row_layers[0]
+    batch = BatchLayerKV([layer.fork(), layer.fork()])
     held = batch.offset
     rows = mx.ones((2, 2, 1, 64))
     batch.update_and_fetch(rows, rows)
@@ -255,7 +250,7 @@ def test_the_offset_that_a_model_holds_never_changes(model: Any, new_kv: NewKv) 
 def test_a_row_extracted_while_right_padding_is_pending_holds_its_own_tokens_only(model: Any, new_kv: NewKv) -> None:
     """(LESSONS 3)"""
     prompts = [tokens_of(7, 1), tokens_of(3, 2)]
-    batches = [layer.merge([layer, layer]) for layer in new_kv().layers]
+    batches = [JudgedBatchKV.merge([layer, layer]) for layer in new_kv().row_layers]
     for batch in batches:
         batch.prepare(lengths=[7, 3], right_padding=[0, 4])
     padded = mx.array([prompts[0], prompts[1] + [0] * 4])
@@ -306,7 +301,7 @@ class TestUnmodifiedBatchGenerator:
         from mlx_lm.generate import BatchGenerator
 
         generator = BatchGenerator(model, stop_tokens=[], prefill_step_size=64, **kw)
-        uids = generator.insert(prompts, max_tokens, caches=[new_kv().layers for _ in prompts])
+        uids = generator.insert(prompts, max_tokens, caches=[judged_layers(new_kv().layers) for _ in prompts])
         tokens: dict[int, list[int]] = {uid: [] for uid in uids}
         caches: dict[int, list[LayerKV]] = {}
         while len(caches) < len(uids):

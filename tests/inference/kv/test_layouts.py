@@ -12,6 +12,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
+from inference_svc.kv.batch.decode_batch import batched_form
 from inference_svc.kv.layers import AnyLayerKV, new_layer
 from inference_svc.kv.layout import Layout, probed_layout
 from inference_svc.kv.row_exact import make_row_exact
@@ -120,14 +121,14 @@ def test_sequences_of_every_layout_speak_in_a_batch_as_each_does_alone(
     expected = []
     for prompt in prompts:
         layers, token = tiny.prefilled(prompt)
-        single, said = [layer.batched() for layer in layers], [token]
+        single, said = [batched_form(layer) for layer in layers], [token]
         for batch, layer in zip(single, layers, strict=True):
             batch.join(layer)  # type: ignore[arg-type]
         for _ in range(12):
             said.append(int(tiny.logits(single, [[said[-1]]])[0].argmax()))
         expected.append(said)
     started = [tiny.prefilled(prompt) for prompt in prompts]
-    batches = [layer.batched() for layer in started[0][0]]
+    batches = [batched_form(layer) for layer in started[0][0]]
     said_together: dict[int, list[int]] = {}
     slots: list[int] = []
     for step in range(16):

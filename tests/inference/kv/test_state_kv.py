@@ -3,7 +3,8 @@
 import mlx.core as mx
 import numpy as np
 
-from inference_svc.kv.state_kv import BatchStateKV, StateKV
+from inference_svc.kv.batch.batch_state import BatchStateKV
+from inference_svc.kv.state_kv import StateKV
 
 
 def state(value: float, offset: int = 5) -> StateKV:
@@ -52,10 +53,10 @@ def test_a_sequence_that_saw_nothing_yet_joins_with_zeros() -> None:
     assert values(batch) == [0, 2, 0]
 
 
-def test_neither_a_fork_nor_a_copy_nor_a_merged_batch_is_written_through() -> None:
+def test_neither_a_fork_nor_a_copy_nor_a_batch_of_forks_is_written_through() -> None:
     """In place or anew (LESSONS 6)."""
     layer = state(1)
-    fork, copied, batch = layer.fork(), layer.copied(), layer.merge([layer, layer])
+    fork, copied, batch = layer.fork(), layer.compacted(), BatchStateKV([layer.fork(), layer.fork()])
     assert layer[0] is not None
     layer[0][:, :, :] = 100.0
     add(fork, [5])
@@ -64,7 +65,7 @@ def test_neither_a_fork_nor_a_copy_nor_a_merged_batch_is_written_through() -> No
     assert values(fork) == [6]
     assert values(batch) == [8, 9]
     assert float(layer[0][0, 0, 0].item()) == 100
-    extracted = batch.extract(1)
+    extracted = batch.flush(1).fork()
     add(batch, [1, 1])
     assert values(extracted) == [9]
 
@@ -76,7 +77,7 @@ def test_a_copy_of_a_state_does_not_keep_the_cell_that_it_was_a_part_of() -> Non
     layer[0] = whole[:, -3:]
     mx.eval(layer.state)
     before = mx.get_active_memory()
-    copied = layer.copied()
+    copied = layer.compacted()
     mx.eval(copied.state)
     del whole, layer
     assert mx.get_active_memory() < before - 1_000_000

@@ -11,9 +11,10 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from inference_svc.kv.batch.batch_window import BatchWindowKV
 from inference_svc.kv.capacity import live_state_bytes
-from inference_svc.kv.codec import Parts, layer_codecs
+from inference_svc.kv.codec import EncodedRows, layer_codecs
 from inference_svc.kv.window_kv import WindowKV
 from inference_svc.model.model_identity import default_policy
+from tests.inference.kv.mlx_lm_batch import JudgedBatchWindowKV
 
 HEADS, DIM = 2, 64
 CHUNKS = {
@@ -32,10 +33,10 @@ class Unrounded:
     def problem(self, dim: int) -> str:
         return f"{dim}" if dim < 1 else ""
 
-    def encode(self, rows: mx.array) -> Parts:
+    def encode(self, rows: mx.array) -> EncodedRows:
         return (rows,)
 
-    def decode(self, parts: Parts, dtype: mx.Dtype) -> mx.array:
+    def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
         return parts[0].astype(dtype)
 
 
@@ -119,7 +120,7 @@ def test_what_is_held_is_bounded_by_the_window_and_not_by_the_sequence() -> None
     identity = identity_pb2.KvIdentity(layers=[entry], policy=default_policy("float32"))
     assert largest == 512 * row_bytes, "a cell, the window and some spare rows, in whole steps"
     assert largest <= live_state_bytes(identity, 256), "what admission counts on"
-    kept = layer.copied()
+    kept = layer.compacted()
     mx.eval(kept.state)
     assert kept.nbytes == 99 * row_bytes
 
@@ -152,7 +153,7 @@ def test_a_window_is_trimmed_only_where_all_that_is_seen_there_is_left(length: i
 def test_a_fork_of_a_window_sees_nothing_of_what_either_side_goes_on_with() -> None:
     layer = quantized(16)
     layer.update_and_fetch(*rows(40, seed=1)[1:])
-    fork, copied = layer.fork(), layer.copied()
+    fork, copied = layer.fork(), layer.compacted()
     untouched = [np.array(part) for part in copied.decoded(15, mx.float32, mx.float32)]
     for seed in range(30):
         layer.update_and_fetch(*rows(1, seed=seed)[1:])
@@ -169,7 +170,7 @@ def test_what_a_file_holds_of_a_window_is_all_that_it_needs(length: int) -> None
     mx.eval(layer.state)
     kept = min(63, length)
     assert [len(data) for data in layer.to_bytes()] == [HEADS * kept * size for size in (DIM // 2, 2, 2)] * 2
-    read = [part for buffer in layer.copied().buffers for part in buffer.parts]
+    read = [part for buffer in layer.compacted().buffers for part in buffer.parts]
     restored = quantized(64)
     restored.put_parts(length, read)
     assert (restored.offset, restored.held_rows) == (length, kept)
@@ -211,9 +212,9 @@ def test_a_ring_gives_the_same_bits_however_it_came_to_be() -> None:
     stayed = BatchWindowKV([prefilled(40), prefilled(100)])
     for step in range(21):
         attend(stayed, *rows(1, seed=step, sequences=2))
-    left = stayed.extract(0)
-    again = BatchWindowKV([left.copied(), stayed.extract(1)])
-    without = BatchWindowKV([left, stayed.extract(1)], keeps_decoded=False)
+    left = stayed.flush(0).fork()
+    again = BatchWindowKV([left.compacted(), stayed.flush(1).fork()])
+    without = BatchWindowKV([left, stayed.flush(1).fork()], keeps_decoded=False)
     for step in range(40):
         new = rows(1, seed=100 + step, sequences=2)
         expected = attend(stayed, *new)
@@ -252,7 +253,7 @@ def test_windows_join_and_leave_a_batch_without_a_trace() -> None:
 
 def test_a_right_padded_prompt_in_a_batch_of_windows_stores_only_what_is_each_rows_own() -> None:
     """Extracted before the padding is over, a sequence has its own tokens and no others (LESSONS 3)."""
-    batch = BatchWindowKV([prefilled(length) for length in (5, 30, 70)])
+    batch = JudgedBatchWindowKV([prefilled(length) for length in (5, 30, 70)])
     alone = [prefilled(length) for length in (5, 30, 70)]
     counts = (20, 7, 3)
     batch.prepare(lengths=list(counts), right_padding=[0, 13, 17])
@@ -275,12 +276,12 @@ def test_a_right_padded_prompt_in_a_batch_of_windows_stores_only_what_is_each_ro
 
 
 def test_a_batch_of_windows_is_trimmed_where_every_row_can_be_or_not_at_all() -> None:
-    batch = BatchWindowKV([prefilled(40), prefilled(100).copied()])
+    batch = JudgedBatchWindowKV([prefilled(40), prefilled(100).compacted()])
     before = batch.offset.tolist()
     with pytest.raises(ValueError, match="not every window"):
         batch.trim(1)
     assert batch.offset.tolist() == before
-    batch = BatchWindowKV([prefilled(40), prefilled(100)])
+    batch = JudgedBatchWindowKV([prefilled(40), prefilled(100)])
     attend(batch, *rows(1, seed=7, sequences=2))
     assert batch.trim(1) == 1
     straight, new = [prefilled(40), prefilled(100)], rows(1, seed=1, sequences=2)

@@ -1,0 +1,104 @@
+"""One recurrent layer of several sequences, decoded together: the batched form of `StateKV`."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from inference_svc.kv.state_kv import StateKV, Tensors
+
+
+class BatchStateKV:
+    """One recurrent layer of several sequences, one token each per forward; tensors [slots, …].
+
+    Slot i is sequence `rows[i]`, which has no tensors of its own until it is flushed.
+    """
+
+    lengths: None = None
+    left_padding: None = None
+
+    def __init__(self, rows: Sequence[StateKV] = ()) -> None:
+        self.rows: list[StateKV] = []
+        self.tensors: Tensors = []
+        for row in rows:
+            self.join(row)
+
+    # --- what the model calls ---
+
+    def __getitem__(self, index: int) -> mx.array | None:
+        return self.tensors[index]
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        self.tensors[index] = value
+
+    def make_mask(self, count: int) -> None:
+        """No mask: every token belongs to its sequence."""
+
+    def advance(self, count: int) -> None:
+        """Without effect: not every model calls it, see `advanced`."""
+
+    # --- what the engine calls ---
+
+    def advanced(self, count: int) -> None:
+        """The model has seen `count` more tokens of every sequence."""
+        for row in self.rows:
+            row.offset += count
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens that each sequence has seen, [slots]."""
+        return mx.array([row.offset for row in self.rows])
+
+    def join(self, row: StateKV) -> None:
+        """Add a sequence in a new, last slot. Its tensors are the batch's until it is flushed."""
+        before = self.tensors or [None] * len(row.tensors)
+        self.tensors = [_joined(old, len(self.rows), new) for old, new in zip(before, row.tensors, strict=True)]
+        row.tensors = [None] * len(row.tensors)
+        self.rows.append(row)
+
+    def flush(self, slot: int) -> StateKV:
+        """Give a sequence its own tensors; returns it."""
+        row = self.rows[slot]
+        row.tensors = [None if tensor is None else mx.contiguous(tensor[slot : slot + 1]) for tensor in self.tensors]
+        return row
+
+    def leave(self, slot: int) -> StateKV:
+        """Flush a sequence and take it out. The last slot takes its place."""
+        row, last = self.flush(slot), self.rows.pop()
+        order = list(range(len(self.rows)))
+        if last is not row:
+            self.rows[slot], order[slot] = last, len(self.rows)
+        self.tensors = self._of(order) if order else []
+        return row
+
+    def keep_decoded(self, is_kept: bool) -> None:
+        """Without effect: a state is never encoded."""
+
+    @property
+    def state(self) -> list[mx.array]:
+        """All arrays, to be evaluated together."""
+        return [tensor for tensor in self.tensors if tensor is not None]
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What the batch holds beside its sequences' own tensors."""
+        return sum(tensor.nbytes for tensor in self.state)
+
+    @property
+    def decoded_values(self) -> int:
+        """None: a state is never encoded."""
+        return 0
+
+    def _of(self, slots: Sequence[int]) -> Tensors:
+        chosen = mx.array(list(slots))
+        return [None if tensor is None else tensor[chosen] for tensor in self.tensors]
+
+
+def _joined(old: mx.array | None, slots: int, new: mx.array | None) -> mx.array | None:
+    """`old` [slots, …] with a slot more. A sequence that has seen nothing has zeros, as in mlx-lm."""
+    like = old if new is None else new
+    if like is None:
+        return None
+    parts = [(old, slots), (new, 1)]
+    return mx.concatenate(
+        [mx.zeros((count, *like.shape[1:]), like.dtype) if part is None else part for part, count in parts if count]
+    )
