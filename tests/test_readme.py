@@ -167,3 +167,12 @@ def test_a_walk_has_ten_lines_and_opens_no_file_twice(title: str) -> None:
     names = list(named_paths(walk))
     assert len(names) > 10
     assert sorted(names) == sorted(set(names))
+
+
+def test_every_room_stands_in_the_map_of_the_house() -> None:
+    packages = ("inference_svc", "cachestore_svc", "clients/python/kvasir")
+    rooms = {
+        path.parent.relative_to(ROOT).as_posix() for each in packages for path in (ROOT / each).glob("*/__init__.py")
+    }
+    generated = {"clients/python/kvasir/cachestore", "clients/python/kvasir/inference"}
+    assert sorted(rooms - generated - set(named_paths((ROOT / "DESIGN.md").read_text()))) == []
