@@ -40,9 +40,6 @@ IMPORTS = (
             "inference_svc/engine/*",
             "inference_svc/model/*",
             "inference_svc/kv/*",
-            # They measure MLX itself: mlx-lm on a thread of its own, and the peaks of a process.
-            "inference_svc/bench/peer_thread.py",
-            "inference_svc/bench/memory_probe.py",
         ),
         "streams belong to the MLX thread; everything else, the scheduling too, must be testable without MLX",
         but_not=("inference_svc/engine/scheduling/*",),

@@ -1,1 +1,1 @@
-"""Measurements of the engine, a case a file: `python -m inference_svc.bench`, for `kvasir bench engine`."""
+"""Measurements of the engine: `python -m inference_svc.bench`, for `kvasir bench engine`. Nothing imports this room."""

@@ -17,19 +17,19 @@ from typing import Any
 from kvasir.bench import engine_keys
 from kvasir.errors import KvasirError
 
-from inference_svc.bench import (
+from inference_svc.bench import machine
+from inference_svc.bench.arithmetic import told
+from inference_svc.bench.cases import (
     cancelling,
     decode,
     first_token,
     interruptions,
-    machine,
     matching,
     memory_bytes,
     peer,
     shared_prefix,
     staggered,
 )
-from inference_svc.bench.arithmetic import told
 from inference_svc.bench.lab import Case, Lab, MeasuredEngine
 from inference_svc.model import kvasir_tiny
 

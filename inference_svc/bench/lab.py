@@ -27,7 +27,7 @@ from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.sequence_state import SequenceState
 
-_PATIENCE_S = 1800.0
+PATIENCE_S = 1800.0
 _NAMESPACE = "bench"
 
 
@@ -118,7 +118,7 @@ class Run:
 
     def wait_until(self, has_come: Callable[["Run"], bool]) -> None:
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last is not None or has_come(self), _PATIENCE_S):
+            if not self._changed.wait_for(lambda: self._last is not None or has_come(self), PATIENCE_S):
                 raise TimeoutError("the engine did not come so far")
         if isinstance(self._last, Failed) and not has_come(self):
             raise self._last.error
@@ -135,7 +135,7 @@ class Run:
         began = self._clock()
         self._handle.cancel()
         with self._changed:
-            if not self._changed.wait_for(lambda: self._last is not None, _PATIENCE_S):
+            if not self._changed.wait_for(lambda: self._last is not None, PATIENCE_S):
                 raise TimeoutError("the cancelled turn did not end")
         return self.told_s - began
 
@@ -222,13 +222,13 @@ class Lab:
     def fork(self, memory: LabMemory) -> LabMemory:
         """The same memory for a new agent: one that a turn may use up."""
         key = self.new_key()
-        if not self.engine.fork_hot(memory.key, key).result(_PATIENCE_S):
+        if not self.engine.fork_hot(memory.key, key).result(PATIENCE_S):
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         return LabMemory(key, memory.state)
 
     def forget(self, memories: Iterable[LabMemory]) -> None:
         for memory in memories:
-            self.engine.drop_hot(memory.key).result(_PATIENCE_S)
+            self.engine.drop_hot(memory.key).result(PATIENCE_S)
 
     def resume(self, memory: LabMemory, suffix: Sequence[int], max_tokens: int) -> Run:
         """A turn that extends an agent's hot memory."""
@@ -236,7 +236,7 @@ class Lab:
 
     def restored(self, memory: LabMemory) -> Restored:
         """What a store would give back of a memory."""
-        snapshot = self.engine.snapshot(memory.key, 0).result(_PATIENCE_S)
+        snapshot = self.engine.snapshot(memory.key, 0).result(PATIENCE_S)
         if snapshot is None:
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))

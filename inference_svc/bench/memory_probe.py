@@ -10,13 +10,14 @@ import tempfile
 import time
 from pathlib import Path
 
-import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.bench.lab import Lab, MeasuredEngine
-from inference_svc.bench.peer_thread import PATIENCE_S, open_peer
+from inference_svc.bench.lab import PATIENCE_S, Lab, MeasuredEngine
 from inference_svc.bench.prompts import Prompts
+from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model import kvasir_tiny
+from inference_svc.model.device_memory import active_bytes, peak_bytes, restart_peak
+from inference_svc.model.mlx_lm_peer import MlxLmPeer
 
 BUDGET_BYTES = 8 << 30
 PEER = "mlx-lm"
@@ -31,14 +32,14 @@ def probed(model: str | Path, tokens: int, cell_tokens: int, kv: str) -> dict[st
                 return _peer(model, Prompts(engine.tokenizer).tokens(tokens, 0), cell_tokens, engine)
             lab = Lab(engine, model, time.monotonic, repeats=1, is_quick=True, say=lambda _: None)
             prompt = lab.prompts.tokens(tokens, 0)
-            before = _restart_peak()
+            before = restart_peak()
             turn = lab.start(prompt, 1, key=lab.new_key())
             turn.end()
             engine.drop_hot(lab.new_key()).result(PATIENCE_S)  # a letter: what the last step did not need is gone
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")
-            return _bytes(before, int(mx.get_active_memory()))
+            return _bytes(before, active_bytes())
         finally:
             engine.close()
 
@@ -46,9 +47,9 @@ def probed(model: str | Path, tokens: int, cell_tokens: int, kv: str) -> dict[st
 def _peer(model: str | Path, prompt: tuple[int, ...], chunk_tokens: int, engine: MeasuredEngine) -> dict[str, int]:
     compute_type = engine.model.compute_type
     engine.close()
-    peer = open_peer(model, compute_type, time.monotonic)
+    peer = MlxThread(lambda: MlxLmPeer(model, compute_type, time.monotonic), name="mlx-lm")
     try:
-        before = _restart_peak()
+        before = restart_peak()
         after = peer.post(lambda worker: worker.remember(prompt, chunk_tokens)).result(PATIENCE_S)
         return _bytes(before, after)
     finally:
@@ -66,14 +67,8 @@ def _policy(kv: str) -> identity_pb2.KvPolicy | None:
     )
 
 
-def _restart_peak() -> int:
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    return int(mx.get_active_memory())
-
-
 def _bytes(before: int, after: int) -> dict[str, int]:
-    return {"before_bytes": before, "peak_bytes": int(mx.get_peak_memory()), "after_bytes": after}
+    return {"before_bytes": before, "peak_bytes": peak_bytes(), "after_bytes": after}
 
 
 def main() -> None:

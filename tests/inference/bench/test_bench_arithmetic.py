@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, told
-from inference_svc.bench.matching import common_tokens
+from inference_svc.bench.cases.matching import common_tokens
 from inference_svc.bench.prompts import mixed_lengths
 
 

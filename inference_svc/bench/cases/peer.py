@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from inference_svc.bench.arithmetic import Summary, Target, rate_of_all
-from inference_svc.bench.decode import MIXED, decode_rate, lengths_of
-from inference_svc.bench.lab import Case, Lab, LabMemory
-from inference_svc.bench.peer_thread import PATIENCE_S, PeerWorker, open_peer
+from inference_svc.bench.cases.decode import MIXED, decode_rate, lengths_of
+from inference_svc.bench.lab import PATIENCE_S, Case, Lab, LabMemory
 from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.model.mlx_lm_peer import MlxLmPeer
 
 _LEAST_RATIO = 0.6  # attention over 4-bit KV costs a CPU more than over exact KV
 
@@ -29,7 +29,8 @@ class PeerRow:
 def run(lab: Lab) -> Case:
     """Same prompts, token counts and compute type; both warmed; decode alone, and everything."""
     batches, contexts, tokens = ((2,), ("64",), 6) if lab.is_quick else ((1, 8), ("128", "512", "2048", MIXED), 48)
-    peer = open_peer(lab.model, lab.engine.model.compute_type, lab.clock)
+    compute_type = lab.engine.model.compute_type
+    peer = MlxThread(lambda: MlxLmPeer(lab.model, compute_type, lab.clock), name="mlx-lm")
     try:
         rows = [_row(lab, peer, context, batch, tokens) for context in contexts for batch in batches]
     finally:
@@ -42,7 +43,7 @@ def run(lab: Lab) -> Case:
     return Case("Against mlx-lm's BatchGenerator with exact KV", rows, targets)
 
 
-def _row(lab: Lab, peer: MlxThread[PeerWorker], context: str, batch: int, tokens: int) -> PeerRow:
+def _row(lab: Lab, peer: MlxThread[MlxLmPeer], context: str, batch: int, tokens: int) -> PeerRow:
     prompts = [lab.prompts.tokens(length, n) for n, length in enumerate(lengths_of(context, batch))]
     memories: list[LabMemory] = [lab.remember(prompt) for prompt in prompts]
     ours: list[float] = []
@@ -81,7 +82,7 @@ def _engine_total(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> floa
     return max(each.told_s for each in runs) - runs[0].submitted_s
 
 
-def _peer(peer: MlxThread[PeerWorker], prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float]:
+def _peer(peer: MlxThread[MlxLmPeer], prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float]:
     """Tokens per second of decoding, and seconds of everything."""
     times = peer.post(lambda worker: worker.generate(prompts, tokens)).result(PATIENCE_S)
     return rate_of_all([row[1:] for row in times]), max(row[-1] for row in times) - times[0][0]

@@ -1,4 +1,4 @@
-"""mlx-lm's own batching beside ours: its unmodified BatchGenerator and KV caches, on an MLX thread of its own."""
+"""mlx-lm's own batching, to be measured beside ours: its unmodified BatchGenerator and KV caches."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,13 +8,10 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model.loading import find_model, load
 
-PATIENCE_S = 1800.0
 
-
-class PeerWorker:
+class MlxLmPeer:
     """A model as mlx-lm loads and runs it. Lives on its MLX thread, and does nothing between two letters."""
 
     def __init__(self, model: str | Path, compute_type: str, clock: Callable[[], float]) -> None:
@@ -63,8 +60,3 @@ class PeerWorker:
             mx.eval([cache.state for cache in caches])
             mx.clear_cache()
         return int(mx.get_active_memory())
-
-
-def open_peer(model: str | Path, compute_type: str, clock: Callable[[], float]) -> MlxThread[PeerWorker]:
-    """A thread with mlx-lm's model on it; close it."""
-    return MlxThread(lambda: PeerWorker(model, compute_type, clock), name="mlx-lm")
