@@ -50,7 +50,7 @@ def kvasir(house: House, tmp_path: Path) -> Callable[..., Ended]:
 
 def test_statistics_are_a_table_for_people_and_json_for_scripts(house: House, kvasir: Callable[..., Ended]) -> None:
     with house.client() as client:
-        client.reply(agent_id="ada", prompt="Hello there.", sampling={"max_tokens": 2})
+        client.reply(agent_id="ada", prompt="Hello there.", max_tokens=2)
     row = kvasir("stats", "--json").value
     assert set(row) == {"model", "uptime_s", "namespaces", "engine"}
     assert set(row["engine"]) == ENGINE_KEYS

@@ -15,7 +15,7 @@ from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.talk import Heard, hear
-from kvasir.clients import InferenceClient
+from kvasir.clients import GenerateOptions, InferenceClient
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
@@ -36,12 +36,12 @@ def chat(
 ) -> None:
     """Talk with an agent; it remembers. Reads lines from a pipe too; --json prints one object per reply."""
     caller = caller_of(context, as_json)
-    sampling = inference_pb2.Sampling(max_tokens=max_tokens, temperature=temperature)
+    options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature})
     endpoint = caller.engine
     engine = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
     with engine, failures.naming("engine", endpoint):
         engine.get_capabilities()
-        Conversation(caller, engine, agent, system, sampling).run()
+        Conversation(caller, engine, agent, system, options).run()
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Conversation:
     engine: InferenceClient
     agent: str
     system: str
-    sampling: inference_pb2.Sampling
+    options: GenerateOptions
 
     def run(self) -> None:
         """Until the input ends or /quit. A refusal at a terminal is said, and the talk goes on; in a pipe it ends."""
@@ -91,9 +91,9 @@ class Conversation:
         events = self.engine.generate(
             append_messages=append,
             messages=whole,
+            options=self.options,
             agent_id=self.agent,
             parent_version=None if whole is None else 0,
-            sampling=self.sampling,
         )
         with contextlib.closing(events):
             return hear(events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly)

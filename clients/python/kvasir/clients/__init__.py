@@ -6,8 +6,18 @@ Importing them costs gRPC and the generated messages; neither MLX nor SQL, and n
 from kvasir.clients.aio_inference_client import AioInferenceClient
 from kvasir.clients.aio_store_client import AioStoreClient
 from kvasir.clients.channel import Tls
+from kvasir.clients.generate_options import GenerateOptions
 from kvasir.clients.inference_client import InferenceClient
 from kvasir.clients.inference_client_turns import Choice, Reply
 from kvasir.clients.store_client import StoreClient
 
-__all__ = ["AioInferenceClient", "AioStoreClient", "Choice", "InferenceClient", "Reply", "StoreClient", "Tls"]
+__all__ = [
+    "AioInferenceClient",
+    "AioStoreClient",
+    "Choice",
+    "GenerateOptions",
+    "InferenceClient",
+    "Reply",
+    "StoreClient",
+    "Tls",
+]

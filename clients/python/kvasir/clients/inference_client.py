@@ -8,20 +8,18 @@ import uuid
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
 from kvasir.clients.channel import Tls, sync_channel
+from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
     Input,
-    JsonSchema,
     KnownVersions,
     Messages,
     Reply,
-    ResponseFormat,
-    Sampling,
     count_request,
     turn_request,
     warm_request,
@@ -67,41 +65,25 @@ class InferenceClient:
         prompt: str | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
-        agent_id: str = "",
-        parent_version: int | None = None,
-        sampling: Sampling | None = None,
-        json_schema: JsonSchema | None = None,
-        regex: str | None = None,
-        tools: Sequence[pb.Tool] = (),
-        keep_partial: bool = False,
-        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
-        model: str = "",
-        request_id: str = "",
+        options: GenerateOptions | None = None,
         timeout_s: float | None = None,
+        **named: Unpack[OptionArguments],
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Continue a text, and stream the events: started, prefill_progress, delta…, finished.
 
-        Exactly one of `prompt`, `messages` and `append_messages` (what follows those that the agent remembers). The
-        reply matches `json_schema` or `regex`, if one is given. Closing the generator cancels the turn. Raises what
-        `errors` names; when a turn of an agent breaks, the error's metadata says what was kept: request_id (ask again
-        with it: nothing is done twice) and remembered_version.
+        Give exactly one of `prompt`, `messages` and `append_messages` (which follow the messages that the agent
+        remembers). GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the call.
+        Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks, the
+        error's metadata has the turn's request_id (ask again with it: nothing is done twice) and remembered_version.
         """
+        options = merged_options(options, named)
         request = turn_request(
-            Input(prompt, messages, append_messages),
-            agent_id=agent_id,
-            parent_version=parent_version,
-            sampling=sampling,
-            response_format=ResponseFormat(json_schema, regex),
-            tools=tools,
-            keep_partial=keep_partial,
-            priority=priority,
-            model=model,
-            request_id=request_id or str(uuid.uuid4()),
+            Input(prompt, messages, append_messages), options, options.request_id or str(uuid.uuid4())
         )
         call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
             for response in call:
-                self._known.note(agent_id, response)
+                self._known.note(request.agent_id, response)
                 yield response
         except grpc.RpcError as error:
             raise self._known.explained(from_rpc_error(error), request) from None
@@ -114,17 +96,9 @@ class InferenceClient:
         prompt: str | None = None,
         messages: Messages | None = None,
         append_messages: Messages | None = None,
-        agent_id: str = "",
-        parent_version: int | None = None,
-        sampling: Sampling | None = None,
-        json_schema: JsonSchema | None = None,
-        regex: str | None = None,
-        tools: Sequence[pb.Tool] = (),
-        keep_partial: bool = False,
-        priority: pb.Priority = pb.PRIORITY_UNSPECIFIED,
-        model: str = "",
-        request_id: str = "",
+        options: GenerateOptions | None = None,
         timeout_s: float | None = None,
+        **named: Unpack[OptionArguments],
     ) -> Reply:
         """As generate, to its end."""
         reply = Reply()
@@ -132,17 +106,9 @@ class InferenceClient:
             prompt=prompt,
             messages=messages,
             append_messages=append_messages,
-            agent_id=agent_id,
-            parent_version=parent_version,
-            sampling=sampling,
-            json_schema=json_schema,
-            regex=regex,
-            tools=tools,
-            keep_partial=keep_partial,
-            priority=priority,
-            model=model,
-            request_id=request_id,
+            options=options,
             timeout_s=timeout_s,
+            **named,
         )
         with closing(turn) as events:
             for event in events:

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients.generate_options import GenerateOptions
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[manifest_pb2.Message | Mapping[str, str]]
-Sampling = pb.Sampling | Mapping[str, object]
-JsonSchema = str | Mapping[str, object]
 
 _READ_RPCS = ("CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
 READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS)
@@ -28,14 +27,6 @@ class Input:
     prompt: str | None
     messages: Messages | None
     append_messages: Messages | None
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseFormat:
-    """What the reply must match: a JSON schema, as an object or as its text, or a regular expression, or neither."""
-
-    json_schema: JsonSchema | None
-    regex: str | None
 
 
 @dataclass(slots=True)
@@ -99,36 +90,24 @@ class Reply:
         return self.choices[number]
 
 
-def turn_request(
-    given: Input,
-    *,
-    agent_id: str,
-    parent_version: int | None,
-    sampling: Sampling | None,
-    response_format: ResponseFormat,
-    tools: Sequence[pb.Tool],
-    keep_partial: bool,
-    priority: pb.Priority,
-    model: str,
-    request_id: str,
-) -> pb.GenerateRequest:
+def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.GenerateRequest:
     """The request's message. Raises InvalidArgument for what cannot be put into one; the service checks the rest."""
     inputs = _inputs(given)
     if len(inputs) != 1:
         raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
-    schema, regex = response_format.json_schema, response_format.regex
+    schema, regex = options.json_schema, options.regex
     if schema is not None and regex is not None:
         raise InvalidArgument("response_format: expected json_schema or regex, got both", field="response_format")
     with _refusing():
         return pb.GenerateRequest(
             request_id=request_id,
-            model=model,
-            agent_id=agent_id,
-            parent_version=parent_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
-            sampling=pb.Sampling(**sampling) if isinstance(sampling, Mapping) else sampling,  # type: ignore[arg-type]
-            tools=tools,
-            keep_partial=keep_partial,
-            priority=priority,
+            model=options.model,
+            agent_id=options.agent_id,
+            parent_version=options.parent_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
+            sampling=options.to_proto_sampling(),
+            tools=options.tools,
+            keep_partial=options.keep_partial,
+            priority=options.priority,
             json_schema=json.dumps(schema) if isinstance(schema, Mapping) else schema,  # type: ignore[arg-type]
             regex=regex,  # type: ignore[arg-type]
             **inputs,  # type: ignore[arg-type]

@@ -104,12 +104,11 @@ class Mac:
         on_started: Callable[[inference_pb2.Started], None] = lambda _started: None,
     ) -> Heard:
         """One turn, greedy. `messages` follow what the agent remembers, or are the whole conversation if `is_new`."""
-        sampling = inference_pb2.Sampling(max_tokens=max_tokens)
         with InferenceClient.connect(self.engine.address) as engine:
             if is_new:
-                turn = engine.generate(messages=messages, agent_id=agent, sampling=sampling)
+                turn = engine.generate(messages=messages, agent_id=agent, max_tokens=max_tokens)
             else:
-                turn = engine.generate(append_messages=messages, agent_id=agent, sampling=sampling)
+                turn = engine.generate(append_messages=messages, agent_id=agent, max_tokens=max_tokens)
             with contextlib.closing(turn) as events:
                 return hear(events, on_started=on_started)
 

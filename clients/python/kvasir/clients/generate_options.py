@@ -1,0 +1,78 @@
+"""How a turn is to be done, as one value: everything of a turn's request but its input."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict
+
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+
+Sampling = pb.Sampling | Mapping[str, object]
+JsonSchema = str | Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOptions:
+    """How a turn is to be done.
+
+    Most calls name their options one by one: `engine.reply(prompt="…", agent_id="ada", max_tokens=50)`. Programs that
+    use the same options again keep them in a value: with `terse = GenerateOptions(max_tokens=50, tools=tools)`, a call
+    is `engine.reply(prompt="…", options=terse, agent_id="ada")`, and what the call names goes before `terse`. Both ways
+    are short, and options have one list: this one. A name that is not in it is a TypeError.
+    """
+
+    # The agent whose memory is read and extended. Empty: nothing is remembered.
+    agent_id: str = ""
+    # The newest version of the agent as the caller knows it; 0: the agent must be new. None: whatever it is.
+    parent_version: int | None = None
+    # The longest reply: the same as `max_tokens` of `sampling`, which then has none.
+    max_tokens: int | None = None
+    # The fields of `pb.Sampling`, as a mapping or a message.
+    sampling: Sampling | None = None
+    # What the reply must match, at most one of them: a JSON schema (an object, or its text), or a regular expression.
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+    # Tools that the template may offer to the model.
+    tools: Sequence[pb.Tool] = ()
+    # Remember what was generated before a cancel, a deadline or a disconnect.
+    keep_partial: bool = False
+    # Who is served first when not all can be. Unspecified: as interactive.
+    priority: pb.Priority = pb.PRIORITY_UNSPECIFIED
+    # Empty: the loaded model.
+    model: str = ""
+    # Names the turn, so that it can be asked for again without being done twice. Empty: a new id for each call.
+    request_id: str = ""
+
+    def to_proto_sampling(self) -> pb.Sampling | None:
+        """`sampling` with `max_tokens`. Raises InvalidArgument if both say how long the reply may be."""
+        given = self.sampling
+        sampling = pb.Sampling(**given) if isinstance(given, Mapping) else given  # type: ignore[arg-type]
+        if self.max_tokens is None:
+            return sampling
+        if sampling is not None and sampling.HasField("max_tokens"):
+            raise InvalidArgument("max_tokens: expected once, got it in sampling too", field="max_tokens")
+        merged = pb.Sampling(max_tokens=self.max_tokens)
+        if sampling is not None:
+            merged.MergeFrom(sampling)
+        return merged
+
+
+class OptionArguments(TypedDict, total=False):
+    """The fields of GenerateOptions as arguments of a call: type checkers and editors know them only by such a list."""
+
+    agent_id: str
+    parent_version: int | None
+    max_tokens: int | None
+    sampling: Sampling | None
+    json_schema: JsonSchema | None
+    regex: str | None
+    tools: Sequence[pb.Tool]
+    keep_partial: bool
+    priority: pb.Priority
+    model: str
+    request_id: str
+
+
+def merged_options(options: GenerateOptions | None, named: OptionArguments) -> GenerateOptions:
+    """The options of a call: those that it names go before those that it hands over as a value."""
+    return replace(options or GenerateOptions(), **named)

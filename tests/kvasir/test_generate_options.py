@@ -1,0 +1,119 @@
+"""Options of a turn: named in a call or kept as a value, each reaches its field of the request, in both clients."""
+
+import asyncio
+import inspect
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import fields
+from typing import Any, get_type_hints
+
+import grpc
+import pytest
+from kvasir.clients import AioInferenceClient, GenerateOptions, InferenceClient
+from kvasir.clients.generate_options import OptionArguments
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.inference.v1 import inference_pb2_grpc
+
+TOOLS = [pb.Tool(name="look")]
+# Every option, and the request's field with what must arrive in it.
+ARRIVES: dict[str, tuple[Any, str, Any]] = {
+    "agent_id": ("ada", "agent_id", "ada"),
+    "parent_version": (0, "parent_version", 0),
+    "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
+    "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),
+    "json_schema": ({"type": "null"}, "json_schema", '{"type": "null"}'),
+    "regex": ("a|b", "regex", "a|b"),
+    "tools": (TOOLS, "tools", TOOLS),
+    "keep_partial": (True, "keep_partial", True),
+    "priority": (pb.PRIORITY_BACKGROUND, "priority", pb.PRIORITY_BACKGROUND),
+    "model": ("second", "model", "second"),
+    "request_id": ("r-1", "request_id", "r-1"),
+}
+
+
+class _Listener(inference_pb2_grpc.InferenceServiceServicer):
+    """An engine that notes what it is asked, and says nothing."""
+
+    def __init__(self) -> None:
+        self.asked: list[pb.GenerateRequest] = []
+
+    def Generate(self, request: pb.GenerateRequest, context: object) -> Iterator[pb.GenerateResponse]:  # noqa: N802
+        self.asked.append(request)
+        yield pb.GenerateResponse(finished=pb.Finished())
+
+
+@pytest.fixture(scope="module")
+def listening() -> Iterator[tuple[_Listener, str]]:
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    listener = _Listener()
+    inference_pb2_grpc.add_InferenceServiceServicer_to_server(listener, server)  # type: ignore[no-untyped-call]
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield listener, f"127.0.0.1:{port}"
+    server.stop(0)
+
+
+def asked(listening: tuple[_Listener, str], **given: Any) -> pb.GenerateRequest:
+    """The request that both clients send."""
+    listener, address = listening
+    listener.asked.clear()
+    with InferenceClient.connect(address) as client:
+        client.reply(prompt="x", **given)
+
+    async def ask() -> None:
+        async with AioInferenceClient.connect(address) as client:
+            await client.reply(prompt="x", **given)
+
+    asyncio.run(ask())
+    blocking, other = listener.asked
+    if blocking.request_id != "r-1":
+        assert "" != blocking.request_id != other.request_id != ""
+        other.request_id = blocking.request_id
+    assert blocking == other
+    return blocking
+
+
+def test_arguments_and_fields_are_one_list() -> None:
+    assert get_type_hints(OptionArguments) == get_type_hints(GenerateOptions)
+    assert set(ARRIVES) == {field.name for field in fields(GenerateOptions)}
+
+
+@pytest.mark.parametrize("name", ARRIVES)
+def test_an_option_reaches_its_field_named_or_as_a_value(name: str, listening: tuple[_Listener, str]) -> None:
+    value, field, expected = ARRIVES[name]
+    named = asked(listening, **{name: value})
+    kept = asked(listening, options=GenerateOptions(**{name: value}))
+    for request in (named, kept):
+        assert getattr(request, field) == expected
+    others = {"prompt", "request_id", field}
+    assert {found.name for found, _ in named.ListFields()} <= others
+
+
+def test_what_a_call_names_goes_before_what_it_hands_over(listening: tuple[_Listener, str]) -> None:
+    kept = GenerateOptions(agent_id="ada", max_tokens=9)
+    request = asked(listening, options=kept, agent_id="bob", sampling=pb.Sampling(seed=3))
+    assert (request.agent_id, request.sampling) == ("bob", pb.Sampling(max_tokens=9, seed=3))
+    assert kept == GenerateOptions(agent_id="ada", max_tokens=9)
+
+
+def test_a_message_of_sampling_is_not_changed_by_max_tokens(listening: tuple[_Listener, str]) -> None:
+    sampling = pb.Sampling(seed=3)
+    asked(listening, sampling=sampling, max_tokens=4)
+    assert sampling == pb.Sampling(seed=3)
+
+
+def test_two_lengths_and_unknown_names_are_refused() -> None:
+    with InferenceClient.connect("127.0.0.1:1") as client:
+        with pytest.raises(InvalidArgument) as caught:
+            client.reply(prompt="x", max_tokens=3, sampling={"max_tokens": 3})
+        assert caught.value.field == "max_tokens"
+        with pytest.raises(TypeError, match="max_token"):
+            client.reply(prompt="x", max_token=3)  # type: ignore[call-arg]
+
+
+def test_generate_and_reply_take_the_same_in_both_clients() -> None:
+    methods = [
+        getattr(client, name) for client in (InferenceClient, AioInferenceClient) for name in ("generate", "reply")
+    ]
+    assert len({tuple(inspect.signature(method).parameters.items()) for method in methods}) == 1
