@@ -16,7 +16,7 @@ from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
 # Where it began, the prompt's, the turn's end, and that of the memory which is put back if the turn is undone.
-MOST_POINTS = 4
+MOST_REWIND_POINTS = 4
 
 
 @dataclass
@@ -48,10 +48,10 @@ class ActiveSequence:
         if self.kv.can_go_on_from(len(state.token_ids)):  # not so if states have seen what is not remembered
             self.kv.mark()
         # Where this turn began others of its kind may begin again: the last words said otherwise, or once more.
-        kept = {self.turn.cached, self.turn.prompt_point, len(state.token_ids)}
+        kept = {self.turn.cached, self.turn.prompt_rewind_point, len(state.token_ids)}
         # Who says nothing takes nothing away: what could be gone back to before may be still.
-        self.kv.keep_points(kept if self.turn.plan.speaks else self.kv.points[-MOST_POINTS:])
-        self.turn.points = self.kv.points
+        self.kv.keep_rewind_points(kept if self.turn.plan.generates else self.kv.rewind_points[-MOST_REWIND_POINTS:])
+        self.turn.rewind_points = self.kv.rewind_points
         state = self.turn.state()
         known = self.chain[: len(state.token_ids) // BLOCK_TOKENS]
         chain = chain_hashes(kv_identity_hash, state.token_ids, known)

@@ -97,22 +97,22 @@ class TurnPlan:
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
     priority: Priority = Priority.INTERACTIVE
     namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody
-    # Prompt tokens after which a model with states makes a point: what the next prompt surely begins with too. None:
-    # all but the last, which is computed in any case.
-    point_tokens: int | None = None
+    # Prompt tokens after which a model with states records a rewind point: the next prompt will begin with them too.
+    # None: all but the last, which is computed in any case.
+    rewind_point_tokens: int | None = None
     # While another turn needs its room its KV may be given to its listener (`Preempted`) and, if it extends a hot
     # memory, that memory be dropped: it is whole elsewhere.
     can_be_preempted: bool = False
 
     @property
-    def speaks(self) -> bool:
+    def generates(self) -> bool:
         """False, by max_tokens 0, of a turn that only leaves its prompt as the key's hot memory."""
         return self.sampling.max_tokens > 0
 
     @property
     def most_reused(self) -> int:
-        """Prompt tokens that may be reused. Of a turn that speaks the last is computed: the reply begins behind it."""
-        return len(self.token_ids) - (1 if self.speaks else 0)
+        """Prompt tokens that may be reused. Of a turn that decodes the last is computed: the reply begins behind it."""
+        return len(self.token_ids) - (1 if self.generates else 0)
 
 
 class FinishReason(Enum):
@@ -254,7 +254,7 @@ class HotMemory:
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if it was asked for and
-    there is one. Of a model with states also the state file of each of the sequence's points.
+    there is one. Of a model with states also the state file of each of the sequence's rewind points.
     """
 
     first_block: int

@@ -89,7 +89,7 @@ class Engine:
         by file identity, and what `auto` chose by weights digest. `memory_budget_bytes` bounds all KV, hot and running.
         `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first, unless its
         choice is known. `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: for so
-        long a step computes prompts while others speak, and a cell more. `name`: what callers know the
+        long a step computes prompts while others decode, and a cell more. `name`: what callers know the
         model by; empty: what its path says. Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT,
         the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """

@@ -1,6 +1,6 @@
 """What the MLX thread does: begins turns, steps them, ends them, and keeps what they leave.
 
-All turns that speak are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
+All turns that decode are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
 fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit. When an interactive turn finds
 no room, background turns are preempted for it (`preempted_turns`).
 """
@@ -13,7 +13,7 @@ from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.token_files import file_identities, state_identity
 
-from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence, begin
+from inference_svc.engine.active_sequence import MOST_REWIND_POINTS, ActiveSequence, begin
 from inference_svc.engine.api import AgentKey, Event, SamplingParams, Snapshot, TurnPlan
 from inference_svc.engine.preempted_turns import PreemptedTurns
 from inference_svc.engine.sampling import Sampler, sample
@@ -38,7 +38,7 @@ _UNSTORED_PART = 2
 def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
     """KV bytes that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
     rows_bytes = capacity_rows(len(plan.token_ids) + plan.sampling.max_tokens) * model.kv_bytes_per_token
-    return rows_bytes + model.live_state_bytes + MOST_POINTS * model.state_bytes
+    return rows_bytes + model.live_state_bytes + MOST_REWIND_POINTS * model.state_bytes
 
 
 class EngineWorker:
@@ -86,19 +86,19 @@ class EngineWorker:
         before_s = self._clock()
         self._begin_waiting()
         spent_s = self._clock() - before_s
-        has_ended = self._finish_spoken()  # whose memory is whole and who says nothing
-        speaking = self._scheduler.begin_step(self._clock())
+        has_ended = self._finish_generated()  # whose memory is whole and who says nothing
+        decoding = self._scheduler.begin_step(self._clock())
         present = {*self._scheduler.running, *self._scheduler.waiting}
-        if may_speak := self._masks.begin_step(speaking, present):
-            self._decode(may_speak)
+        if may_decode := self._masks.begin_step(decoding, present):
+            self._decode(may_decode)
             self._tell()
         has_prefilled = self._prefill(take_mail, spent_s)
-        self._finish_spoken()
+        self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
         self._count_bytes()
         if not self._active:
             self._runner.release_unused()
-        return bool(speaking) or has_prefilled or has_ended  # who ended may have left room for another
+        return bool(decoding) or has_prefilled or has_ended  # who ended may have left room for another
 
     def close(self) -> None:
         for turn in list(self._listeners):
@@ -174,19 +174,19 @@ class EngineWorker:
 
     def _states(self, memory: ResidentMemory[SequenceKV]) -> tuple[tuple[FileIdentity, bytes], ...]:
         tokens, hash_ = memory.state.token_ids, self._model.kv_identity_hash
-        identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.points]
+        identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.rewind_points]
         return tuple((identity, memory.kv.to_file(self._model.kv_identity, identity)) for identity in identities)
 
     # --- beginning ---
 
     def _begin_waiting(self) -> None:
-        """To bring a memory back takes time: while somebody speaks, it counts with the prefill of the step."""
+        """To bring a memory back takes time: while somebody decodes, it counts with the prefill of the step."""
         self._refused.clear()
         before_s = self._clock()
 
         def has_time() -> bool:
-            speaks = any(not turn.is_prefilling for turn in self._active)
-            return not speaks or self._clock() - before_s < self._rules.budget_s
+            decodes = any(not turn.is_prefilling for turn in self._active)
+            return not decodes or self._clock() - before_s < self._rules.budget_s
 
         blocked = self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
         if any(self._make_room(turn) for turn in blocked):
@@ -270,18 +270,18 @@ class EngineWorker:
 
     # --- stepping ---
 
-    def _decode(self, speaking: Sequence[Turn]) -> None:
-        """One more token of every turn that speaks, in one forward pass. Turns that spoke their last token in the step
+    def _decode(self, decoding: Sequence[Turn]) -> None:
+        """One more token of every turn that decodes, in one forward pass. Turns that drew their last token in the step
         before have it computed here, so that they remember it, and end.
         """
         try:
-            order = self._joined(speaking)
+            order = self._joined(decoding)
             self.computed_tokens += len(order)
             logits = self._batch.step([turn.next_token for turn in order])
             drawn = sample([self._sampler_of(turn) for turn in order], logits)
         except Exception:
             logger.exception("decode.failed")
-            self._lose(speaking)
+            self._lose(decoding)
             return
         self._runner.stepped()
         for turn, token in zip(order, drawn, strict=True):
@@ -296,15 +296,15 @@ class EngineWorker:
             else:
                 turn.accept(token.token_id, token.logprobs)
 
-    def _joined(self, speaking: Sequence[Turn]) -> list[Turn]:
-        """Those that speak in this step, in the batch, by slot; and nobody else: who sits out, and who was cancelled
+    def _joined(self, decoding: Sequence[Turn]) -> list[Turn]:
+        """Those that decode in this step, in the batch, by slot; and nobody else: who sits out, and who was cancelled
         since this step began, leaves it.
         """
-        by_kv = {id(self._active[turn].kv): turn for turn in speaking}
+        by_kv = {id(self._active[turn].kv): turn for turn in decoding}
         # From the last slot on: when many leave at once, few are moved to take their places.
         for kv in [kv for kv in reversed(self._batch.sequences) if id(kv) not in by_kv]:
             self._batch.leave(kv)
-        for turn in speaking:
+        for turn in decoding:
             if self._active[turn].kv not in self._batch:
                 self._batch.join(self._active[turn].kv)
         return [by_kv[id(kv)] for kv in self._batch.sequences]
@@ -326,7 +326,7 @@ class EngineWorker:
         if not turn.next_cell_draws:
             self._runner.prefill(active.kv, cell, lambda: turn.is_cancelled)
             turn.prefilled(len(cell))
-            if turn.is_at_point:
+            if turn.is_at_rewind_point:
                 active.kv.mark()
             return
         logits = self._runner.last_logits(active.kv, cell, lambda: turn.is_cancelled)
@@ -338,13 +338,13 @@ class EngineWorker:
 
     # --- ending ---
 
-    def _finish_spoken(self) -> bool:
-        """End the turns that spoke their last token and need no more KV: who remembers nothing, or nothing of it; False
+    def _finish_generated(self) -> bool:
+        """End the turns that drew their last token and need no more KV: who remembers nothing, or nothing of it; False
         if there are none. At a step's end, so that a listener's request for the turn's snapshot is served before the
         next step admits a turn that may need the room.
         """
-        spoken = [turn for turn in self._active if turn.finish_reason is not None]
-        ending = [turn for turn in spoken if turn.plan.key is None or turn.remembered <= turn.computed]
+        generated = [turn for turn in self._active if turn.finish_reason is not None]
+        ending = [turn for turn in generated if turn.plan.key is None or turn.remembered <= turn.computed]
         for turn in ending:
             self._guarded(turn, self._finish)
         return bool(ending)
@@ -376,9 +376,9 @@ class EngineWorker:
             self._forget(turn)
             self._abandon(turn, Internal("the turn failed in the engine"))
 
-    def _lose(self, speaking: Sequence[Turn]) -> None:
+    def _lose(self, decoding: Sequence[Turn]) -> None:
         """A forward pass of these turns failed half-way; with them goes whoever else is in the batch."""
-        lost = [turn for turn, active in self._active.items() if turn in speaking or active.kv in self._batch]
+        lost = [turn for turn, active in self._active.items() if turn in decoding or active.kv in self._batch]
         self._batch.discard()
         for turn in lost:
             self._forget(turn)

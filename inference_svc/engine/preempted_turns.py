@@ -14,7 +14,7 @@ from kvasir.errors import DataLoss
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.token_files import file_identities, state_identity
 
-from inference_svc.engine.active_sequence import MOST_POINTS, ActiveSequence
+from inference_svc.engine.active_sequence import MOST_REWIND_POINTS, ActiveSequence
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.turn import Turn
@@ -31,7 +31,7 @@ class _PreemptedTurn:
     sampler: Sampler
     chain: tuple[str, ...]
     tokens: int  # whose KV is in the files
-    points: tuple[int, ...]  # whose states are, of a model that has them: the last files, the last at `tokens`
+    rewind_points: tuple[int, ...]  # whose states are, of a model that has them: the last files, the last at `tokens`
     unstored_bytes: int  # of files that are in memory still
 
 
@@ -54,7 +54,7 @@ class PreemptedTurns:
 
     def have_room(self, turns: Iterable[Turn]) -> bool:
         """Whether the files of these turns may be held in memory too."""
-        states_bytes = MOST_POINTS * self._model.state_bytes
+        states_bytes = MOST_REWIND_POINTS * self._model.state_bytes
         more = sum(turn.computed * self._model.kv_bytes_per_token + states_bytes for turn in turns if turn.computed)
         held = sum(preempted.unstored_bytes for preempted in self._turns.values())
         return not more or held + more <= self._max_unstored_bytes
@@ -66,7 +66,7 @@ class PreemptedTurns:
         chain = chain_hashes(model.kv_identity_hash, tokens, active.chain)
         if turn.computed:
             active.kv.mark()
-        points = active.kv.points
+        points = active.kv.rewind_points
         identities = file_identities(model.kv_identity_hash, tokens, chain) if active.kv.row_layers else []
         identities += [state_identity(model.kv_identity_hash, tokens, point, chain) for point in points]
         files = tuple(active.kv.to_file(model.kv_identity, identity) for identity in identities)
@@ -95,13 +95,13 @@ class PreemptedTurns:
     ) -> tuple[SequenceKV, int]:
         """All of it or nothing: states go on from where they were taken and from nowhere else."""
         model, tokens = self._model, turn.token_ids[: preempted.tokens]
-        rows = len(blobs) - len(preempted.points)
+        rows = len(blobs) - len(preempted.rewind_points)
         try:
-            if rows >= 0 and preempted.points:
+            if rows >= 0 and preempted.rewind_points:
                 files = check_files(model.kv_identity, model.kv_identity_hash, blobs[:rows], tokens)
                 states = [
                     check_state(model.kv_identity, model.kv_identity_hash, blob, tokens[:point])
-                    for blob, point in zip(blobs[rows:], preempted.points, strict=True)
+                    for blob, point in zip(blobs[rows:], preempted.rewind_points, strict=True)
                 ]
                 return SequenceKV.from_files(model.kv_identity, files, preempted.tokens, states), preempted.tokens
         except DataLoss:

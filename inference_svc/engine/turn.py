@@ -56,7 +56,7 @@ class Turn:
         self.token_ids = list(plan.token_ids)
         self.computed = 0  # leading tokens whose KV exists
         self.cached = 0  # of those, the reused ones
-        self.points: tuple[int, ...] = ()  # token counts that its memory can go back to, of a model with states
+        self.rewind_points: tuple[int, ...] = ()  # token counts that its memory can go back to, of a model with states
         self.shareable = 0
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
@@ -152,29 +152,29 @@ class Turn:
         return max(0, self.prompt_tokens - self.computed)
 
     @property
-    def prompt_point(self) -> int:
-        """Prompt tokens after which the memory is to have a point; 0 for none."""
+    def prompt_rewind_point(self) -> int:
+        """Prompt tokens after which the memory is to have a rewind point; 0 for none."""
         if not self._has_states:
             return 0
-        asked = self.plan.point_tokens
+        asked = self.plan.rewind_point_tokens
         return self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
 
     @property
-    def is_at_point(self) -> bool:
-        """The memory is to have a point here."""
-        return 0 < self.computed == self.prompt_point
+    def is_at_rewind_point(self) -> bool:
+        """The memory is to have a rewind point here."""
+        return 0 < self.computed == self.prompt_rewind_point
 
     @property
     def next_cell_tokens(self) -> int:
         end = cell_end(self.computed, self.prompt_tokens, self._cell_tokens)
-        # Where a point is asked for a cell ends: a function of the prompt alone, like the grid.
-        return (self.prompt_point if self.computed < self.prompt_point < end else end) - self.computed
+        # Where a rewind point is asked for a cell ends: a function of the prompt alone, like the grid.
+        return (self.prompt_rewind_point if self.computed < self.prompt_rewind_point < end else end) - self.computed
 
     @property
     def next_cell_draws(self) -> bool:
         """The next cell ends the prompt, and the reply's first token is still to be drawn."""
         ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
-        return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.speaks
+        return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.generates
 
     @property
     def full_blocks(self) -> int:
@@ -304,7 +304,7 @@ class Turn:
         chars = (*self.plan.token_chars, *(len(text) for text in self._spelled[:kept]))
         # What states make of shared rows would have to be shared too: such a memory serves its own agent.
         shareable = 0 if self._has_states else self.shareable
-        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, shareable, self.points)
+        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, shareable, self.rewind_points)
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""
@@ -319,7 +319,7 @@ class Turn:
 
     def _end_if_silent(self) -> None:
         """A turn that says nothing ends with its prompt."""
-        if not self.plan.speaks and not self.is_prefilling:
+        if not self.plan.generates and not self.is_prefilling:
             self._first_token_s = self._clock()
             self.finish_reason = FinishReason.LENGTH
 

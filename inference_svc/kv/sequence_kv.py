@@ -105,7 +105,7 @@ class SequenceKV:
         return (self.row_layers or self.layers)[0].offset
 
     @property
-    def points(self) -> tuple[int, ...]:
+    def rewind_points(self) -> tuple[int, ...]:
         """Token counts, ascending, that it can go back to if not to every one."""
         return tuple(point.tokens for point in self._points)
 
@@ -125,14 +125,14 @@ class SequenceKV:
 
     def mark(self) -> None:
         """Make a point of the present moment. Evaluates. Without effect if every layer keeps all its tokens."""
-        if self.stateful_layers and self.length not in self.points:
+        if self.stateful_layers and self.length not in self.rewind_points:
             layers = tuple(layer.compacted() for layer in self.stateful_layers)
             mx.eval([layer.state for layer in layers])
             self._points.append(Point(self.length, layers))
             # From here on they share what the point holds, and let go of what it was a part of.
             self._become(layers)
 
-    def keep_points(self, tokens: Collection[int]) -> None:
+    def keep_rewind_points(self, tokens: Collection[int]) -> None:
         """Forget all points but those at these token counts."""
         self._points = [point for point in self._points if point.tokens in tokens]
 
@@ -140,11 +140,11 @@ class SequenceKV:
         """The last token count, at most `length`, that the next token can be computed from."""
         if self.can_go_on_from(length):
             return length
-        return max((point for point in self.points if point <= length), default=0)
+        return max((point for point in self.rewind_points if point <= length), default=0)
 
     def can_go_on_from(self, length: int) -> bool:
         """Whether after `trim_to(length)` the next token can be computed."""
-        return not self.stateful_layers or length == 0 or length in self.points or self._is_whole_at(length)
+        return not self.stateful_layers or length == 0 or length in self.rewind_points or self._is_whole_at(length)
 
     def trim_to(self, length: int) -> None:
         """Forget what lies behind `length` tokens. Rows are freed, not erased: nothing reads them.
@@ -219,7 +219,7 @@ class SequenceKV:
     def _state_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
         point = next((point for point in self._points if point.tokens == file_identity.tokens), None)
         if point is None:
-            raise ValueError(f"state: expected a point of {self.points}, asked for {file_identity.tokens}")
+            raise ValueError(f"state: expected a point of {self.rewind_points}, asked for {file_identity.tokens}")
         parts = [data for layer in point.layers for data in layer.to_bytes()]
         specs = expected_state_tensors(identity, file_identity.tokens)
         return encode(file_identity, list(zip(specs, parts, strict=True)))

@@ -98,7 +98,7 @@ class AgentMemory:
     shareable_tokens: int
     tokenizer_digest: str
     publication: PublicationState
-    points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
+    rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
     is_brought: bool = False  # its KV, or what it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # what the hot KV is of, if not of this
 
@@ -110,7 +110,7 @@ class Ahead:
     transcript: RememberedText
     blocks: tuple[Digest, ...]  # its leading full blocks that are in the store
     shareable_tokens: int
-    points: tuple[int, ...]
+    rewind_points: tuple[int, ...]
 
 
 def as_hot(memory: AgentMemory) -> AgentMemory:
@@ -118,9 +118,13 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
     if (ahead := memory.ahead) is None:
         return memory
     publication = replace(memory.publication, blocks=list(ahead.blocks), tail=None, states={})
-    shareable_tokens, points = ahead.shareable_tokens, ahead.points
+    shareable_tokens, rewind_points = ahead.shareable_tokens, ahead.rewind_points
     return replace(
-        memory, transcript=ahead.transcript, shareable_tokens=shareable_tokens, points=points, publication=publication
+        memory,
+        transcript=ahead.transcript,
+        shareable_tokens=shareable_tokens,
+        rewind_points=rewind_points,
+        publication=publication,
     )
 
 
@@ -144,7 +148,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
         publication=PublicationState(head, is_head=True, blocks=blocks, tail=tail, states=states),
-        points=tuple(states),
+        rewind_points=tuple(states),
         is_brought=head.is_brought,
     )
 

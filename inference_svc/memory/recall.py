@@ -79,7 +79,7 @@ class _Choice:
     blocks: Sequence[Digest] = ()
     tail: Digest | None = None
     shareable_tokens: int = 0
-    states: Mapping[int, Digest] = field(default_factory=dict)  # by point, ascending
+    states: Mapping[int, Digest] = field(default_factory=dict)  # by rewind point, ascending
 
 
 class Recall:
@@ -229,23 +229,24 @@ class Recall:
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
         usable_files: int | None = None,
-        usable_point: int | None = None,
-        speaks: bool = True,
+        usable_rewind_point: int | None = None,
+        generates: bool = True,
     ) -> Prepared:
-        """Hold the prompt against the memory, then against shared blocks, and read what of the store's KV is reused.
+        """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
 
-        `hold` is awaited with the bytes that are about to be read: memory for them is another's to give, and the wait
-        for it is not the store's. `usable_files`: how many leading tensor files of the memory may be used, after the
-        engine refused the next one. `usable_point`: the last point whose state may be used, after it refused a later
-        one. `speaks`: False when nothing is to be generated: then all of the prompt may be reused.
+        `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
+        wait for it does not count as the store's time. `usable_files`: how many leading tensor files of the memory may
+        be used, after the engine refused the next one. `usable_rewind_point`: the last rewind point whose state may be
+        used, after the engine refused a later one. `generates`: False when only the prompt is computed; then all of it
+        may be reused.
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        choice = await self._by_text(namespace, recollection, text, speaks)
+        choice = await self._by_text(namespace, recollection, text, generates)
         miss = recollection.miss or _text_miss(recollection, choice.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
-            choice, no_point = _at_point(choice, recollection.memory, usable_point)
+            choice, no_point = _at_rewind_point(choice, recollection.memory, usable_rewind_point)
             miss = miss or no_point
         elif store is not None and usable_files is None:
             choice, shared_miss = await self._by_block_hashes(store, choice, text, namespace, budget)
@@ -262,7 +263,7 @@ class Recall:
             stored_blocks=tuple(choice.blocks[: kept // BLOCK_TOKENS]),
         )
 
-    async def _by_text(self, namespace: str, recollection: Recollection, text: str, speaks: bool) -> _Choice:
+    async def _by_text(self, namespace: str, recollection: Recollection, text: str, generates: bool) -> _Choice:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
@@ -270,14 +271,14 @@ class Recall:
             or (memory.tokenizer_digest == self._engine.model.tokenizer_digest and not self._no_token(memory))
         )
         transcript = memory.transcript if memory is not None and is_ours else RememberedText("", (), ())
-        if not speaks and transcript.token_ids and transcript.text == text:
+        if not generates and transcript.token_ids and transcript.text == text:
             # Nothing follows it, so it need not end at a character's border.
             match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
             tokens = Tokenized(tuple(transcript.token_ids), tuple(transcript.token_chars))
         else:
             match, tokens = await self._prompting.run(namespace, lambda: self._match(transcript, text))
-        # Of a turn that speaks, at least one token is computed: its logits are the next token's.
-        most = len(tokens.ids) - (1 if speaks else 0)
+        # Of a turn that decodes, at least one token is computed: its logits are the next token's.
+        most = len(tokens.ids) - (1 if generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
         if memory is None or keep <= 0:
             return _Choice(tokens, 0, Source.COLD, match)
@@ -379,7 +380,7 @@ class Recall:
         store: RemoteCache,
         budget: Budget,
     ) -> tuple[Reuse, Miss | None]:
-        """The last point that the files cover and whose state can be had."""
+        """The last rewind point that the files cover and whose state can be had."""
         has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
         reach = min(choice.keep, covered) if has_blocks else choice.keep
         for point in sorted((point for point in _usable(choice) if point <= reach), reverse=True):
@@ -393,16 +394,18 @@ class Recall:
 
 
 def _usable(choice: _Choice) -> list[int]:
-    """The points whose states may serve the choice."""
+    """The rewind points whose states may serve the choice."""
     return [point for point in choice.states if point <= choice.keep]
 
 
-def _at_point(choice: _Choice, memory: AgentMemory | None, usable_point: int | None) -> tuple[_Choice, Miss | None]:
-    """The choice, cut to the last point that its model's states can go back to; and the miss, if that cuts anything."""
+def _at_rewind_point(
+    choice: _Choice, memory: AgentMemory | None, usable_rewind_point: int | None
+) -> tuple[_Choice, Miss | None]:
+    """The choice, cut to the last rewind point that the memory has; and the miss, if that cuts anything."""
     if memory is None or not choice.keep:
         return choice, None
-    most = choice.keep if usable_point is None else min(choice.keep, usable_point)
-    point = max((point for point in memory.points if point <= most), default=0)
+    most = choice.keep if usable_rewind_point is None else min(choice.keep, usable_rewind_point)
+    point = max((point for point in memory.rewind_points if point <= most), default=0)
     if point == choice.keep:
         return choice, None
     miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {choice.keep} tokens, states go back to {point}")

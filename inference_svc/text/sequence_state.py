@@ -10,4 +10,4 @@ class SequenceState:
     token_ids: tuple[int, ...]
     token_chars: tuple[int, ...]
     shareable_tokens: int  # leading tokens computed on the grid from position 0, a multiple of 256
-    points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
+    rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to

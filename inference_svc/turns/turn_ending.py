@@ -120,15 +120,17 @@ class TurnEnding:
             transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
             base = memory or nothing_yet(recollection.head, self._engine.model.tokenizer_digest)
             memory = replace(
-                base, ahead=Ahead(transcript, prepared.stored_blocks, state.shareable_tokens, state.points)
+                base, ahead=Ahead(transcript, prepared.stored_blocks, state.shareable_tokens, state.rewind_points)
             )
         elif recollection.kv_from is Source.COLD:
-            memory = replace(memory, shareable_tokens=state.shareable_tokens, points=state.points)
+            memory = replace(memory, shareable_tokens=state.shareable_tokens, rewind_points=state.rewind_points)
         elif recollection.kv_from is Source.WARM:
-            memory = replace(memory, points=state.points)  # of its states one was read
+            memory = replace(memory, rewind_points=state.rewind_points)  # of its states one was read
         elif memory.ahead is not None:
             # The KV is the memory's own again, and no longer of what was computed ahead.
-            memory = replace(memory, ahead=None, shareable_tokens=state.shareable_tokens, points=state.points)
+            memory = replace(
+                memory, ahead=None, shareable_tokens=state.shareable_tokens, rewind_points=state.rewind_points
+            )
         if turn.key is not None:
             if memory.publication.is_elsewhere:
                 # It follows no version of its own line: what proves it current is what was known when it was made.
@@ -183,7 +185,7 @@ class TurnEnding:
                 # A stop string may have taken back tokens of a block that was already sent.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
             ),
-            points=state.points,
+            rewind_points=state.rewind_points,
             is_brought=_is_brought(recollection, prepared),
         )
         self._engine.tag_hot(key, memory)

@@ -299,10 +299,10 @@ class TurnService:
     ) -> tuple[Recollection, Prepared, Ended]:
         """Plan and run, planning again when what the plan stood on went away in between."""
         usable_files: int | None = None
-        usable_point: int | None = None
+        usable_rewind_point: int | None = None
         if (told := turn.dialogue) is not None and self._engine.model.has_states:
             template = self._prompting.template
-            turn.point_chars = await self._prompting.run(
+            turn.rewind_point_chars = await self._prompting.run(
                 turn.request.namespace, lambda: conversation.lasting_chars(template, told, text)
             )
 
@@ -319,8 +319,8 @@ class TurnService:
                     budget=budget,
                     hold=hold,
                     usable_files=usable_files,
-                    usable_point=usable_point,
-                    speaks=not turn.request.is_warming,
+                    usable_rewind_point=usable_rewind_point,
+                    generates=not turn.request.is_warming,
                 )
                 self._check_line(turn)
                 if turn.damage is not None:
@@ -342,7 +342,7 @@ class TurnService:
                 # The bytes are those of their digest and still not what they must be. The stored tokens are known:
                 # from there on they are prefilled again.
                 if point := error.metadata.get("state"):
-                    usable_point, what = int(point) - 1, f"the state of {point} tokens"
+                    usable_rewind_point, what = int(point) - 1, f"the state of {point} tokens"
                 else:
                     usable_files = int(error.metadata.get("blob", "0"))
                     what = f"tensor file {usable_files} of the memory"
@@ -457,7 +457,7 @@ class TurnService:
             keep_partial=turn.request.keep_partial,
             priority=turn.request.priority,
             namespace=turn.request.namespace,
-            point_tokens=turn.point_tokens(prepared.tokens.chars),
+            rewind_point_tokens=turn.rewind_point_tokens(prepared.tokens.chars),
         )
 
 

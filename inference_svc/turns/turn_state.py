@@ -71,7 +71,7 @@ class TurnState:
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
     dialogue: Dialogue | None = None  # the same, as templates know them
     damage: Miss | None = None
-    point_chars: int | None = None  # of the prompt, after which a model with states makes a point
+    rewind_point_chars: int | None = None  # of the prompt, after which a model with states makes a rewind point
     first_token_at: float | None = None
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
@@ -82,9 +82,9 @@ class TurnState:
         request = self.request
         self.key = AgentKey(request.namespace, request.agent_id) if request.agent_id else None
 
-    def point_tokens(self, token_chars: Sequence[int]) -> int | None:
-        """Prompt tokens that lie wholly inside `point_chars`."""
-        return None if self.point_chars is None else tokens_within_chars(token_chars, self.point_chars)
+    def rewind_point_tokens(self, token_chars: Sequence[int]) -> int | None:
+        """Prompt tokens that lie wholly inside `rewind_point_chars`."""
+        return None if self.rewind_point_chars is None else tokens_within_chars(token_chars, self.rewind_point_chars)
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:

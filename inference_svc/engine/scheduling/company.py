@@ -20,7 +20,7 @@ class Place:
     began: int = 0  # number of its last beginning, of all
     served: int = 0  # number of its last cell, of all
     was_warm: bool = False  # its last cell went to a warm turn out of order
-    owed_s: float = 0.0  # prefill beside others' speech that is not made up for yet
+    owed_s: float = 0.0  # prefill beside others' decoding that is not made up for yet
 
 
 class Company:

@@ -1,9 +1,10 @@
 """Which hot memory to drop first: the one whose agent is expected last.
 
-An agent is expected again after as many turns, of all agents, as lay between its last two. One that spoke once, or is
-overdue, is expected after as long as it has been silent. So among strangers the least recently used goes first; but of
-agents that take turns in a ring too large for the budget the one that has just spoken goes, and the others stay: least
-recently used would drop each one just before its turn, and nobody would ever find its memory (LESSONS 27).
+The time is counted in turns of all agents. An agent is expected again after as many turns as lay between its last two.
+An agent that had one turn only, or that is overdue, is expected after as many turns as it has been silent. So among
+strangers the least recently used memory goes first. Of agents that take turns in a ring too large for the budget, the
+agent that has just had its turn goes and the others stay: least recently used would drop each memory just before its
+turn, and no agent would ever find its own (LESSONS 27).
 """
 
 from collections.abc import Hashable
@@ -13,7 +14,7 @@ from typing import Generic, TypeVar
 KeyT = TypeVar("KeyT", bound=Hashable)
 
 _REMEMBERED = 4_096  # agents whose rhythm is known, with and without a memory
-_PLANNED_TURNS = 16  # a plan that was read is submitted within so many turns of others, or never
+_PLANNED_TURNS = 16  # a plan that read a memory is submitted within so many turns of others, or never
 
 
 @dataclass
@@ -30,8 +31,8 @@ class ExpectedUse(Generic[KeyT]):
         self._now = 0
         self._rhythms: dict[KeyT, _Rhythm] = {}  # last turn first to go
 
-    def spoke(self, key: KeyT) -> None:
-        """A turn of the agent left a memory."""
+    def took_turn(self, key: KeyT) -> None:
+        """A turn of the agent left a memory: count it."""
         self._now += 1
         before = self._rhythms.pop(key, None)
         self._rhythms[key] = _Rhythm(self._now, None if before is None else self._now - before.last)
@@ -44,7 +45,7 @@ class ExpectedUse(Generic[KeyT]):
             rhythm.planned = self._now
 
     def turns_until(self, key: KeyT) -> int:
-        """After how many turns of all agents this one is expected; more for one that is not known."""
+        """After how many turns of all agents this agent is expected. An unknown agent is expected last."""
         rhythm = self._rhythms.get(key)
         if rhythm is None:
             return self._now + 1

@@ -83,7 +83,7 @@ class HotMemories(Generic[KvT]):
         before = self.ledger.residents.get(key, 0)
         if self.ledger.is_lent(key) or not self._make_room(memory.kv.allocated_bytes - before, {key}, key.namespace):
             return False
-        self._expected.spoke(key)
+        self._expected.took_turn(key)
         self._memories[key] = memory
         return self.ledger.keep(key, memory.kv.allocated_bytes)
 
@@ -181,7 +181,7 @@ class HotMemories(Generic[KvT]):
         """
         self._forget(owner)
         self._lent.pop(owner, None)
-        self._expected.spoke(key)
+        self._expected.took_turn(key)
         return self._keep(key, memory)
 
     def _forget(self, owner: Hashable) -> None:

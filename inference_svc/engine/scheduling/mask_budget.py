@@ -1,14 +1,14 @@
-"""Who of the turns with a reply format may speak in a step, so that one namespace's masks do not hold up others. Pure.
+"""Who of the turns with a reply format may decode in a step, so that one namespace's masks do not hold up others. Pure.
 
 A mask says which tokens a format allows next. Some take microseconds, some milliseconds, and the whole batch waits for
-all of them. So while others speak or wait, the masks of all namespaces may take a part of each step. Each namespace
+all of them. So while others decode or wait, the masks of all namespaces may take a part of each step. Each namespace
 that wants masks has a purse: every step puts an equal share in, every mask takes its seconds out. What a mask costs is
 known after it was made, so a purse may be overdrawn; its namespace then sits out steps until they have paid for it.
 
 The worker asks and tells, once a step:
 
-    may_speak = masks.begin_step(speaking, present)
-    decode one token of each turn in `may_speak`
+    may_decode = masks.begin_step(decoding, present)
+    decode one token of each turn in `may_decode`
     masks.end_step(seconds that the step took, masks and all)
 """
 
@@ -46,7 +46,7 @@ class _MaskRecord:
 
     billed_s: float = 0.0
     last_s: float | None = None  # of its last mask
-    spoke_in: int = 0  # the step
+    decoded_in: int = 0  # the step
 
 
 class MaskBudget(Generic[TurnT]):
@@ -60,32 +60,32 @@ class MaskBudget(Generic[TurnT]):
         self._rows: dict[TurnT, _MaskRecord] = {}
         self._purses: dict[str | None, float] = {}
 
-    def begin_step(self, speaking: Sequence[TurnT], present: Collection[TurnT]) -> tuple[TurnT, ...]:
-        """Those of `speaking` that may speak now, in their order: everybody without a format, and of each namespace
-        with some those who waited longest, as many as its purse pays for. `present`: all turns that speak, prefill or
+    def begin_step(self, decoding: Sequence[TurnT], present: Collection[TurnT]) -> tuple[TurnT, ...]:
+        """Those of `decoding` that may decode now, in their order: everybody without a format, and of each namespace
+        with some those who waited longest, as many as its purse pays for. `present`: all turns that decode, prefill or
         wait; masks of a namespace that is alone among them hold up nobody else, and are not bounded.
         """
         self._steps += 1
-        masked = [turn for turn in speaking if turn.is_masked]
+        masked = [turn for turn in decoding if turn.is_masked]
         known = {turn: row for turn, row in self._rows.items() if turn in present}
         self._rows = {**known, **{turn: _MaskRecord() for turn in masked if turn not in known}}
         wanting = {turn.namespace for turn in masked}
         self._purses = {namespace: self._purses.get(namespace, self._least_s) for namespace in wanting}
         if len({turn.namespace for turn in present} | wanting) <= 1:
             self._purses = dict.fromkeys(wanting, self._least_s)
-            may_speak = set(masked)
+            may_decode = set(masked)
         else:
-            may_speak = self._paid_for(masked)
-        for turn in may_speak:
-            self._rows[turn].spoke_in = self._steps
-        return tuple(turn for turn in speaking if turn in may_speak or not turn.is_masked)
+            may_decode = self._paid_for(masked)
+        for turn in may_decode:
+            self._rows[turn].decoded_in = self._steps
+        return tuple(turn for turn in decoding if turn in may_decode or not turn.is_masked)
 
     def end_step(self, step_s: float) -> None:
         """Bill what the masks took, and give each namespace its share of the step."""
         taken = dict.fromkeys(self._purses, 0.0)
         for turn, row in self._rows.items():
             mask_s, row.billed_s = turn.masks_s - row.billed_s, turn.masks_s
-            if row.spoke_in == self._steps:
+            if row.decoded_in == self._steps:
                 row.last_s = mask_s
             if turn.namespace in taken:
                 taken[turn.namespace] += mask_s
@@ -96,7 +96,7 @@ class MaskBudget(Generic[TurnT]):
 
     def _paid_for(self, masked: Sequence[TurnT]) -> set[TurnT]:
         left, chosen = dict(self._purses), set[TurnT]()
-        for turn in sorted(masked, key=lambda turn: self._rows[turn].spoke_in):
+        for turn in sorted(masked, key=lambda turn: self._rows[turn].decoded_in):
             if left[turn.namespace] > 0:
                 # Of a new one only the first mask is known, and that may be dearer than those that follow.
                 left[turn.namespace] -= self._rows[turn].last_s or turn.masks_s or self._least_s

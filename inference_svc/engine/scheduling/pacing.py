@@ -1,8 +1,8 @@
-"""How much a step may prefill: whole cells, within a time while others speak, and no more tokens than the table says.
+"""How much a step may prefill: whole cells, within a time while others decode, and no more tokens than the table says.
 
 The grid says where a cell ends; this says only how many cells a step takes.
 
-Between namespaces time is shared: a namespace's prompts may take from others, who speak, as much time as each of those
+Between namespaces time is shared: a namespace's prompts may take from others, who decode, as much time as each of those
 has of the decoding. Otherwise a crowd's prompts would take the budget and a cell more out of every step of theirs.
 """
 
@@ -36,13 +36,15 @@ class StepPace:
     def has_begun(self) -> bool:
         return bool(self._starts)
 
-    def allows(self, turn: Hashable, position: int, cell_tokens: int, spent_s: float, *, somebody_speaks: bool) -> bool:
+    def allows(
+        self, turn: Hashable, position: int, cell_tokens: int, spent_s: float, *, somebody_decodes: bool
+    ) -> bool:
         """Whether the turn's cell of `cell_tokens` at `position` still belongs to this step, `spent_s` after its first
         prefill began. Without anybody who waits for a next token the time does not bind.
         """
         if not self.has_begun:
             return True
-        if somebody_speaks and spent_s >= self.budget_s:
+        if somebody_decodes and spent_s >= self.budget_s:
             return False
         deepest = max(self._starts.get(turn, position), *self._starts.values())
         return self.tokens + cell_tokens <= most_tokens(deepest)
@@ -53,20 +55,20 @@ class StepPace:
 
 
 class SharedTime:
-    """What namespaces owe for prefill beside others' speech (`Place.owed_s`). What is not used is not saved."""
+    """What namespaces owe for prefill beside others' decoding (`Place.owed_s`). What is not used is not saved."""
 
     def __init__(self) -> None:
         self._step_s = self._cells_s = 0.0
-        self._speaking = 0
+        self._decoding = 0
         self._spent_s: float | None = None
         self._last: Place | None = None
 
-    def begin_step(self, now: float, speaking: int, places: Iterable[Place]) -> None:
-        """`speaking`: namespaces that speak in this step. The time of the last one makes up for what is owed."""
+    def begin_step(self, now: float, decoding: int, places: Iterable[Place]) -> None:
+        """`decoding`: namespaces that decode in this step. The time of the last one makes up for what is owed."""
         decode_s = max(0.0, now - self._step_s - self._cells_s)
         for place in places:
-            place.owed_s = max(0.0, place.owed_s - decode_s / self._speaking) if self._speaking else 0.0
-        self._step_s, self._cells_s, self._speaking = now, 0.0, speaking
+            place.owed_s = max(0.0, place.owed_s - decode_s / self._decoding) if self._decoding else 0.0
+        self._step_s, self._cells_s, self._decoding = now, 0.0, decoding
         self._spent_s = self._last = None
 
     def spent(self, spent_s: float) -> None:
@@ -78,5 +80,5 @@ class SharedTime:
         self._spent_s, self._last = spent_s, None
 
     def owes_next(self, place: Place) -> None:
-        """The next cell is its own, and others speak."""
+        """The next cell is its own, and others decode."""
         self._last = place

@@ -36,7 +36,7 @@ class Schedulable(Sharing, Hashable, Protocol):
 
     @property
     def is_restoring(self) -> bool:
-        """It was preempted, has room again, and waits for its KV: it neither speaks nor prefills."""
+        """It was preempted, has room again, and waits for its KV: it neither decodes nor prefills."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class Rules:
 
     cell_tokens: int = 256
     budget_s: float = 0.1
-    """Prefill of a step ends with the first cell that ends after this, while anybody speaks."""
+    """Prefill of a step ends with the first cell that ends after this, while any turn decodes."""
     ageing_s: float = 5.0
     """Who has waited this long, to begin or for its next cell, counts as interactive: in its own namespace, and only
     while no other has an interactive turn that could go on instead."""
@@ -92,8 +92,8 @@ class Rules:
     kept_part: int = 8
     """One of so many parts of the KV is left to namespaces that hold nothing yet."""
     rows_beside: int = 4
-    """So many rows of one namespace speak in a step. On a CPU a step of 4 rows takes 1.0 to 1.5 times as long as one of
-    a single row, of 8 rows twice, of 16 four times, of 192 forty times (kvasir-tiny, two cores)."""
+    """Rows of one namespace that decode in a step. On a CPU a step of 4 rows takes 1.0 to 1.5 times as long as a step
+    of one row, 8 rows take twice as long, 16 four times, 192 forty times (kvasir-tiny, two cores)."""
     seat_steps: int = 16
-    """Then the next of the namespace speak. Whoever joins a batch is decoded into it, which takes a row of 2,000 tokens
-    about half a step: a tenth of the time at 16 steps."""
+    """Steps after which other rows of the namespace decode. A row that joins a batch has its context decoded into it.
+    With 2,000 tokens that takes about half a step: a tenth of the time at 16 steps."""

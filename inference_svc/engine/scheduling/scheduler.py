@@ -11,7 +11,7 @@ between two looks at its mailbox:
     decode one token for all of scheduler.begin_step(now); the others sit out
     while (turn := scheduler.next_prefill(seconds since the first)) is not None:
         one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
-    remove() what spoke its last token
+    remove() what drew its last token
 
 Rules within a namespace. Agents: turns of one agent run one after another. Priority: interactive before background, to
 begin and to prefill; who has waited `ageing_s` counts as interactive, and so does who an interactive turn waits for.
@@ -136,7 +136,7 @@ class Scheduler(Generic[TurnT]):
 
         `try_begin(turn, spare)` says whether there is room, and if so has begun the turn. `spare`: keys of hot memories
         that it must not drop for it, because waiting turns extend them. A turn that ended in it must be removed by it.
-        `has_time` is asked before each beginning but the first: one may restore a long memory while others speak.
+        `has_time` is asked before each beginning but the first: one may restore a long memory while others decode.
         """
         self._now = now
         self._awaited = set()
@@ -203,19 +203,19 @@ class Scheduler(Generic[TurnT]):
     # --- a step ---
 
     def begin_step(self, now: float) -> tuple[TurnT, ...]:
-        """Who decodes one token now; who else speaks sits out this step. Then ask for prefills."""
+        """Who decodes one token now; who else decodes sits out this step. Then ask for prefills."""
         self._now = now
         self._pace = StepPace(self.rules.budget_s)
         self._is_disturbed = False
-        speaking = [turn for turn in self.running if self._speaks(turn)]
-        self._time.begin_step(now, len({turn.namespace for turn in speaking}), self._company.places)
-        return tuple(self._seated(speaking))
+        decoding = [turn for turn in self.running if self._is_decoding(turn)]
+        self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
+        return tuple(self._seated(decoding))
 
     def next_prefill(self, spent_s: float) -> TurnT | None:
         """Who gets the step's next cell; None when its prefill is over. `spent_s`: what its prefill took so far.
 
         The first cell is always given if anybody prefills who owes nothing to others. More follow while the time
-        lasts (if somebody speaks), the table allows, and nobody was submitted, was cancelled, or may begin with what a
+        lasts (if somebody decodes), the table allows, and nobody was submitted, was cancelled, or may begin with what a
         sibling has prefilled by now.
         """
         self._time.spent(spent_s)
@@ -225,8 +225,8 @@ class Scheduler(Generic[TurnT]):
         if turn is None:
             return None
         size = turn.next_cell_tokens
-        speaks = any(self._speaks(other) for other in self.running)
-        if not self._pace.allows(turn, turn.computed, size, spent_s, somebody_speaks=speaks):
+        decodes = any(self._is_decoding(other) for other in self.running)
+        if not self._pace.allows(turn, turn.computed, size, spent_s, somebody_decodes=decodes):
             return None
         self._pace.take(turn, turn.computed, size)
         self._serve(turn, spent_s)
@@ -389,28 +389,28 @@ class Scheduler(Generic[TurnT]):
         return [turn for turn in self.running if not turn.is_restoring]
 
     @staticmethod
-    def _speaks(turn: TurnT) -> bool:
+    def _is_decoding(turn: TurnT) -> bool:
         return not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring
 
-    def _seated(self, speaking: Collection[TurnT]) -> list[TurnT]:
+    def _seated(self, decoding: Collection[TurnT]) -> list[TurnT]:
         """In company so many of each namespace; of one that is alone again twice as many in each step, then all."""
         rows = self.rules.rows_beside
-        most = rows if self._company.is_shared else 2 * (self._most_rows or len(speaking))
-        self._most_rows = most if self._company.is_shared or most < len(speaking) else None
+        most = rows if self._company.is_shared else 2 * (self._most_rows or len(decoding))
+        self._most_rows = most if self._company.is_shared or most < len(decoding) else None
         if self._most_rows is None:
             self._seats.clear()
-            return [*speaking]
+            return [*decoding]
         agents = self._urgent_agents()
         chosen: set[TurnT] = set()
-        for namespace in {turn.namespace for turn in speaking}:
+        for namespace in {turn.namespace for turn in decoding}:
             seats = self._seats.setdefault(namespace, Seats(self.rules.seat_steps))
-            mine = [turn for turn in speaking if turn.namespace == namespace]
+            mine = [turn for turn in decoding if turn.namespace == namespace]
             chosen |= seats.seat(
                 mine, self._most_rows, lambda turn: self._is_urgent(turn, agents), lambda turn: turn.is_ending
             )
         for turn in chosen:
             self._entries[turn].waits_since_s = self._now
-        return [turn for turn in speaking if turn in chosen]
+        return [turn for turn in decoding if turn in chosen]
 
     def _next_in_round(self) -> TurnT | None:
         """Of the most urgent class the namespace that was served longest ago; of this its warm turn with one cell left,
@@ -432,11 +432,11 @@ class Scheduler(Generic[TurnT]):
         return min(lane, key=lambda turn: self._entries[turn].served)
 
     def _owes(self, turn: TurnT) -> bool:
-        """Its namespace has taken more of others' time than it may, and they speak."""
+        """Its namespace has taken more of others' time than it may, and they decode."""
         return self._company.of(turn.namespace).owed_s > 0 and self._is_beside_others(turn)
 
     def _is_beside_others(self, turn: TurnT) -> bool:
-        return any(self._speaks(other) and other.namespace != turn.namespace for other in self.running)
+        return any(self._is_decoding(other) and other.namespace != turn.namespace for other in self.running)
 
     def _serve(self, turn: TurnT, spent_s: float) -> None:
         self._served += 2

@@ -186,8 +186,8 @@ MUTANTS = (
     Mutant(
         "an exact repetition computes two tokens",
         "api.py",
-        "        return len(self.token_ids) - (1 if self.speaks else 0)",
-        "        return max(len(self.token_ids) - (2 if self.speaks else 0), 0)",
+        "        return len(self.token_ids) - (1 if self.generates else 0)",
+        "        return max(len(self.token_ids) - (2 if self.generates else 0), 0)",
         "restore",
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""Turns that speak together: each says, and remembers to the bit, what it does alone; shared rows are computed once."""
+"""Turns decode together: each says, and remembers to the bit, what it does alone; shared rows are computed once."""
 
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ def test_eight_agents_say_and_remember_together_what_each_does_alone(driver: Dri
     assert [driver.files(key) for key in keys] == [driver.files(key) for key in alone_keys]
 
 
-def test_who_joins_while_others_speak_changes_nobody(driver: Driver) -> None:
+def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(250 + place, 50 + place) for place in range(6)]
     alone = [driver.reply(driver.turn(prompt, max_tokens=30, key=driver.key())) for prompt in prompts]
     listeners = [Listener() for _ in prompts]
@@ -47,13 +47,13 @@ def test_who_joins_while_others_speak_changes_nobody(driver: Driver) -> None:
 def test_a_cancelled_turn_leaves_the_batch_and_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(100 + place, 70 + place) for place in range(3)]
     alone = [driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=40)) for prompt in prompts]
-    speaking = [driver.submit(prompt, key=driver.key(), max_tokens=40) for prompt in prompts]
+    decoding = [driver.submit(prompt, key=driver.key(), max_tokens=40) for prompt in prompts]
     leaving = Listener().cancel_at(Tokens, 7)
     driver.submit(tokens_of(300, 99), listener=leaving, max_tokens=200)
     with pytest.raises(Cancelled):
         leaving.end()
     assert leaving.count(Tokens) == 7
-    assert [driver.reply(listener.end()) for listener in speaking] == alone
+    assert [driver.reply(listener.end()) for listener in decoding] == alone
 
 
 def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(

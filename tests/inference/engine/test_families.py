@@ -62,7 +62,7 @@ def stored(taken: Snapshot, keep: int) -> Restored:
     return Restored(files, taken.state.token_ids, keep, taken.state.shareable_tokens, states.get(keep))
 
 
-def spoken(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple[AgentKey, Ended]:
+def generated(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple[AgentKey, Ended]:
     """An agent whose last turn had a prompt of `length` tokens and remembers all that it said."""
     for attempt in range(20):
         key = driver.key()
@@ -96,10 +96,10 @@ def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
 ) -> None:
     """From its end and, where its layers allow it, from elsewhere: 64 greedy tokens, through real tensor files."""
     driver = family(name)
-    key, ended = spoken(driver, length)
+    key, ended = generated(driver, length)
     whole = len(ended.state.token_ids)
     taken = snapshot(driver, key)
-    points = ended.state.points if driver.engine.model.has_states else (whole - 20, whole)
+    points = ended.state.rewind_points if driver.engine.model.has_states else (whole - 20, whole)
     for keep in points:
         prompt = (*ended.state.token_ids[:keep], *tokens_of(20, seed=keep))
         stayed = driver.turn(prompt, Hot(keep), driver.fork(key))
@@ -115,17 +115,19 @@ def test_the_next_turn_of_a_model_with_states_goes_on_from_the_end_or_from_the_p
 ) -> None:
     """Hybrids and sliding windows do hit, and what is said to be cached is what was not computed (LESSONS 18)."""
     driver = family(name)
-    key, first = spoken(driver, 300)
+    key, first = generated(driver, 300)
     end = len(first.state.token_ids)
-    assert first.state.points == (299, end)
+    assert first.state.rewind_points == (299, end)
     assert first.state.shareable_tokens == 0, "states would have to be shared, too"
     second = driver.turn((*first.state.token_ids, *tokens_of(30, seed=1)), Hot(end), key, max_tokens=4)
     assert second.cached_tokens == end
-    assert second.state.points[:2] == (end, end + 29), "where it began, the prompt, and its own end if it is whole"
+    assert second.state.rewind_points[:2] == (end, end + 29), (
+        "where it began, the prompt, and its own end if it is whole"
+    )
     rewritten = (*first.state.token_ids[:302], *tokens_of(9, seed=2))
     again = driver.turn(rewritten, Hot(302), driver.fork(key), max_tokens=1)
     assert again.cached_tokens == 0, "the prompt of two turns ago is forgotten"
-    key, first = spoken(driver, 300)
+    key, first = generated(driver, 300)
     again = driver.turn(rewritten, Hot(302), key, max_tokens=1)
     assert again.cached_tokens == 299, "a template that rewrites replies goes on from before the reply"
 
@@ -135,7 +137,7 @@ def test_a_turn_from_a_point_says_what_the_same_turns_say_from_nothing(
     name: str, family: Callable[[str], Driver]
 ) -> None:
     driver = family(name)
-    key, first = spoken(driver, 270)
+    key, first = generated(driver, 270)
     prompt = (*first.state.token_ids[:272], *tokens_of(40, seed=3))
     hot = driver.turn(prompt, Hot(272), key, max_tokens=12)
     assert hot.cached_tokens == 269
@@ -148,9 +150,9 @@ def test_a_turn_from_a_point_says_what_the_same_turns_say_from_nothing(
 def test_the_files_of_a_memory_hold_what_its_layout_says(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
     model = driver.engine.model
-    key, ended = spoken(driver, 256)
+    key, ended = generated(driver, 256)
     taken = snapshot(driver, key)
-    assert tuple(identity.tokens for identity, _ in taken.states) == ended.state.points == (255, 261)
+    assert tuple(identity.tokens for identity, _ in taken.states) == ended.state.rewind_points == (255, 261)
     assert model.has_states
     for identity, data in (*taken.blocks, *taken.states, *([taken.tail] if taken.tail else [])):
         header = parse_header(data, len(data))
@@ -166,7 +168,7 @@ def test_a_cancelled_turn_leaves_points_and_states_to_the_bit_as_they_were(
     name: str, family: Callable[[str], Driver]
 ) -> None:
     driver = family(name)
-    key, ended = spoken(driver, 280)
+    key, ended = generated(driver, 280)
     before = snapshot(driver, key)
     for keep in (len(ended.state.token_ids), 282):
         listener = Listener().cancel_at(Tokens, 3)
@@ -184,7 +186,7 @@ def test_a_cancelled_turn_leaves_points_and_states_to_the_bit_as_they_were(
 def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Driver]) -> None:
     """Neither side sees what the other makes of the state (LESSONS 6)."""
     driver = family(name)
-    key, ended = spoken(driver, 200)
+    key, ended = generated(driver, 200)
     end = len(ended.state.token_ids)
     before, fork = snapshot(driver, key), driver.fork(key)
     prompts = [(*ended.state.token_ids, *tokens_of(15, seed=n)) for n in (1, 2)]
@@ -194,7 +196,7 @@ def test_a_fork_of_states_goes_its_own_way(name: str, family: Callable[[str], Dr
 
 
 @pytest.mark.parametrize("name", WITH_STATES)
-def test_agents_with_states_speak_together_as_each_does_alone(name: str, family: Callable[[str], Driver]) -> None:
+def test_agents_with_states_decode_together_as_each_does_alone(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
     prompts = [tokens_of(length, seed=length) for length in (20, 95, 130, 260)]
     alone = [driver.reply(driver.turn(prompt, max_tokens=24)) for prompt in prompts]
@@ -217,7 +219,7 @@ def test_a_state_that_saw_more_than_is_remembered_is_not_kept(name: str, family:
                 break
     else:
         raise AssertionError("no reply whose stop string spans tokens")
-    assert ended.state.points == (119,)
+    assert ended.state.rewind_points == (119,)
     taken = snapshot(driver, key)
     assert [identity.tokens for identity, _ in taken.states] == [119]
     prompt = (*ended.state.token_ids, *tokens_of(5, seed=9))
@@ -238,11 +240,11 @@ def _with_nan(data: bytes) -> bytes:
 def test_a_wrong_or_damaged_state_is_data_loss_and_changes_nothing(name: str, family: Callable[[str], Driver]) -> None:
     """Of another moment (LESSONS 12), other tokens, other weights (LESSONS 13), cut short, or no numbers."""
     driver = family(name)
-    key, ended = spoken(driver, 200)
-    taken, (_, other) = snapshot(driver, key), spoken(driver, 200, seed=50)
+    key, ended = generated(driver, 200)
+    taken, (_, other) = snapshot(driver, key), generated(driver, 200, seed=50)
     early, end = (data for _, data in taken.states)
     tokens = len(ended.state.token_ids)
-    other_taken = snapshot(driver, driver.fork(spoken(driver, 200, seed=70)[0]))
+    other_taken = snapshot(driver, driver.fork(generated(driver, 200, seed=70)[0]))
     assert len(other.state.token_ids) == tokens
     wrong = {
         "another moment": early,
@@ -273,7 +275,7 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
     with_room = Engine.open(directory, cache_dir=tmp_path, memory_budget_bytes=BUDGET)
     try:
         driver, model = Driver(with_room), with_room.model
-        spoken(driver, 40)
+        generated(driver, 40)
         rows = 256 * model.kv_bytes_per_token
         assert rows < driver.engine.memory_used_bytes <= rows + 2 * model.state_bytes
         plan = TurnPlan(PROMPT, (1,) * len(PROMPT), SamplingParams(max_tokens=48))
@@ -303,7 +305,7 @@ def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str
             keeper = Keeper()
             ended = disturbed(driver, keeper, kind, count)
             assert keeper.one(Resumed).lost_tokens == 0
-            assert (ended.state, ended.state.points) == (expected.state, expected.state.points)
+            assert (ended.state, ended.state.rewind_points) == (expected.state, expected.state.rewind_points)
         short = Keeper(lambda files: files[:-1])
         assert disturbed(driver, short, Tokens, 10).state == expected.state
         assert short.one(Resumed).lost_tokens > len(PROMPT)
@@ -314,12 +316,12 @@ def test_a_turn_with_states_that_gave_up_its_room_goes_on_where_it_was(name: str
 @pytest.mark.parametrize("name", ["gemma3", "granite_hybrid"])
 def test_a_memory_that_is_warmed_keeps_its_points(name: str, family: Callable[[str], Driver]) -> None:
     driver = family(name)
-    key, ended = spoken(driver, 150)
+    key, ended = generated(driver, 150)
     before = snapshot(driver, key)
     warmed = driver.turn(ended.state.token_ids, Hot(155), key, max_tokens=0)
-    assert (warmed.cached_tokens, warmed.state.points) == (155, ended.state.points)
+    assert (warmed.cached_tokens, warmed.state.rewind_points) == (155, ended.state.rewind_points)
     after = snapshot(driver, key)
     assert (after.blocks, after.tail, after.states) == (before.blocks, before.tail, before.states)
     other = driver.key()
-    assert driver.turn(ended.state.token_ids, stored(before, 155), other, max_tokens=0).state.points == (155,)
+    assert driver.turn(ended.state.token_ids, stored(before, 155), other, max_tokens=0).state.rewind_points == (155,)
     assert snapshot(driver, other).states == before.states[1:]

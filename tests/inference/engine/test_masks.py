@@ -1,4 +1,4 @@
-"""What reply formats of one namespace cost others that speak beside them: a part of each step, through a real model."""
+"""What reply formats of one namespace cost others beside them: a part of each step, through a real model."""
 
 import contextlib
 
@@ -16,14 +16,14 @@ DEAR = Constraint(ConstraintKind.JSON_SCHEMA, '{"const": "' + "a" * 4_000 + '"}'
 ATTACKERS, REPLY = 6, 40
 
 
-def spoken(listener: Listener) -> int:
+def generated(listener: Listener) -> int:
     return sum(len(event.ids) for event in listener.events if isinstance(event, Tokens))
 
 
-def test_dear_formats_of_one_namespace_sit_out_steps_while_another_speaks(
+def test_dear_formats_of_one_namespace_sit_out_steps_while_another_decodes(
     engine: Engine, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They all spoke in every step, and made each step of everybody many times as long."""
+    """They all decoded in every step, and made each step of everybody many times as long."""
     # A tenth of a mask for each step, however long a step takes on this machine.
     monkeypatch.setattr(engine._worker, "_masks", MaskBudget[Turn](part=0, least_s=1e-4))
     attackers = [
@@ -34,9 +34,9 @@ def test_dear_formats_of_one_namespace_sit_out_steps_while_another_speaks(
         attacker.wait_for(Tokens, 2)
     victim = driver.submit(tokens_of(20, seed=9), namespace="b", max_tokens=REPLY)
     victim.wait_for(Tokens, 1)
-    before = sum(map(spoken, attackers))
+    before = sum(map(generated, attackers))
     victim.end()
-    assert sum(map(spoken, attackers)) - before < REPLY
+    assert sum(map(generated, attackers)) - before < REPLY
     for attacker in attackers:  # alone again, they are not held back
         attacker.wait_for(Tokens, REPLY)
         attacker.handle.result(60).cancel()

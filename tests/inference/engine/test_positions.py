@@ -22,7 +22,7 @@ def unlike(one: Sequence[bytes], other: Sequence[bytes]) -> float:
 
 def test_what_is_decoded_in_a_batch_stands_where_a_prefill_puts_it(driver: Driver) -> None:
     """Offsets that change while the model holds them would turn every key a little further (LESSONS 4). Sequences of
-    different lengths, each of which joins while the one before it speaks.
+    different lengths, each of which joins while the one before it decodes.
     """
     lengths = (240, 7, 255, 90)
     keys = [driver.key() for _ in lengths]

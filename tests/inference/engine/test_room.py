@@ -22,7 +22,7 @@ def small(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
 def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
     small: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody speaks or prefills in the step in which it ends: the thread must not sleep after it."""
+    """No turn decodes or prefills in the step in which it ends: the thread must not sleep after it."""
     key, state = small.remember(1_000)
     waiting = Listener()
 
@@ -44,9 +44,9 @@ def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_
     driver.turn((*prefix, 7), key=driver.key(), namespace="tests", max_tokens=2)
     driver.turn((*prefix[:2], *tokens_of(1_500, 6)), key=own, namespace="tests", max_tokens=2)
     seen: list[tuple[int, int]] = []
-    speaking = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
+    decoding = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
     prompt = (*prefix, *tokens_of(40, 8))
-    ended = driver.turn(prompt, Hot(2), own, namespace="tests", max_tokens=20, listener=speaking)
+    ended = driver.turn(prompt, Hot(2), own, namespace="tests", max_tokens=20, listener=decoding)
     assert ended.cached_tokens == 1_024
     [(used, accounted)] = seen
     assert used <= accounted
@@ -55,8 +55,8 @@ def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_
 def test_a_short_turn_that_begins_with_a_long_memorys_prefix_takes_no_more_than_its_own_rows(driver: Driver) -> None:
     prefix, seen = tokens_of(512, 15), list[tuple[int, int]]()
     driver.turn((*prefix, *tokens_of(2_500, 16)), key=driver.key(), namespace="tests", max_tokens=2)
-    speaking = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
-    ended = driver.turn((*prefix, *tokens_of(40, 18)), namespace="tests", max_tokens=20, listener=speaking)
+    decoding = Listener().at(Tokens, 3, lambda: seen.append(used_and_accounted(driver)))
+    ended = driver.turn((*prefix, *tokens_of(40, 18)), namespace="tests", max_tokens=20, listener=decoding)
     assert ended.cached_tokens == 512
     [(used, accounted)] = seen
     assert used <= accounted

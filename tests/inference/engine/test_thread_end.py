@@ -23,11 +23,11 @@ def test_a_step_that_fails_ends_every_turn_and_refuses_the_next(model_dir: Path,
         engine._worker.step = fail  # type: ignore[method-assign]
 
     try:
-        speaking = driver.submit(
+        decoding = driver.submit(
             tokens_of(20), listener=Listener().at(Tokens, 3, break_it), max_tokens=200, logit_bias=((0, -1000.0),)
         )
         with pytest.raises(Unavailable):
-            speaking.end()
+            decoding.end()
         with pytest.raises(Unavailable):
             driver.turn(tokens_of(20))
     finally:

@@ -63,14 +63,14 @@ def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None
 
 def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> None:
     """A token of the one between any two cells of the other."""
-    speaking, reading = Listener(), Listener()
+    decoding, reading = Listener(), Listener()
     log: list[str] = []
     for place in range(1, 13):
         reading.at(Prefilled, place, lambda: log.append("cell"))
     for place in range(1, 101):
-        speaking.at(Tokens, place, lambda: log.append("token"))
-    speaking.at(Tokens, 3, lambda: driver.submit(tokens_of(3000), listener=reading, max_tokens=1))
-    driver.submit(tokens_of(20), listener=speaking, max_tokens=100).end()
+        decoding.at(Tokens, place, lambda: log.append("token"))
+    decoding.at(Tokens, 3, lambda: driver.submit(tokens_of(3000), listener=reading, max_tokens=1))
+    driver.submit(tokens_of(20), listener=decoding, max_tokens=100).end()
     reading.end()
     assert log.count("cell") == 12
     while_reading = log[log.index("cell") :][:20]

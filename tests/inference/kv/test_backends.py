@@ -40,7 +40,7 @@ def forward(model: Any) -> Callable[[mx.array, list[Any]], mx.array]:
 
 
 class Greedy:
-    """Sequences that speak, greedily, in one batch or each in its own."""
+    """Sequences that decode, greedily, in one batch or each in its own."""
 
     def __init__(self, model: Any, budget: int) -> None:
         self.batch = DecodeBatch(forward(model), budget)

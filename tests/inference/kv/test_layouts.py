@@ -112,7 +112,7 @@ def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_sequences_of_every_layout_speak_in_a_batch_as_each_does_alone(
+def test_sequences_of_every_layout_decode_in_a_batch_as_each_does_alone(
     name: str, family: Callable[[str], Family]
 ) -> None:
     """Q4 rows, lengths around the window and a block, joining and leaving at different moments (LESSONS 2)."""

@@ -145,7 +145,7 @@ def test_a_missing_block_takes_what_lies_behind_it_from_the_states_too() -> None
 
 def test_what_the_engine_refused_is_not_read_again() -> None:
     around = Surroundings()
-    found = planned(TEXT + "y", Source.WARM, around, usable_point=699)
+    found = planned(TEXT + "y", Source.WARM, around, usable_rewind_point=699)
     assert isinstance(found.reuse, Restored)
     assert found.reuse.keep_tokens == 650
     assert STATES[700] not in around.asked

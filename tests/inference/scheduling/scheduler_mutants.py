@@ -13,14 +13,14 @@ MUTANTS = (
     Mutant(
         "the time does not end a step's prefill",
         "pacing.py",
-        "if somebody_speaks and spent_s >= self.budget_s:",
+        "if somebody_decodes and spent_s >= self.budget_s:",
         "if False:",
         ORDER,
     ),
     Mutant(
-        "the time binds although nobody speaks",
+        "the time binds although no turn decodes",
         "pacing.py",
-        "if somebody_speaks and spent_s",
+        "if somebody_decodes and spent_s",
         "if spent_s",
         ORDER,
     ),
@@ -392,7 +392,7 @@ MUTANTS = (
         MEMORY,
     ),
     Mutant(
-        "who waits for its KV speaks",
+        "a turn that waits for its KV decodes",
         "scheduler.py",
         "not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring",
         "not turn.is_prefilling and not turn.is_cancelled",
@@ -543,7 +543,7 @@ MUTANTS = (
         FAIRNESS,
     ),
     Mutant(
-        "all rows of a namespace speak in every step",
+        "all rows of a namespace decode in every step",
         "scheduler.py",
         "        if self._most_rows is None:\n",
         "        if True:\n",
@@ -552,15 +552,15 @@ MUTANTS = (
     Mutant(
         "a crowd that is alone again never has its rows back",
         "scheduler.py",
-        "else 2 * (self._most_rows or len(speaking))",
-        "else self._most_rows or len(speaking)",
+        "else 2 * (self._most_rows or len(decoding))",
+        "else self._most_rows or len(decoding)",
         FAIRNESS,
     ),
     Mutant(
-        "a crowd that is alone again speaks all at once",
+        "a crowd that is alone again decodes all at once",
         "scheduler.py",
-        "else 2 * (self._most_rows or len(speaking))",
-        "else len(speaking)",
+        "else 2 * (self._most_rows or len(decoding))",
+        "else len(decoding)",
         FAIRNESS,
     ),
     Mutant(
@@ -580,7 +580,7 @@ MUTANTS = (
     Mutant(
         "a seat is given up to nobody",
         "seats.py",
-        "for turn in done[: max(0, len(self._spoken) + len(chosen) - seats)]:",
+        "for turn in done[: max(0, len(self._seated) + len(chosen) - seats)]:",
         "for turn in done:",
         FAIRNESS,
     ),
@@ -608,7 +608,7 @@ MUTANTS = (
     Mutant(
         "fewer seats do not count until somebody gets up",
         "seats.py",
-        "for turn in sorted(self._spoken, key=self._spoken.__getitem__)[seats:]:",
+        "for turn in sorted(self._seated, key=self._seated.__getitem__)[seats:]:",
         "for turn in ():",
         FAIRNESS,
     ),
@@ -629,7 +629,7 @@ MUTANTS = (
     Mutant(
         "what prompts owe is never made up for",
         "pacing.py",
-        "max(0.0, place.owed_s - decode_s / self._speaking)",
+        "max(0.0, place.owed_s - decode_s / self._decoding)",
         "place.owed_s",
         FAIRNESS,
     ),

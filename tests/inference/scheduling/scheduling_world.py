@@ -114,11 +114,11 @@ class World:
     begin_s: float = 0.0
     now: float = 0.0
     steps: int = 0
-    gaps: list[float] = field(default_factory=list)  # from one token to the next, of every turn that speaks
+    gaps: list[float] = field(default_factory=list)  # from one token to the next, of every turn that decodes
     ended: list[Job] = field(default_factory=list)
     prefilled: list[Job] = field(default_factory=list)  # who got a cell, in order
     chunks: list[int] = field(default_factory=list)  # tokens prefilled by each step
-    spoke: list[tuple[Job, ...]] = field(default_factory=list)  # by step
+    decoded: list[tuple[Job, ...]] = field(default_factory=list)  # by step
     begun: list[Job] = field(default_factory=list)  # in order, again after each preemption
     namespaces: set[str | None] = field(default_factory=set)  # that ever had a turn
     when_begun: Callable[[], object] = lambda: None  # in every step, once all have begun that could
@@ -153,8 +153,8 @@ class World:
         before_s = self.now
 
         def has_time() -> bool:
-            speaks = any(not job.is_prefilling for job in self.scheduler.running)
-            return not speaks or self.now - before_s < self.rules.budget_s
+            decodes = any(not job.is_prefilling for job in self.scheduler.running)
+            return not decodes or self.now - before_s < self.rules.budget_s
 
         blocked = self.scheduler.begin_waiting(self.now, self._try_begin, has_time)
         self.when_begun()
@@ -248,18 +248,18 @@ class World:
             job.is_restoring = self.now < job.restored_s
 
     def _decode(self) -> None:
-        speaking = self.scheduler.begin_step(self.now)
+        decoding = self.scheduler.begin_step(self.now)
         able = [job for job in self.scheduler.running if not (job.is_cancelled or job.is_restoring)]
         could = [job for job in able if not job.is_prefilling]
-        assert set(speaking) <= set(could)
+        assert set(decoding) <= set(could)
         if len(self.namespaces) == 1:
-            assert set(speaking) == set(could), "somebody of a namespace alone sits out"
-        self.spoke.append(speaking)
-        self.now += self.token_s if speaking else 0.0
-        for job in speaking:
-            self._speak(job)
+            assert set(decoding) == set(could), "somebody of a namespace alone sits out"
+        self.decoded.append(decoding)
+        self.now += self.token_s if decoding else 0.0
+        for job in decoding:
+            self._draw_token(job)
 
-    def _speak(self, job: Job) -> None:
+    def _draw_token(self, job: Job) -> None:
         job.generated += 1
         job.computed += job.generated > 1
         if job in self._last_token_s:
@@ -274,8 +274,8 @@ class World:
         while (job := self.scheduler.next_prefill(spent)) is not None:
             assert not job.is_cancelled
             assert not job.is_restoring
-            speaks = any(not other.is_prefilling for other in self.scheduler.running if not other.is_restoring)
-            assert not tokens or not speaks or spent < self.rules.budget_s, "more than the budget and one cell"
+            decodes = any(not other.is_prefilling for other in self.scheduler.running if not other.is_restoring)
+            assert not tokens or not decodes or spent < self.rules.budget_s, "more than the budget and one cell"
             starts.setdefault(job, job.computed)
             tokens += job.next_cell_tokens
             limit = min(most_tokens(start) for start in starts.values())
@@ -286,7 +286,7 @@ class World:
             job.cells.append(self.now)
             self.prefilled.append(job)
             if not job.is_prefilling and not job.generated:
-                self._speak(job)
+                self._draw_token(job)
             self.submit(*self.arrivals.pop(len(self.prefilled), ()))
         assert tokens or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)

@@ -15,7 +15,7 @@ class Row:
     namespace: str
     mask_s: float | None = None
     masks_s: float = 0.0
-    spoken: int = 0
+    generated: int = 0
 
     @property
     def is_masked(self) -> bool:
@@ -28,7 +28,7 @@ def seconds(rows: list[Row], steps: int) -> float:
     for _ in range(steps):
         masks_s = 0.0
         for row in budget.begin_step(rows, rows):
-            row.spoken += 1
+            row.generated += 1
             row.masks_s += row.mask_s or 0.0
             masks_s += row.mask_s or 0.0
         budget.end_step(STEP_S + masks_s)
@@ -40,31 +40,31 @@ def test_dear_masks_take_a_quarter_of_a_step_from_others_and_no_more() -> None:
     """Eight turns whose masks take 20 ms each made a step of 16 ms one of 176."""
     victim, attackers = Row("b"), [Row("a", 0.020) for _ in range(8)]
     assert seconds([victim, *attackers], 400) < 1.3 * 400 * STEP_S
-    assert victim.spoken == 400
-    spoken = [row.spoken for row in attackers]
-    assert min(spoken) > 0
-    assert max(spoken) - min(spoken) <= 1  # in turn
+    assert victim.generated == 400
+    generated = [row.generated for row in attackers]
+    assert min(generated) > 0
+    assert max(generated) - min(generated) <= 1  # in turn
 
 
 def test_cheap_masks_never_sit_out_beside_dear_ones_of_another_namespace() -> None:
     honest, attackers = Row("b", 0.00005), [Row("a", 0.020) for _ in range(8)]
     seconds([honest, *attackers], 200)
-    assert honest.spoken == 200
+    assert honest.generated == 200
 
 
 def test_a_namespace_alone_is_not_bounded() -> None:
     rows = [Row("a", 0.020) for _ in range(8)]
     seconds([*rows, Row("a")], 50)
-    assert {row.spoken for row in rows} == {50}
+    assert {row.generated for row in rows} == {50}
 
 
-def test_another_namespaces_prompt_or_wait_counts_as_much_as_its_speech() -> None:
+def test_another_namespaces_prompt_or_wait_counts_as_much_as_its_decoding() -> None:
     budget, rows, waiting = MaskBudget[Row](), [Row("a", 0.020) for _ in range(8)], Row("b")
     for _ in range(10):
-        speaking = budget.begin_step(rows, [*rows, waiting])
-        for row in speaking:
+        decoding = budget.begin_step(rows, [*rows, waiting])
+        for row in decoding:
             row.masks_s += 0.020
-        budget.end_step(STEP_S + 0.020 * len(speaking))
+        budget.end_step(STEP_S + 0.020 * len(decoding))
     assert len(budget.begin_step(rows, [*rows, waiting])) <= 1
     assert len(budget.begin_step(rows, rows)) == 8
 
@@ -87,11 +87,11 @@ rows = st.builds(Row, st.sampled_from("abc"), st.one_of(st.none(), st.floats(0.0
 
 
 @given(st.lists(rows, min_size=1, max_size=12))
-def test_all_speak_in_the_end_and_masks_stay_within_their_part(rows: list[Row]) -> None:
+def test_all_decode_in_the_end_and_masks_stay_within_their_part(rows: list[Row]) -> None:
     dearest_s = sum(row.mask_s or 0 for row in rows)
     steps = 2000
     spent_s = seconds(rows, steps)
     for row in rows:
-        assert row.spoken if row.is_masked else row.spoken == steps
+        assert row.generated if row.is_masked else row.generated == steps
     if len({row.namespace for row in rows}) > 1:
         assert spent_s <= 1.26 * steps * STEP_S + dearest_s

@@ -18,15 +18,15 @@ seconds = st.floats(0.001, 0.5)
 @given(seconds, seconds, seconds, st.lists(st.integers(1, 20 * CELL), min_size=1, max_size=4), st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_cell(
-    budget_s: float, cell_s: float, token_s: float, prompts: list[int], speaking: int
+    budget_s: float, cell_s: float, token_s: float, prompts: list[int], decoding: int
 ) -> None:
     """(LESSONS 21) Whatever the prompts and however slow a cell."""
     world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, token_s=token_s)
-    world.submit(*(Job(1, 60) for _ in range(speaking)))
+    world.submit(*(Job(1, 60) for _ in range(decoding)))
     world.step()
     world.submit(*(Job(tokens, 5) for tokens in prompts))
     world.run()
-    assert len(world.gaps) == speaking * 59 + 4 * len(prompts)
+    assert len(world.gaps) == decoding * 59 + 4 * len(prompts)
     assert max(world.gaps) <= budget_s + cell_s + token_s + 1e-9
 
 
@@ -46,14 +46,14 @@ def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_one
 
 def test_prefill_goes_on_by_a_cell_however_short_the_budget() -> None:
     world = World(rules=Rules(budget_s=0.0), cell_s=9.0)
-    speaking, reading = Job(1, 100), Job(10 * CELL)
-    world.submit(speaking, reading)
+    decoding, reading = Job(1, 100), Job(10 * CELL)
+    world.submit(decoding, reading)
     world.run()
     assert world.chunks[:11] == [1, *[CELL] * 10]
 
 
 def test_a_step_prefills_no_more_than_the_table_says_of_where_a_prompt_stands() -> None:
-    """Also while nobody speaks and the time does not bind: 4096 tokens below 2 k, 2048 below 8 k, 1024 below 20 k, then
+    """Also if no turn decodes and time does not bind: 4096 tokens below 2 k, 2048 below 8 k, 1024 below 20 k, then
     512.
     """
     world = World(rules=Rules(budget_s=0.0))
@@ -81,8 +81,8 @@ def test_of_several_prompts_the_deepest_sets_the_steps_limit() -> None:
     assert world.chunks[-1] == 1024
 
 
-def test_the_time_binds_as_soon_as_somebody_speaks() -> None:
-    """The short prompt speaks after its cell: the long one gets no more than the budget from there on."""
+def test_the_time_binds_as_soon_as_somebody_decodes() -> None:
+    """The short prompt decodes after its cell: the long one gets no more than the budget from there on."""
     world = World(rules=Rules(budget_s=0.05), cell_s=0.03)
     world.submit(Job(10, 5), Job(16 * CELL))
     world.step()
@@ -115,13 +115,13 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
 def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> None:
     """A cancel comes from another thread, at any moment; the turn is removed only before the next step."""
     world = World(rules=Rules(budget_s=0.0))
-    speaking, doomed, other = Job(1, 9), Job(16 * CELL), Job(16 * CELL)
-    world.submit(speaking, doomed, other)
+    decoding, doomed, other = Job(1, 9), Job(16 * CELL), Job(16 * CELL)
+    world.submit(decoding, doomed, other)
     world.step()
     doomed.is_cancelled = True
-    assert world.scheduler.begin_step(world.now) == (speaking,)
+    assert world.scheduler.begin_step(world.now) == (decoding,)
     assert world.scheduler.next_prefill(0.0) is other
-    speaking.is_cancelled = True
+    decoding.is_cancelled = True
     assert world.scheduler.begin_step(world.now) == ()
 
 
@@ -164,11 +164,11 @@ def test_newcomers_do_not_come_before_those_who_wait_already() -> None:
 
 def test_every_generating_turn_decodes_in_every_step() -> None:
     world = World()
-    speaking = [Job(1, 9), Job(1, 9)]
-    world.submit(*speaking, Job(20 * CELL))
+    decoding = [Job(1, 9), Job(1, 9)]
+    world.submit(*decoding, Job(20 * CELL))
     world.step()
     for step in range(5):
-        assert [job.generated for job in speaking] == [step + 1, step + 1]
+        assert [job.generated for job in decoding] == [step + 1, step + 1]
         world.step()
 
 
@@ -176,8 +176,8 @@ def test_a_warm_turn_with_one_cell_left_goes_before_longer_prompts() -> None:
     world = World(rules=Rules(budget_s=0.0))
     world.turn("warm", CELL)
     world.run()
-    speaking, cold = Job(1, 100), [Job(9 * CELL) for _ in range(3)]
-    world.submit(speaking, *cold)
+    decoding, cold = Job(1, 100), [Job(9 * CELL) for _ in range(3)]
+    world.submit(decoding, *cold)
     for _ in range(4):
         world.step()
     warm = world.turn("warm", CELL - 2)
@@ -303,7 +303,7 @@ def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
 @given(st.integers(0, 12), st.integers(0, 3))
 @settings(max_examples=50, deadline=None)
 def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int, other: int) -> None:
-    """(LESSONS 25) While it waits, while its prompt is computed, and while it speaks."""
+    """(LESSONS 25) While it waits, while its prompt is computed, and while it decodes."""
     world = World(budget_bytes=4000, rules=Rules(budget_s=0.0, max_running=2))
     world.submit(*(Job(100, 50) for _ in range(other)))
     job = Job(4 * CELL, 4, key=key_of("a"))

@@ -334,9 +334,9 @@ def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
     seen: dict[Job, list[int]] = {job: [] for job in mine}
     for step in range(-(-crowd // rows) * steps):
         world.step()
-        for namespace, count in Counter(job.namespace for job in world.spoke[-1]).items():
+        for namespace, count in Counter(job.namespace for job in world.decoded[-1]).items():
             assert count == min(rows, crowd if namespace == "a" else others)
-        for job in world.spoke[-1]:
+        for job in world.decoded[-1]:
             seen.get(job, []).append(step)
     assert all(len(steps) > 0 for steps in seen.values()), "somebody never has a seat"
 
@@ -345,17 +345,17 @@ def test_in_company_a_namespace_has_so_many_rows_in_a_step_and_they_take_turns(
 @settings(max_examples=80, deadline=None)
 def test_a_seat_is_kept_for_its_steps_and_given_up_only_to_somebody(data: st.DataObject, rows: int, steps: int) -> None:
     seats: Seats[int] = Seats(steps)
-    speaking: list[int] = []
+    decoding: list[int] = []
     since: dict[int, int] = {}
     for now in range(30):
         come = data.draw(st.lists(st.integers(0, 9), max_size=3, unique=True))
-        speaking = [turn for turn in speaking if data.draw(st.integers(0, 9))]
-        speaking += [turn for turn in come if turn not in speaking]
-        seated = seats.seat(speaking, rows, lambda turn: turn % 2 == 0, lambda _: False)
-        assert seated <= {*speaking}
-        assert len(seated) == min(rows, len(speaking))
+        decoding = [turn for turn in decoding if data.draw(st.integers(0, 9))]
+        decoding += [turn for turn in come if turn not in decoding]
+        seated = seats.seat(decoding, rows, lambda turn: turn % 2 == 0, lambda _: False)
+        assert seated <= {*decoding}
+        assert len(seated) == min(rows, len(decoding))
         for turn in {*since} - seated:
-            assert turn not in speaking or now - since[turn] >= steps
+            assert turn not in decoding or now - since[turn] >= steps
         since = {turn: since.get(turn, now) for turn in seated}
 
 
@@ -380,12 +380,12 @@ def test_when_there_are_fewer_seats_so_many_get_up_at_once() -> None:
 def test_a_crowd_whose_company_has_long_left_comes_back_to_all_its_rows_by_doubling() -> None:
     world = World(rules=Rules(company_s=1.0), token_s=0.01, cell_s=0.001)
     world.submit(*of("b", 1, 1, 40), *of("a", 30, 1, 250))
-    while "b" in {job.namespace for job in world.scheduler.running} or not world.spoke:
+    while "b" in {job.namespace for job in world.scheduler.running} or not world.decoded:
         world.step()
-    before = len(world.spoke)
-    while len(world.spoke[-1]) < 30:
+    before = len(world.decoded)
+    while len(world.decoded[-1]) < 30:
         world.step()
-    counts = [len(spoke) for spoke in world.spoke[before:]]
+    counts = [len(decoded) for decoded in world.decoded[before:]]
     assert [after for count, after in pairwise(counts) if after != count] == [8, 16, 30]
     assert counts.count(4) > 80, "it is alone only after a while"
 

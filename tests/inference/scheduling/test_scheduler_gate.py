@@ -49,15 +49,15 @@ def test_a_sibling_begins_with_the_hot_memory_of_one_that_is_over() -> None:
     assert (second.began_from, second.cached) == (key_of("first"), 2 * CELL)
 
 
-def test_who_speaks_already_still_gives_its_prefix_away() -> None:
+def test_who_decodes_already_still_gives_its_prefix_away() -> None:
     world = World()
-    speaking = sibling("a", "b", reply_tokens=50)
-    world.submit(speaking)
+    decoding = sibling("a", "b", reply_tokens=50)
+    world.submit(decoding)
     world.step()
     second = sibling("a", "b")
     world.submit(second)
     world.step()
-    assert (second.began_from, second.cached) == (speaking, 2 * CELL)
+    assert (second.began_from, second.cached) == (decoding, 2 * CELL)
 
 
 def test_a_sibling_begins_as_soon_as_what_it_shares_is_computed() -> None:

@@ -381,7 +381,7 @@ def test_who_cannot_be_preempted_is_not_and_another_is() -> None:
 
 @pytest.mark.parametrize("generated", [0, 2])
 def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(generated: int) -> None:
-    """Whether it was preempted while its prompt was computed or while it spoke."""
+    """Whether it was preempted while its prompt was computed or while it decoded."""
     world, (old, young) = busy_world(BACKGROUND, BACKGROUND)
     young.restore_s = 1.0
     while young.generated < generated:

@@ -178,7 +178,7 @@ class Damaged(Surroundings):
         self.usable: list[tuple[int | None, int | None]] = []
 
     async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
-        self.usable.append((how["usable_files"], how["usable_point"]))
+        self.usable.append((how["usable_files"], how["usable_rewind_point"]))
         return await super().plan(recollection, text, **how)
 
     def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
