@@ -40,6 +40,34 @@ MUTANTS = (
         "known if known else chain_hashes(kv_identity_hash, token_ids[:tokens], known)\n    full_blocks = len(chain)",
         "vectors",
     ),
+    Mutant(
+        "a client for another token keeps the first one's",
+        "clients/inference_client.py",
+        "        other._metadata = bearer(token)\n",
+        "        bearer(token)\n",
+        "tokens_handed_on",
+    ),
+    Mutant(
+        "a client for another token knows what the first one's turns told",
+        "clients/inference_client.py",
+        "        other._known = KnownVersions()\n",
+        "",
+        "tokens_handed_on",
+    ),
+    Mutant(
+        "a caller without a token is handed on as none",
+        "clients/channel.py",
+        "if not token or not token.isascii()",
+        "if not token.isascii()",
+        "tokens_handed_on",
+    ),
+    Mutant(
+        "a client for another token closes the channel of all",
+        "clients/store_client.py",
+        "        other._owns_channel = False\n",
+        "",
+        "tokens_handed_on",
+    ),
 )
 
 SDK = Suite(
@@ -48,5 +76,5 @@ SDK = Suite(
     "clients/python/kvasir",
     Path("tests/kvasir/MUTANTS.md"),
     MUTANTS,
-    tests="tests/kvasir/test_{}.py",
+    tests="tests/*/test_{}.py",
 )

@@ -5,6 +5,7 @@ breaks.
 turn has a request id, so that it can be asked again after a break without being done twice.
 """
 
+import copy
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -14,7 +15,7 @@ from typing import Any, Self, TypeVar, Unpack, cast
 import grpc
 import grpc.aio
 
-from kvasir.clients.channel import Tls, aio_channel
+from kvasir.clients.channel import Metadata, Tls, aio_channel, bearer
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
@@ -34,12 +35,13 @@ _Response = TypeVar("_Response")
 
 
 class AioInferenceClient:
-    """An inference service, over one channel. Use as an `async with`, or close()."""
+    """An inference service, over one channel. Close it with `async with` or close()."""
 
     def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         self._channel = channel
+        self._owns_channel = True
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata: Metadata = bearer(token) if token else ()
         self._timeout_s = timeout_s
         self._known = KnownVersions()
 
@@ -50,8 +52,21 @@ class AioInferenceClient:
         """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
         return cls(aio_channel(address, tls, READS), token=token, timeout_s=timeout_s)
 
+    def with_token(self, token: str) -> Self:
+        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
+
+        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
+        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
+        """
+        other = copy.copy(self)
+        other._metadata = bearer(token)
+        other._owns_channel = False
+        other._known = KnownVersions()
+        return other
+
     async def close(self) -> None:
-        await self._channel.close()
+        if self._owns_channel:
+            await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self

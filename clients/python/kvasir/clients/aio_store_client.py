@@ -6,6 +6,7 @@ have none, because a dead peer is noticed by keepalive.
 """
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -19,7 +20,7 @@ from google.protobuf import duration_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients.archive_file import new_file, pieces_of
-from kvasir.clients.channel import Tls, aio_channel
+from kvasir.clients.channel import Metadata, Tls, aio_channel, bearer
 from kvasir.clients.store_client_transfers import (
     READS,
     Buffer,
@@ -42,7 +43,7 @@ _WAIT_S, _MAX_WAITS = 0.25, 240
 
 
 class AioStoreClient:
-    """A cache store, over one channel. Use as an `async with`, or close().
+    """A cache store, over one channel. Close it with `async with` or close().
 
     A transfer that is cut is taken up again, until it was cut `max_cuts` times without a blob finished in between.
     """
@@ -51,8 +52,9 @@ class AioStoreClient:
         self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
         self._channel = channel
+        self._owns_channel = True
         self._stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata: Metadata = bearer(token) if token else ()
         self._timeout_s = timeout_s
         self._max_cuts = max_cuts
 
@@ -71,8 +73,20 @@ class AioStoreClient:
         channel = aio_channel(address, tls, READS if retry_reads else ())
         return cls(channel, token=token, timeout_s=timeout_s, max_cuts=max_cuts)
 
+    def with_token(self, token: str) -> Self:
+        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
+
+        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
+        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
+        """
+        other = copy.copy(self)
+        other._metadata = bearer(token)
+        other._owns_channel = False
+        return other
+
     async def close(self) -> None:
-        await self._channel.close()
+        if self._owns_channel:
+            await self._channel.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -13,7 +13,9 @@ import grpc
 import grpc.aio
 
 from kvasir.address import AddressError, parse_address
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, Unauthenticated
+
+Metadata = tuple[tuple[str, str], ...]
 
 _MAX_MESSAGE_BYTES = 4 << 20
 
@@ -45,6 +47,13 @@ def sync_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> gr
     if tls is None:
         return grpc.insecure_channel(target, options)
     return grpc.secure_channel(target, _credentials(tls), options)
+
+
+def bearer(token: str) -> Metadata:
+    """The metadata of a call that show this token. Raises Unauthenticated for text that is no token."""
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise Unauthenticated("token: expected printable ASCII without spaces", reason="NO_CREDENTIAL")
+    return (("authorization", f"Bearer {token}"),)
 
 
 def _target(address: str, tls: Tls | None) -> str:

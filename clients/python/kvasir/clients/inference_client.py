@@ -4,6 +4,7 @@ Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that 
 that it can be asked again after a break without being done twice. One client may be used by many threads.
 """
 
+import copy
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -12,7 +13,7 @@ from typing import Any, Self, TypeVar, Unpack, cast
 
 import grpc
 
-from kvasir.clients.channel import Tls, sync_channel
+from kvasir.clients.channel import Metadata, Tls, bearer, sync_channel
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
@@ -32,12 +33,13 @@ _Response = TypeVar("_Response")
 
 
 class InferenceClient:
-    """An inference service, over one channel. Use as an `with`, or close()."""
+    """An inference service, over one channel. Close it with `with` or close()."""
 
     def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
         self._channel = channel
+        self._owns_channel = True
         self._stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata: Metadata = bearer(token) if token else ()
         self._timeout_s = timeout_s
         self._known = KnownVersions()
 
@@ -48,8 +50,21 @@ class InferenceClient:
         """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
         return cls(sync_channel(address, tls, READS), token=token, timeout_s=timeout_s)
 
+    def with_token(self, token: str) -> Self:
+        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
+
+        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
+        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
+        """
+        other = copy.copy(self)
+        other._metadata = bearer(token)
+        other._owns_channel = False
+        other._known = KnownVersions()
+        return other
+
     def close(self) -> None:
-        self._channel.close()
+        if self._owns_channel:
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ Made from `aio_store_client.py` by `tools/make_sync_client.py`; change that one.
 because a dead peer is noticed by keepalive. One client may be used by many threads.
 """
 
+import copy
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -18,7 +19,7 @@ from google.protobuf import duration_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.clients.archive_file import new_file, pieces_of
-from kvasir.clients.channel import Tls, sync_channel
+from kvasir.clients.channel import Metadata, Tls, bearer, sync_channel
 from kvasir.clients.store_client_transfers import (
     READS,
     Buffer,
@@ -41,7 +42,7 @@ _WAIT_S, _MAX_WAITS = 0.25, 240
 
 
 class StoreClient:
-    """A cache store, over one channel. Use as an `with`, or close().
+    """A cache store, over one channel. Close it with `with` or close().
 
     A transfer that is cut is taken up again, until it was cut `max_cuts` times without a blob finished in between.
     """
@@ -50,8 +51,9 @@ class StoreClient:
         self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
         self._channel = channel
+        self._owns_channel = True
         self._stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        self._metadata: Metadata = bearer(token) if token else ()
         self._timeout_s = timeout_s
         self._max_cuts = max_cuts
 
@@ -70,8 +72,20 @@ class StoreClient:
         channel = sync_channel(address, tls, READS if retry_reads else ())
         return cls(channel, token=token, timeout_s=timeout_s, max_cuts=max_cuts)
 
+    def with_token(self, token: str) -> Self:
+        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
+
+        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
+        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
+        """
+        other = copy.copy(self)
+        other._metadata = bearer(token)
+        other._owns_channel = False
+        return other
+
     def close(self) -> None:
-        self._channel.close()
+        if self._owns_channel:
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
