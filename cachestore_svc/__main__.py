@@ -28,7 +28,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
 from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
-from cachestore_svc.index.sqlite.index import HOUSE
+from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.logs import configure_logs
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers

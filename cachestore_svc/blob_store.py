@@ -11,9 +11,7 @@ from kvasir.names import check_namespace
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.blob_writer import BlobWriter, StoredBlob
 from cachestore_svc.core import Core, not_found
-from cachestore_svc.index.sqlite import versions
-from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, insert_blob
-from cachestore_svc.index.sqlite.index import SLICE, Rows
+from cachestore_svc.index.catalog import SLICE, BlobEntry, CatalogChange, CatalogView
 from cachestore_svc.limits import check_range
 from cachestore_svc.records import MAX_DIGESTS_PER_REQUEST, BlobKind, WriteStatus
 from cachestore_svc.recovery.opening import Opened
@@ -37,7 +35,7 @@ class BlobStore:
         return [digest for some in slices for digest in self._missing_of(namespace, some)]
 
     def _missing_of(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        found = self._core.promised(namespace, lambda rows, space: list(find_blobs(rows, space, digests).values()))
+        found = self._core.promised(namespace, lambda view: view.find_blobs(namespace, digests).values())
         stored = {blob.digest for blob in found}
         return [digest for digest in digests if digest not in stored]
 
@@ -60,7 +58,7 @@ class BlobStore:
         left = core.writers.left_bytes(namespace, digest)
         if wanted := core.space.shortage(namespace, digest.size_bytes - left):
             collecting.make_room(core, namespace, wanted, resuming=digest)
-        return core.writers.begin(namespace, digest, kind, _IndexCatalog(core))
+        return core.writers.begin(namespace, digest, kind, _Register(core))
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""
@@ -81,14 +79,14 @@ class BlobStore:
             after = some[-1][0]
         if manifest.size_bytes + sum(digest.size_bytes for digest in named) == total_bytes:
             return named
-        if not self._read(namespace, lambda rows: versions.is_held(rows, find_namespace(rows, namespace), manifest)):
+        if not self._read(namespace, lambda view: view.is_held(namespace, manifest)):
             raise NotFound("the version was given up meanwhile")
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
     def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> int:
         """How many of the first digests are stored, damaged or not; one operation. Raises NotFound for the first."""
         check_namespace(namespace)
-        found = self._read(namespace, lambda rows: find_blobs(rows, find_namespace(rows, namespace), digests))
+        found = self._read(namespace, lambda view: view.find_blobs(namespace, digests))
         count = next((place for place, digest in enumerate(digests) if digest not in found), len(digests))
         if digests and not count:
             raise not_found(digests[0])
@@ -100,33 +98,32 @@ class BlobStore:
         check_namespace(namespace)
         return self._core.read_blob(namespace, digest)
 
-    def _read(self, namespace: str, work: Callable[[Rows], _Answer]) -> _Answer:
-        return self._core.index.read(namespace, work)
+    def _read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
+        return self._core.catalog.read(namespace, work)
 
-    def _write(self, namespace: str, work: Callable[[Rows], _Answer]) -> _Answer:
-        return self._core.index.write(namespace, work)
+    def _write(self, namespace: str, work: Callable[[CatalogChange], _Answer]) -> _Answer:
+        return self._core.catalog.write(namespace, work)
 
-    def _find(self, namespace: str, digest: Digest) -> BlobRow | None:
-        return self._read(namespace, lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
-
-
-def _named_after(namespace: str, manifest: Digest, after: int, rows: Rows) -> list[tuple[int, Digest]]:
-    return versions.named_after(rows, find_namespace(rows, namespace), manifest, after, SLICE)
+    def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
+        return self._read(namespace, lambda view: view.find_blob(namespace, digest))
 
 
-class _IndexCatalog:
-    """The catalog of writers: rows of the index."""
+def _named_after(namespace: str, manifest: Digest, after: int, view: CatalogView) -> list[tuple[int, Digest]]:
+    return view.named_after(namespace, manifest, after, SLICE)
+
+
+class _Register:
+    """Lists what writers made durable in the catalog."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
 
     def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
         now = self._core.now_unix_ms()
-        is_new = self._core.index.write(namespace, lambda rows: insert_blob(rows, namespace, digest, facts, now))
+        is_new = self._core.catalog.write(namespace, lambda change: change.add_blob(namespace, digest, facts, now))
         self._core.counters.add(namespace, "blobs_written")
         self._core.counters.add(namespace, "bytes_written", digest.size_bytes)
         return is_new
 
     def has(self, namespace: str, digest: Digest) -> bool:
-        found = self._core.index.read(namespace, lambda rows: find_blob(rows, find_namespace(rows, namespace), digest))
-        return found is not None
+        return self._core.catalog.read(namespace, lambda view: view.find_blob(namespace, digest)) is not None

@@ -14,10 +14,9 @@ from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
+from cachestore_svc.index.catalog import HOUSE, BlobEntry, Catalog, CatalogChange, CatalogView, History
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.sqlite import blob_rows, garbage
-from cachestore_svc.index.sqlite.events import History
-from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows
+from cachestore_svc.index.resting import needs_promise
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.records import BlobDamaged, EventBody, StoreConfig
 
@@ -40,7 +39,7 @@ class Counters:
 
 @dataclass
 class Watchers:
-    """Who wants to be woken by events. Used from any thread."""
+    """Callbacks that events wake. Used from any thread."""
 
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _callbacks: list[Callable[[str], None]] = field(default_factory=list)
@@ -72,7 +71,7 @@ class Core:
     config: StoreConfig
     disk: Disk
     ballast: Ballast
-    index: Index
+    catalog: Catalog
     files: BlobFiles
     space: Space
     writers: Writers
@@ -88,40 +87,38 @@ class Core:
         return int(self.config.grace_period_s * 1000)
 
     def sound_namespaces(self) -> list[str]:
-        """Those whose rows can be trusted."""
-        names = self.index.read(HOUSE, blob_rows.namespaces)
-        return [name for name in names if name not in self.index.damage]
+        """Those whose entries can be trusted."""
+        names = self.catalog.read(HOUSE, lambda view: view.namespaces())
+        return [name for name in names if name not in self.catalog.damage]
 
     def known_namespaces(self) -> set[str]:
-        """Those, and those that are kept out because their rows are damaged."""
-        return {*self.index.read(HOUSE, blob_rows.namespaces), *self.index.damage}
+        """Those, and those that are kept out because their entries are damaged."""
+        return {*self.catalog.read(HOUSE, lambda view: view.namespaces()), *self.catalog.damage}
 
-    def tell(self, rows: Rows, namespace: str, bodies: Iterable[EventBody]) -> None:
+    def report(self, change: CatalogChange, namespace: str, bodies: Iterable[EventBody]) -> None:
         """Write events, and wake their watchers once they are durable."""
-        namespace_id = blob_rows.make_namespace(rows, namespace)
-        for body in bodies:
-            self.history.append(rows, namespace_id, body, self.now_unix_ms())
-        rows.after_commit(lambda: self.watchers.wake(namespace))
+        change.add_events(self.history, namespace, bodies, self.now_unix_ms())
+        change.after_commit(lambda: self.watchers.wake(namespace))
 
-    def promised(self, namespace: str, find: Callable[[Rows, int], list[blob_rows.BlobRow]]) -> list[blob_rows.BlobRow]:
+    def promised(self, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
         """The whole blobs that `find` finds in the namespace, kept for a grace period from now because a caller is told
         that they are here. Writes only when an earlier promise is not fresh enough.
 
-        One operation of the index: whoever looks for thousands asks in slices of SLICE.
+        One operation of the catalog: whoever looks for thousands asks in slices of SLICE.
         """
         now = self.now_unix_ms()
 
-        def find_whole(rows: Rows) -> list[blob_rows.BlobRow]:
-            return [blob for blob in find(rows, blob_rows.find_namespace(rows, namespace)) if not blob.is_damaged]
+        def find_whole(view: CatalogView) -> list[BlobEntry]:
+            return [blob for blob in find(view) if not blob.is_damaged]
 
-        def find_and_promise(rows: Rows) -> list[blob_rows.BlobRow]:
-            found = find_whole(rows)
-            blob_rows.promise(rows, [blob.id for blob in found], now)
+        def find_and_promise(change: CatalogChange) -> list[BlobEntry]:
+            found = find_whole(change)
+            change.promise(found, now)
             return found
 
-        found = self.index.read(namespace, find_whole)
-        if any(garbage.needs_promise(blob.promised_unix_ms, now, self.grace_ms) for blob in found):
-            return self.index.write(namespace, find_and_promise, frees_space=True)
+        found = self.catalog.read(namespace, find_whole)
+        if any(needs_promise(blob.promised_unix_ms, now, self.grace_ms) for blob in found):
+            return self.catalog.write(namespace, find_and_promise, frees_space=True)
         return found
 
     def read_blob(self, namespace: str, digest: Digest) -> memoryview:
@@ -152,20 +149,19 @@ class Core:
             raise self._found_damaged(namespace, digest, str(error)) from error
 
     def quarantine(self, namespace: str, digests: Iterable[Digest]) -> None:
-        """Never serve these again until they are written anew; each is told once."""
+        """Never serve these again until they are written anew; each is reported once."""
         wanted = list(digests)
 
-        def work(rows: Rows) -> None:
-            namespace_id = blob_rows.find_namespace(rows, namespace)
-            new = [digest for digest in wanted if blob_rows.set_damaged(rows, namespace_id, digest, True)]
-            self.tell(rows, namespace, [BlobDamaged(digest) for digest in new])
+        def work(change: CatalogChange) -> None:
+            new = [digest for digest in wanted if change.set_damaged(namespace, digest, True)]
+            self.report(change, namespace, [BlobDamaged(digest) for digest in new])
 
         if wanted:
-            self.index.write(namespace, work, frees_space=True)
+            self.catalog.write(namespace, work, frees_space=True)
             self.counters.add(namespace, "blobs_damaged", len(wanted))
 
     def remove_files(self, namespace: str, digests: Iterable[Digest]) -> int:
-        """Remove the files of blobs whose rows are gone; bytes freed. One that was written again meanwhile stays."""
+        """Remove the files of blobs that are not listed any more; bytes freed. A blob that was written again stays."""
         freed = 0
         for digest in digests:
             with self.files.naming(namespace, digest.hash):
@@ -180,7 +176,7 @@ class Core:
         return freed
 
     def _found_damaged(self, namespace: str, digest: Digest, why: str) -> DataLoss:
-        # Where not even that can be written, the bytes are not served all the same, and the next reader tells it again.
+        # Where not even that can be written, the bytes are not served all the same, and the next reader tries again.
         with contextlib.suppress(ResourceExhausted, Unavailable):
             self.quarantine(namespace, [digest])
         return damaged_error(digest, why)
@@ -192,10 +188,8 @@ class Core:
         if found.is_damaged:
             raise damaged_error(digest, "it is in quarantine")
 
-    def _find(self, namespace: str, digest: Digest) -> blob_rows.BlobRow | None:
-        return self.index.read(
-            namespace, lambda rows: blob_rows.find_blob(rows, blob_rows.find_namespace(rows, namespace), digest)
-        )
+    def _find(self, namespace: str, digest: Digest) -> BlobEntry | None:
+        return self.catalog.read(namespace, lambda view: view.find_blob(namespace, digest))
 
 
 def not_found(digest: Digest) -> NotFound:

@@ -1,4 +1,4 @@
-"""The part of the store that gives leases, and that makes whoever would take a memory back wait for its holder.
+"""The part of the store that gives leases, and that lets a caller who takes a memory back wait for its holder.
 
 A rollback, a deletion, an import, a pull or a fork over a name takes back what an engine may answer from. It goes on
 once the holder of the lease has let go, or the lease has ended; the holder's late commits are fenced either way.
@@ -11,10 +11,7 @@ from kvasir.errors import FailedPrecondition
 from kvasir.names import check_agent_id, check_namespace, check_owner
 
 from cachestore_svc.blob_store import BlobStore
-from cachestore_svc.index.live_leases import LineName
-from cachestore_svc.index.sqlite import leases, versions
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import CatalogChange
 from cachestore_svc.limits import check_hash, check_range
 from cachestore_svc.records import (
     DEFAULT_LEASE_TTL_S,
@@ -25,8 +22,9 @@ from cachestore_svc.records import (
     Lease,
     LeaseToken,
     LeaseWanted,
+    LineKey,
+    LineQuery,
     RenewedLeases,
-    SnapshotVersion,
 )
 
 _Answer = TypeVar("_Answer")
@@ -54,12 +52,12 @@ class LeaseStore(BlobStore):
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
         check_owner(owner)
 
-        def work(rows: Rows) -> Lease:
-            token = leases.acquire(rows, self._core.leases, line, owner, ttl_ms, begins_anew=begins_anew)
-            return self._lease(rows, line, token, ttl_ms)
+        def work(change: CatalogChange) -> Lease:
+            token = change.acquire_lease(line, self._core.leases, owner, ttl_ms, begins_anew=begins_anew)
+            return self._lease(change, line, token, ttl_ms)
 
         try:
-            return self._core.index.write(namespace, work)
+            return self._core.catalog.write(namespace, work)
         except FailedPrecondition:
             if asks:
                 self._ask(namespace, [line], takes_back=False)
@@ -77,11 +75,11 @@ class LeaseStore(BlobStore):
         FailedPrecondition (LEASE_HELD: a change of the agent waits for it)."""
         line, ttl_ms = self._line(namespace, agent_id, kv_identity_hash), _ttl_ms(ttl_s)
 
-        def work(rows: Rows) -> Lease:
-            leases.renew(rows, self._core.leases, line, token, ttl_ms)
-            return self._lease(rows, line, token, ttl_ms)
+        def work(change: CatalogChange) -> Lease:
+            change.renew_lease(line, self._core.leases, token, ttl_ms)
+            return self._lease(change, line, token, ttl_ms)
 
-        return self._core.index.write(namespace, work)
+        return self._core.catalog.write(namespace, work)
 
     def renew_leases(
         self, namespace: str, owner: str, kv_identity_hash: str, held: Sequence[HeldLease], ttl_s: float
@@ -103,56 +101,48 @@ class LeaseStore(BlobStore):
     def release_lease(self, namespace: str, agent_id: str, kv_identity_hash: str, token: LeaseToken) -> None:
         """Give a lease back; its generation stays remembered. Raises Conflict (LEASE_FENCED), NotFound."""
         line = self._line(namespace, agent_id, kv_identity_hash)
-        self._core.index.write(
-            namespace, lambda rows: leases.release(rows, self._core.leases, line, token), frees_space=True
+        self._core.catalog.write(
+            namespace, lambda change: change.release_lease(line, self._core.leases, token), frees_space=True
         )
 
     def _taking_back(
-        self,
-        namespace: str,
-        agent_id: str,
-        kv_hash: str | None,
-        work: Callable[[Rows], _Answer],
-        *,
-        frees_space: bool = False,
+        self, query: LineQuery, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False
     ) -> _Answer:
         """Do what takes back an agent's memory, once nobody may answer from it. Raises FailedPrecondition (LEASE_HELD)
-        while somebody may, who is asked to let go: the caller tries again."""
-        waited_for = list[LineName]()
+        while a holder still may; the holder is asked to let go, and the caller tries again."""
+        waited_for = list[LineKey]()
 
-        def fenced(rows: Rows) -> _Answer:
-            # What is refused for another reason waits for nobody.
-            answer = work(rows)
-            waited_for[:] = leases.held(rows, self._core.leases, namespace, agent_id, kv_hash)
-            leases.fence(rows, self._core.leases, namespace, agent_id, kv_hash)
+        def fenced(change: CatalogChange) -> _Answer:
+            # A change that is refused for another reason waits for nobody.
+            answer = work(change)
+            waited_for[:] = change.held_leases(query, self._core.leases)
+            change.fence_leases(query, self._core.leases)
             return answer
 
         try:
-            return self._core.index.write(namespace, fenced, frees_space=frees_space)
+            return self._core.catalog.write(query.namespace, fenced, frees_space=frees_space)
         except FailedPrecondition as error:
             if error.reason == "LEASE_HELD":
-                self._ask(namespace, waited_for, takes_back=True)
+                self._ask(query.namespace, waited_for, takes_back=True)
             raise
 
-    def _ask(self, namespace: str, lines: Sequence[LineName], *, takes_back: bool) -> None:
-        """Tell holders, once each, that their leases are wanted."""
+    def _ask(self, namespace: str, lines: Sequence[LineKey], *, takes_back: bool) -> None:
+        """Ask holders, once each, to let go of their leases."""
         new = [line for line in lines if self._core.leases.want(line, takes_back=takes_back)]
         events = [LeaseWanted(line.agent_id, line.kv_identity_hash, takes_back) for line in new]
         if events:
-            self._core.index.write(namespace, lambda rows: self._core.tell(rows, namespace, events), frees_space=True)
+            self._core.catalog.write(
+                namespace, lambda change: self._core.report(change, namespace, events), frees_space=True
+            )
 
-    def _lease(self, rows: Rows, line: LineName, token: LeaseToken, ttl_ms: int) -> Lease:
-        return Lease(token, self._core.now_unix_ms() + ttl_ms, self._newest(rows, line))
+    def _lease(self, change: CatalogChange, line: LineKey, token: LeaseToken, ttl_ms: int) -> Lease:
+        return Lease(token, self._core.now_unix_ms() + ttl_ms, change.newest_of(line))
 
-    def _newest(self, rows: Rows, line: LineName) -> SnapshotVersion | None:
-        found = versions.find_line(rows, find_namespace(rows, line.namespace), line.agent_id, line.kv_identity_hash)
-        return versions.get_version(rows, found, None) if found else None
-
-    def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineName:
+    def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:
         check_namespace(namespace)
         check_agent_id(agent_id)
         check_hash(kv_identity_hash, "kv_identity_hash")
-        return LineName(namespace, agent_id, kv_identity_hash)
+        return LineKey(namespace, agent_id, kv_identity_hash)
 
 
 def _ttl_ms(ttl_s: float) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from pathlib import Path
+from typing import NamedTuple
 
 from kvasir.formats import block_hash, frames, manifest
 from kvasir.formats.digest import Digest
@@ -74,6 +75,22 @@ class Origin(IntEnum):
     ROLLBACK = 3
     IMPORT = 4
     PULL = 5
+
+
+class LineKey(NamedTuple):
+    """Names a line: what one agent remembers under one KV identity. The line need not exist."""
+
+    namespace: str
+    agent_id: str
+    kv_identity_hash: str
+
+
+class LineQuery(NamedTuple):
+    """Asks for lines of an agent. Without a KV identity: for all of them or, where one is wanted, the last used."""
+
+    namespace: str
+    agent_id: str
+    kv_identity_hash: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,22 +7,23 @@ and raise the types of `kvasir.errors`.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Self
 
-from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound
+from kvasir.errors import Conflict, DataLoss, NotFound
 from kvasir.formats.block_hash import block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id, check_namespace
 
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import agents, committing, garbage, lineage, listing, versions
-from cachestore_svc.index.sqlite.blob_rows import all_blobs, find_namespace
-from cachestore_svc.index.sqlite.index import SLICE, Rows
+from cachestore_svc.index import listing
+from cachestore_svc.index.catalog import SLICE, AgentFilter, CatalogChange, CatalogView, Commit, Done
+from cachestore_svc.index.refusals import missing
+from cachestore_svc.index.resting import gone_by
+from cachestore_svc.index.state_check import check_states
 from cachestore_svc.lease_store import LeaseStore
-from cachestore_svc.limits import check_hash, check_range, check_text
+from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.records import (
     BLOCK_TOKENS,
@@ -41,6 +42,8 @@ from cachestore_svc.records import (
     EventCursor,
     GcReport,
     LeaseToken,
+    LineKey,
+    LineQuery,
     Origin,
     SnapshotPage,
     SnapshotVersion,
@@ -119,11 +122,10 @@ class Store(LeaseStore):
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         facts = read_manifest(self._manifest_bytes(namespace, manifest))
-        committing.check_states(self._core.index, namespace, facts)
+        check_states(self._core.catalog, namespace, facts)
         shared = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS] if bind_shared else []
-        asked = committing.Commit(
-            namespace,
-            agent_id,
+        asked = Commit(
+            LineKey(namespace, agent_id, facts.kv_identity_hash),
             manifest,
             facts,
             parent_version,
@@ -136,11 +138,9 @@ class Store(LeaseStore):
             parent_manifest,
         )
         if origin is Origin.TURN:
-            done = self._write(namespace, lambda rows: self._commit(rows, asked))
+            done = self._write(namespace, lambda change: self._commit(change, asked))
         else:
-            done = self._taking_back(
-                namespace, agent_id, facts.kv_identity_hash, lambda rows: self._commit(rows, asked)
-            )
+            done = self._taking_back(LineQuery(*asked.line), lambda change: self._commit(change, asked))
         self._core.counters.add(namespace, "commits" if done.is_new else "commits_repeated")
         return done.snapshot
 
@@ -149,13 +149,12 @@ class Store(LeaseStore):
     ) -> SnapshotVersion:
         """One version; by default the newest of the line used last. Counts as a use. Raises NotFound."""
         check_namespace(namespace)
-        self._check_line(agent_id, kv_identity_hash)
-        line, snapshot = self._read(
-            namespace, lambda rows: self._snapshot(rows, namespace, agent_id, kv_identity_hash, version)
-        )
+        query = self._query(namespace, agent_id, kv_identity_hash)
+        snapshot, used_unix_ms = self._read(namespace, lambda view: view.get_snapshot(query, version))
         now = self._core.now_unix_ms()
-        if now - line.used_unix_ms > _USE_RESOLUTION_MS:
-            self._core.index.write_later(namespace, lambda rows: versions.use_line(rows, line.id, now))
+        if now - used_unix_ms > _USE_RESOLUTION_MS:
+            line = LineKey(namespace, agent_id, snapshot.kv_identity_hash)
+            self._core.catalog.write_later(namespace, lambda change: change.use_line(line, now))
         return snapshot
 
     def list_snapshots(
@@ -168,11 +167,9 @@ class Store(LeaseStore):
     ) -> SnapshotPage:
         """Versions of an agent's lines, newest first within each line. Raises NotFound, InvalidArgument (token)."""
         check_namespace(namespace)
-        self._check_line(agent_id, kv_identity_hash)
+        query = self._query(namespace, agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
-        return self._read(
-            namespace, lambda rows: listing.snapshots(rows, namespace, agent_id, kv_identity_hash, size, page_token)
-        )
+        return self._read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
 
     def find_prefix(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
         """Digests of the longest stored, shareable prefix of a chain. Extends lifetimes. Raises InvalidArgument."""
@@ -193,9 +190,7 @@ class Store(LeaseStore):
         return found
 
     def _prefix_of(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
-        found = self._core.promised(
-            namespace, lambda rows, space: committing.find_prefix(rows, space, kv_identity_hash, block_hashes)
-        )
+        found = self._core.promised(namespace, lambda view: view.find_prefix(namespace, kv_identity_hash, block_hashes))
         return [blob.digest for blob in found]
 
     # --- agents ---
@@ -211,17 +206,17 @@ class Store(LeaseStore):
         """Agents by name, those that have all the labels. Raises InvalidArgument (token, page size)."""
         check_namespace(namespace)
         check_text(name_prefix, "name_prefix")
-        agents.check_labels(labels or {})
-        wanted = listing.AgentFilter(namespace, name_prefix, labels or {})
+        check_labels(labels or {})
+        wanted = AgentFilter(namespace, name_prefix, labels or {})
         size, after = listing.page_size(page_size), listing.page_place(page_token)
         kept = self._core.config.retained_versions
-        return listing.agents_page(partial(self._read, namespace), wanted, after, size, kept)
+        return listing.agents_page(self._core.catalog, wanted, after, size, kept)
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
         check_namespace(namespace)
         check_agent_id(agent_id)
-        return self._read(namespace, lambda rows: self._record(rows, namespace, agent_id))
+        return self._read(namespace, lambda view: self._record(view, namespace, agent_id))
 
     def update_agent(
         self,
@@ -234,15 +229,14 @@ class Store(LeaseStore):
         """Change what is given; an empty label value removes the label. Raises NotFound, InvalidArgument."""
         check_namespace(namespace)
         check_agent_id(agent_id)
-        agents.check_labels(labels or {})
+        check_labels(labels or {})
         if retained_versions is not None:
             check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
 
-        def work(rows: Rows) -> AgentRecord:
-            agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
-            agents.update(rows, agent, labels or {}, is_pinned, retained_versions)
-            self._core.tell(rows, namespace, [AgentUpdated(agent_id)])
-            return self._record(rows, namespace, agent_id)
+        def work(change: CatalogChange) -> AgentRecord:
+            change.update_agent(namespace, agent_id, labels or {}, is_pinned, retained_versions)
+            self._core.report(change, namespace, [AgentUpdated(agent_id)])
+            return self._record(change, namespace, agent_id)
 
         return self._write(namespace, work)
 
@@ -257,17 +251,15 @@ class Store(LeaseStore):
         """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
         FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
         check_namespace(namespace)
-        self._check_line(source_agent_id, kv_identity_hash)
+        source = self._query(namespace, source_agent_id, kv_identity_hash)
         check_agent_id(agent_id)
 
-        def work(rows: Rows) -> AgentRecord:
-            made = lineage.fork(
-                rows, namespace, source_agent_id, agent_id, kv_identity_hash, version, self._core.now_unix_ms()
-            )
-            self._core.tell(rows, namespace, [Committed(snapshot) for snapshot in made])
-            return self._record(rows, namespace, agent_id)
+        def work(change: CatalogChange) -> AgentRecord:
+            made = change.fork_agent(source, agent_id, version, self._core.now_unix_ms())
+            self._core.report(change, namespace, [Committed(snapshot) for snapshot in made])
+            return self._record(change, namespace, agent_id)
 
-        return self._taking_back(namespace, agent_id, None, work)
+        return self._taking_back(LineQuery(namespace, agent_id), work)
 
     def rollback_agent(
         self,
@@ -280,23 +272,15 @@ class Store(LeaseStore):
         """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
         FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
         check_namespace(namespace)
-        self._check_line(agent_id, kv_identity_hash)
+        query = self._query(namespace, agent_id, kv_identity_hash)
 
-        def work(rows: Rows) -> SnapshotVersion:
-            snapshot = lineage.roll_back(
-                rows,
-                namespace,
-                agent_id,
-                kv_identity_hash,
-                version,
-                expected_head,
-                self._core.config.retained_versions,
-                self._core.now_unix_ms(),
-            )
-            self._core.tell(rows, namespace, [Committed(snapshot)])
+        def work(change: CatalogChange) -> SnapshotVersion:
+            retained, now = self._core.config.retained_versions, self._core.now_unix_ms()
+            snapshot = change.roll_back(query, version, expected_head, retained, now)
+            self._core.report(change, namespace, [Committed(snapshot)])
             return snapshot
 
-        return self._taking_back(namespace, agent_id, kv_identity_hash, work)
+        return self._taking_back(query, work)
 
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED; LEASE_HELD
@@ -305,17 +289,13 @@ class Store(LeaseStore):
         check_agent_id(agent_id)
         now = self._core.now_unix_ms()
 
-        def work(rows: Rows) -> int:
-            agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
-            if agent.is_pinned and not force:
-                raise FailedPrecondition("the agent is pinned", reason="AGENT_PINNED")
-            unheld = agents.delete_agent(rows, agent)
-            garbage.mark(rows, unheld, now)
-            self._core.tell(rows, namespace, [AgentDeleted(agent_id)])
-            return garbage.bytes_of(rows, unheld)
+        def work(change: CatalogChange) -> int:
+            unshared_bytes = change.forget_agent(namespace, agent_id, force, now)
+            self._core.report(change, namespace, [AgentDeleted(agent_id)])
+            return unshared_bytes
 
-        unshared = self._taking_back(namespace, agent_id, None, work, frees_space=True)
-        return Deletion(garbage.gone_by(now, self._core.grace_ms), unshared)
+        unshared_bytes = self._taking_back(LineQuery(namespace, agent_id), work, frees_space=True)
+        return Deletion(gone_by(now, self._core.grace_ms), unshared_bytes)
 
     # --- events ---
 
@@ -323,7 +303,7 @@ class Store(LeaseStore):
         """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
         check_namespace(namespace)
         check_range("limit", limit, 1, MAX_PAGE_SIZE)
-        return self._read(namespace, lambda rows: self._core.history.after(rows, namespace, cursor, limit))
+        return self._read(namespace, lambda view: view.events_after(self._core.history, namespace, cursor, limit))
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake
@@ -338,11 +318,8 @@ class Store(LeaseStore):
         if agent_id is not None:
             check_agent_id(agent_id)
 
-        def work(rows: Rows) -> list[Digest]:
-            space = find_namespace(rows, namespace)
-            if agent_id is None:
-                return all_blobs(rows, space)
-            return agents.held_digests(rows, agents.get_agent(rows, space, agent_id))
+        def work(view: CatalogView) -> list[Digest]:
+            return view.whole_blobs(namespace) if agent_id is None else view.held_digests(namespace, agent_id)
 
         return check.verify(self._core, namespace, self._read(namespace, work))
 
@@ -370,29 +347,24 @@ class Store(LeaseStore):
         try:
             return self._core.read_blob(namespace, manifest)
         except (NotFound, DataLoss) as error:
-            raise committing.missing(manifest, "manifest") from error
+            raise missing(manifest, "manifest") from error
 
-    def _commit(self, rows: Rows, asked: committing.Commit) -> committing.Done:
+    def _commit(self, change: CatalogChange, asked: Commit) -> Done:
+        namespace = asked.line.namespace
         try:
-            done = committing.commit(rows, asked, self._core.leases, self._core.now_unix_ms())
+            done = change.commit_version(asked, self._core.leases, self._core.now_unix_ms())
         except Conflict:
-            self._core.counters.add(asked.namespace, "conflicts")
+            self._core.counters.add(namespace, "conflicts")
             raise
         if done.is_new:
-            self._core.tell(rows, asked.namespace, [Committed(done.snapshot)])
+            self._core.report(change, namespace, [Committed(done.snapshot)])
         return done
 
-    def _snapshot(
-        self, rows: Rows, namespace: str, agent_id: str, kv_hash: str | None, version: int | None
-    ) -> tuple[versions.Line, SnapshotVersion]:
-        line = versions.get_line(rows, find_namespace(rows, namespace), agent_id, kv_hash)
-        return line, versions.get_version(rows, line, version)
+    def _record(self, view: CatalogView, namespace: str, agent_id: str) -> AgentRecord:
+        return view.get_agent(namespace, agent_id, self._core.config.retained_versions)
 
-    def _record(self, rows: Rows, namespace: str, agent_id: str) -> AgentRecord:
-        agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
-        return agents.record(rows, agent, self._core.config.retained_versions)
-
-    def _check_line(self, agent_id: str, kv_hash: str | None) -> None:
+    def _query(self, namespace: str, agent_id: str, kv_identity_hash: str | None) -> LineQuery:
         check_agent_id(agent_id)
-        if kv_hash is not None:
-            check_hash(kv_hash, "kv_identity_hash")
+        if kv_identity_hash is not None:
+            check_hash(kv_identity_hash, "kv_identity_hash")
+        return LineQuery(namespace, agent_id, kv_identity_hash)

@@ -46,6 +46,11 @@ IMPORTS = (
     ),
     Wall(("sqlite3", "sqlite_utils"), ("cachestore_svc/index/sqlite/*",), "one connection owns the database"),
     Wall(
+        ("cachestore_svc.index.sqlite",),
+        ("cachestore_svc/index/sqlite/*", "cachestore_svc/recovery/*"),
+        "the store speaks to the port index/catalog.py; which catalog it is, is decided where a directory is opened",
+    ),
+    Wall(
         ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "kvasir.*_pb2_grpc", "google.rpc"),
         (
             "*/edge/service.py",
@@ -226,6 +231,7 @@ def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> Non
         ),
         ("cachestore_svc/store.py", "import sqlite3", "sqlite3"),
         ("cachestore_svc/store.py", "from sqlite_utils import Database", "sqlite3"),
+        ("cachestore_svc/store.py", "from cachestore_svc.index.sqlite import rows", "cachestore_svc.index.sqlite"),
         ("cachestore_svc/store.py", "import grpc.aio", "grpc"),
         ("cachestore_svc/store.py", "from kvasir.cachestore.v1 import cachestore_pb2_grpc", "grpc"),
         (

@@ -53,14 +53,14 @@ class BlobWriter(Protocol):
     ) -> None: ...
 
 
-class Catalog(Protocol):
-    """Where durable blobs are listed."""
+class BlobRegister(Protocol):
+    """Lists durable blobs, so that they can be found."""
 
     def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
-        """Write the blob's row. False when there was one."""
+        """List the blob. False when it was listed before."""
 
     def has(self, namespace: str, digest: Digest) -> bool:
-        """Whether the blob has a row."""
+        """Whether the blob is listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Writers:
         self._open: dict[tuple[str, str], PartWriter] = {}
         self._parts: dict[tuple[str, str], _Part] = {}
 
-    def begin(self, namespace: str, digest: Digest, kind: BlobKind, catalog: "Catalog") -> "PartWriter":
+    def begin(self, namespace: str, digest: Digest, kind: BlobKind, register: "BlobRegister") -> "PartWriter":
         """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
         check_size(kind, digest.size_bytes)
         key = (namespace, digest.hash)
@@ -93,7 +93,7 @@ class Writers:
             held = self._parts[key].size_bytes if key in self._parts else 0
             self._space.reserve(namespace, digest.size_bytes - held)
             self._parts.pop(key, None)
-            writer = PartWriter(self, namespace, digest, kind, catalog)
+            writer = PartWriter(self, namespace, digest, kind, register)
             self._open[key] = writer
         try:
             writer.resume()
@@ -186,7 +186,7 @@ class PartWriter:
         namespace: str,
         digest: Digest,
         kind: BlobKind,
-        catalog: "Catalog",
+        register: "BlobRegister",
     ) -> None:
         self.namespace = namespace
         self.digest = digest
@@ -194,7 +194,7 @@ class PartWriter:
         self._writers = writers
         self._files = writers.files
         self._disk = writers.disk
-        self._catalog = catalog
+        self._register = register
         self._check = check_for(kind, digest.size_bytes)
         self._hasher = Hasher()
         self._descriptor: int | None = None
@@ -307,10 +307,10 @@ class PartWriter:
         with self._files.naming(self.namespace, self.digest.hash):
             self._files.publish(self.namespace, self.digest.hash)
             try:
-                is_new = self._catalog.add(self.namespace, self.digest, facts)
+                is_new = self._register.add(self.namespace, self.digest, facts)
             except BaseException:
                 # Unlisted, it would only wait for the next sweep. But somebody else may have listed it before us.
-                if not self._catalog.has(self.namespace, self.digest):
+                if not self._register.has(self.namespace, self.digest):
                     self._files.remove(self.namespace, self.digest.hash)
                 raise
         self._end(stored_bytes=self.digest.size_bytes if is_new else 0, left_bytes=0)

@@ -19,7 +19,7 @@ from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.roles import PEOPLE
-from cachestore_svc.index.sqlite.index import SLICE
+from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.lease_waiting import once_free
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.outbound import BlobReader

@@ -7,20 +7,11 @@ here counts as held for its whole time from when it is first looked at: nobody m
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from cachestore_svc.records import LeaseToken
+from cachestore_svc.records import LeaseToken, LineKey
 
 # Who waits for a lease asks again at least this often; as long as it may still come, nobody else gets the lease.
 BARRED_S = 1.0
-
-
-class LineName(NamedTuple):
-    """What a lease is of. The line need not exist."""
-
-    namespace: str
-    agent_id: str
-    kv_identity_hash: str
 
 
 @dataclass(slots=True)
@@ -39,15 +30,15 @@ class LiveLeases:
         """`steady` gives seconds, monotonic."""
         self._steady = steady
         self._lock = threading.Lock()
-        self._grants: dict[LineName, _Grant] = {}
-        self._barred: dict[LineName, float] = {}
+        self._grants: dict[LineKey, _Grant] = {}
+        self._barred: dict[LineKey, float] = {}
 
-    def grant(self, line: LineName, token: LeaseToken, ttl_s: float) -> None:
+    def grant(self, line: LineKey, token: LeaseToken, ttl_s: float) -> None:
         """Hold it from now on, or for longer."""
         with self._lock:
             self._put(line, token, ttl_s)
 
-    def left_s(self, line: LineName, token: LeaseToken, ttl_s: float) -> float:
+    def left_s(self, line: LineKey, token: LeaseToken, ttl_s: float) -> float:
         """Seconds that a lease which was not released still holds; 0 when it ended."""
         with self._lock:
             found = self._grants.get(line)
@@ -57,7 +48,7 @@ class LiveLeases:
                 return 0.0  # it had ended already when a later one was granted, whose row never became durable
             return max(found.ends - self._steady(), 0.0)
 
-    def prolong(self, line: LineName, token: LeaseToken, ttl_s: float) -> bool:
+    def prolong(self, line: LineKey, token: LeaseToken, ttl_s: float) -> bool:
         """Hold it for longer. False, and nothing changed, if it ended or is taken back, or if a restart would end it
         before its holder expects that."""
         with self._lock:
@@ -69,13 +60,13 @@ class LiveLeases:
             found.ends = max(found.ends, self._steady() + ttl_s)
             return True
 
-    def is_wanted(self, line: LineName) -> bool:
+    def is_wanted(self, line: LineKey) -> bool:
         """Whether another owner waits for it."""
         with self._lock:
             found = self._grants.get(line)
             return found is not None and found.is_wanted
 
-    def want(self, line: LineName, *, takes_back: bool) -> bool:
+    def want(self, line: LineKey, *, takes_back: bool) -> bool:
         """Somebody waits for the lease; whether its holder has yet to be told."""
         with self._lock:
             if takes_back:
@@ -86,23 +77,23 @@ class LiveLeases:
             found.is_wanted, found.is_taken_back = True, takes_back
             return True
 
-    def barred_s(self, line: LineName) -> float:
+    def barred_s(self, line: LineKey) -> float:
         """Seconds for which nobody gets the lease, because a rollback or its like waits for it."""
         with self._lock:
             return max(self._barred.get(line, 0.0) - self._steady(), 0.0)
 
-    def drop(self, line: LineName) -> None:
+    def drop(self, line: LineKey) -> None:
         """It was released."""
         with self._lock:
             self._grants.pop(line, None)
 
-    def taken_back(self, line: LineName) -> None:
+    def taken_back(self, line: LineKey) -> None:
         """Whoever waited had it, and is done."""
         with self._lock:
             self._grants.pop(line, None)
             self._barred.pop(line, None)
 
-    def _put(self, line: LineName, token: LeaseToken, ttl_s: float) -> _Grant:
+    def _put(self, line: LineKey, token: LeaseToken, ttl_s: float) -> _Grant:
         found, ends = self._grants.get(line), self._steady() + ttl_s
         if found is None or found.token != token:
             found = self._grants[line] = _Grant(token, ends, ttl_s)

@@ -17,7 +17,7 @@ from typing import Self
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
-from cachestore_svc.index.sqlite.index import SLICE
+from cachestore_svc.index.catalog import SLICE
 from cachestore_svc.records import MAX_FRAME_BYTES
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads

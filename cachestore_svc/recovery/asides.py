@@ -11,8 +11,7 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_files import aside_since
 from cachestore_svc.core import Core
-from cachestore_svc.index.sqlite import blob_rows
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.records import GcReport
 
 
@@ -52,12 +51,11 @@ def collect(core: Core) -> GcReport:
 def _sweep(core: Core, namespace: str) -> int:
     """How many files of a namespace were set aside."""
 
-    def listed(rows: Rows) -> tuple[list[Digest], list[Digest]]:
-        namespace_id = blob_rows.find_namespace(rows, namespace)
-        return blob_rows.all_blobs(rows, namespace_id), blob_rows.damaged_blobs(rows, namespace_id)
+    def listed(view: CatalogView) -> tuple[list[Digest], list[Digest]]:
+        return view.whole_blobs(namespace), view.damaged_blobs(namespace)
 
     listing = core.files.listing(namespace)
-    whole, damaged = core.index.read(namespace, listed)
+    whole, damaged = core.catalog.read(namespace, listed)
     for hash_ in listing.parts:
         core.files.remove_part(namespace, hash_)
     unnamed = listing.blobs - {digest.hash for digest in (*whole, *damaged)}

@@ -5,7 +5,6 @@ that lags by more has lost commits that were acknowledged, and one that is ahead
 start cannot trust it refuses, and leaves as it is.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,9 @@ from kvasir.errors import FailedPrecondition
 
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import blob_rows, index_state
-from cachestore_svc.index.sqlite.index import Rows, index_damaged, looking_at, read_anyway
+from cachestore_svc.index.catalog import CatalogView
+from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.journal import closed, journal
 from cachestore_svc.journal.journal_lines import Parsed, Position
 from cachestore_svc.journal.replay import Change, State, differences
@@ -24,8 +24,6 @@ RECOVER = "stop the store and run: kvasir store recover"
 # Fewer files than these without rows are what a crash leaves.
 _HANDFUL = 32
 _NAMED = 10
-# What integrity_check says of an index that its table contradicts.
-_OF_AN_INDEX = re.compile(r"row \d+ missing from index |wrong # of entries in index |non-unique entry in index ")
 
 
 @dataclass(frozen=True)
@@ -52,11 +50,11 @@ def look(database: Path, files: BlobFiles, disk: Disk) -> Look:
         if files.has_any() or (found and _tells(found)):
             raise _missing(database, files)
         return Look()
-    with looking_at(database, disk) as rows:
-        if index_state.is_too_new(rows):
+    with looking_at(database, disk) as view:
+        if view.is_too_new():
             # The migrations say so in words of their own.
             return Look()
-        return _look_inside(rows, database, found, files, disk)
+        return _look_inside(view, database, found, files, disk)
 
 
 def words_of(damage: dict[str, str]) -> str:
@@ -66,45 +64,36 @@ def words_of(damage: dict[str, str]) -> str:
     return "; ".join(named[:_NAMED]) + more
 
 
-def check_tables(rows: Rows) -> bool:
-    """Whether SQLite's own indexes say what its tables do. Raises DataLoss (INDEX_DAMAGED) when these are damaged."""
-    problems = index_state.integrity_problems(rows)
-    for problem in problems:
-        if not _OF_AN_INDEX.match(problem):
-            raise index_damaged(problem)
-    return not problems
-
-
-def check_whole(rows: Rows) -> None:
+def check_whole(view: CatalogView) -> None:
     """Raises DataLoss (INDEX_DAMAGED) when the database contradicts itself, and nothing says which half is right."""
-    if not check_tables(rows):
+    if view.wrong_indexes():
         raise index_damaged("its tables and their indexes differ")
 
 
-def _look_inside(rows: Rows, database: Path, found: Parsed | None, files: BlobFiles, disk: Disk) -> Look:
-    reached = index_state.position(rows) if index_state.has_tables(rows) else None
+def _look_inside(view: CatalogView, database: Path, found: Parsed | None, files: BlobFiles, disk: Disk) -> Look:
+    reached = view.journal_position() if view.has_tables() else None
     if reached is None:
-        return _look_at_first(rows, found, files)
+        return _look_at_first(view, found, files)
     store, position = reached
     if found is None or not found.is_state_whole:
-        check_whole(rows)
-        _check_names_enough(rows, files)
+        check_whole(view)
+        _check_names_enough(view, files)
         return Look(None, _why(found), store, position)
     if found.store != store:
-        check_whole(rows)
-        return _look_at_foreign(rows, found, files, store, position)
+        check_whole(view)
+        return _look_at_foreign(view, found, files, store, position)
     if position.sequence > found.position.sequence:
-        check_whole(rows)
+        check_whole(view)
         return Look(None, "it ends before the index does", store, position)
     if position == found.position and found.damaged_lines <= 1:
         # One damaged line behind the index's last: a group that was being written, and was never acknowledged.
-        has_wrong_indexes = not check_tables(rows)
-        damage = differences(found.state, read_anyway(rows, index_state.state_of))
+        has_wrong_indexes = view.wrong_indexes()
+        damage = differences(found.state, view.state_anyway())
         return Look(found, "", store, position, (), damage, has_wrong_indexes)
     if position == found.before_last and not found.damaged_lines:
-        check_whole(rows)
+        check_whole(view)
         before = journal.read(database.with_name(journal.NAME), disk, until=position)
-        damage = differences(before.state if before else {}, read_anyway(rows, index_state.state_of))
+        damage = differences(before.state if before else {}, view.state_anyway())
         return Look(found, "", store, position, found.last, damage)
     behind = found.position.sequence + found.damaged_lines - position.sequence
     if behind > 0 and (position.sequence < found.position.sequence or position == found.position):
@@ -115,30 +104,30 @@ def _look_inside(rows: Rows, database: Path, found: Parsed | None, files: BlobFi
     raise _foreign("its history is another than that of the journal")
 
 
-def _look_at_first(rows: Rows, found: Parsed | None, files: BlobFiles) -> Look:
+def _look_at_first(view: CatalogView, found: Parsed | None, files: BlobFiles) -> Look:
     """The index never had a journal: it is new, or of an earlier Kvasir, or all that it had is lost."""
-    has_tables = index_state.has_tables(rows)
+    has_tables = view.has_tables()
     if found is not None and _tells(found):
-        if not has_tables or differences(found.state, read_anyway(rows, index_state.state_of)):
+        if not has_tables or differences(found.state, view.state_anyway()):
             raise FailedPrecondition(
                 f"the index knows nothing of its journal: its log was lost, or it is another store's; {RECOVER}",
                 reason="INDEX_BEHIND",
             )
         # A crash between making the journal and noting it.
-        check_whole(rows)
+        check_whole(view)
         return Look(None, "", found.store, found.position)
     if has_tables:
-        check_whole(rows)
-        _check_names_enough(rows, files)
+        check_whole(view)
+        _check_names_enough(view, files)
     elif files.has_any():
         raise _names_less(0, len(list(_blob_files(files))))
     return Look()
 
 
-def _look_at_foreign(rows: Rows, found: Parsed, files: BlobFiles, store: str, position: Position) -> Look:
+def _look_at_foreign(view: CatalogView, found: Parsed, files: BlobFiles, store: str, position: Position) -> Look:
     """Index and journal are of two stores: what lies in the directory says whose it is."""
-    if lies_here(read_anyway(rows, index_state.state_of), files) and not lies_here(found.state, files):
-        _check_names_enough(rows, files)
+    if lies_here(view.state_anyway(), files) and not lies_here(found.state, files):
+        _check_names_enough(view, files)
         return Look(None, "it is another store's", store, position)
     raise _foreign("it is another store's than the journal")
 
@@ -155,10 +144,10 @@ def lies_here(state: State, files: BlobFiles) -> bool:
     return there * 2 > asked
 
 
-def _check_names_enough(rows: Rows, files: BlobFiles) -> None:
+def _check_names_enough(view: CatalogView, files: BlobFiles) -> None:
     """Without a journal nothing says whether the index lost commits. One that names less than half of what lies there
     did, or all of that is garbage: a person must say."""
-    named = blob_rows.all_hashes(rows)
+    named = view.all_hashes()
     there = list(_blob_files(files))
     unnamed = sum(hash_ not in named for hash_ in there)
     if unnamed > _HANDFUL and unnamed * 2 > len(there):

@@ -18,11 +18,10 @@ from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import Core
+from cachestore_svc.index.catalog import HOUSE, Catalog, History
+from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.live_leases import LiveLeases
-from cachestore_svc.index.sqlite import blob_rows, index_state, leases
-from cachestore_svc.index.sqlite.events import History
-from cachestore_svc.index.sqlite.index import HOUSE, Index, reading_damage
-from cachestore_svc.index.sqlite.recording import Recorder
+from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
@@ -43,8 +42,8 @@ class Opened:
     def close(self) -> None:
         """Finish what the index has, note what it then is, and unlock. A second time does nothing."""
         core = self.core
-        if core.index.close():
-            if not core.index.damage:
+        if core.catalog.close():
+            if not core.catalog.damage:
                 closed.write(core.config.data_dir / DATABASE, core.journal, core.disk)
             core.journal.close()
             os.close(self.lock)
@@ -67,7 +66,7 @@ def open_directory(
                 asides.sweep_at_start(core)
             core.ballast.fill(config.free_disk_reserve_bytes)
         except BaseException:
-            core.index.close()
+            core.catalog.close()
             core.journal.close()
             raise
         return Opened(core, os.dup(lock))
@@ -110,27 +109,27 @@ def _open(
     path = config.data_dir / DATABASE
     files = BlobFiles(config.data_dir / "namespaces", disk)
     seen = looking.look(path, files, disk)
-    index = Index(path, disk, ballast, now)
+    catalog = SqliteCatalog(path, disk, ballast, now)
     try:
-        log = _follow(index, seen, path, files, disk, ballast, token_hex)
+        log = _follow(catalog, seen, path, files, disk, ballast, token_hex)
         try:
-            incarnation = _incarnation(index, path, token_hex)
-            space = Space(config, disk, ballast, index.read(HOUSE, blob_rows.stored_bytes))
+            incarnation = _incarnation(catalog, path, token_hex)
+            space = Space(config, disk, ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
             writers = Writers(files, disk, space, now)
             history = History(incarnation, config.event_history)
             live = LiveLeases(steady)
-            index.read(HOUSE, lambda rows: leases.load(rows, live))
-            return Core(config, disk, ballast, index, files, space, writers, history, log, now, live)
+            catalog.read(HOUSE, lambda view: view.load_leases(live))
+            return Core(config, disk, ballast, catalog, files, space, writers, history, log, now, live)
         except BaseException:
             log.close()
             raise
     except BaseException:
-        index.close()
+        catalog.close()
         raise
 
 
 def _follow(
-    index: Index,
+    catalog: Catalog,
     seen: looking.Look,
     database: Path,
     files: BlobFiles,
@@ -147,7 +146,7 @@ def _follow(
         position = seen.position or journal_lines.begin(store)
         if seen.why_anew:
             log.warning("journal.written_anew", why=seen.why_anew, sequence=position.sequence)
-        state = index.read(HOUSE, index_state.state_of)
+        state = catalog.read(HOUSE, lambda view: view.state())
         opened = _begin_journal(ballast, lambda: Journal.begin(path, disk, store, position, state))
     else:
         store, position = found.store, found.position
@@ -155,24 +154,24 @@ def _follow(
             log.warning("journal.end_cut", sequence=position.sequence, bytes=found.torn_bytes)
         if seen.has_wrong_indexes:
             log.warning("index.indexes_rebuilt")
-            index.rebuild_indexes()
+            catalog.rebuild_indexes()
         if seen.forward:
             log.warning("index.rolled_forward", sequence=position.sequence)
-            index.write(HOUSE, lambda rows: roll_forward(rows, files, seen.forward, store, position))
-        if index.is_migrated:
+            catalog.write(HOUSE, lambda change: roll_forward(change, files, seen.forward, store, position))
+        if catalog.is_migrated:
             # A step of the database's form may change what the journal tells. Of a damaged index it tells what it told.
-            state = index.read(HOUSE, index_state.state_of) | {
+            state = catalog.read(HOUSE, lambda view: view.state()) | {
                 name: found.state.get(name, Namespace()) for name in seen.damage
             }
             opened = _begin_journal(ballast, lambda: Journal.begin(path, disk, store, position, state))
         else:
             opened = Journal(path, disk, store, position, found.base_bytes, found.whole_bytes)
     if not seen.forward and (seen.store, seen.position) != (store, position):
-        index.write(HOUSE, lambda rows: index_state.set_position(rows, store, position))
-    index.record_with(Recorder(opened))
+        catalog.write(HOUSE, lambda change: change.set_journal_position(store, position))
+    catalog.record_with(opened)
     for namespace, damage in seen.damage.items():
         log.error("index.damaged", namespace=namespace, agents=len(damage))
-    index.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})
+    catalog.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})
     return opened
 
 
@@ -204,9 +203,9 @@ def _lock(path: Path) -> int:
     return descriptor
 
 
-def _incarnation(index: Index, database: Path, token_hex: Callable[[int], str]) -> str:
+def _incarnation(catalog: Catalog, database: Path, token_hex: Callable[[int], str]) -> str:
     """The name of this history. A database copied back lies in another inode: its history went on without it."""
     inode = str(database.stat().st_ino)
 
-    found = index.read(HOUSE, lambda rows: index_state.incarnation(rows, inode))
-    return found or index.write(HOUSE, lambda rows: index_state.begin_incarnation(rows, inode, token_hex(8)))
+    found = catalog.read(HOUSE, lambda view: view.incarnation(inode))
+    return found or catalog.write(HOUSE, lambda change: change.begin_incarnation(inode, token_hex(8)))

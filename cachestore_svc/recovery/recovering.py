@@ -20,9 +20,8 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_text
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import applying, blob_rows, index_state
-from cachestore_svc.index.sqlite.index import HOUSE, Index, Rows
-from cachestore_svc.index.sqlite.leases import set_floor
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
+from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
@@ -162,28 +161,28 @@ class _Recovery:
         for suffix in _DATABASE_SUFFIXES:
             self._disk.remove(Path(f"{new}{suffix}"))
         ballast = Ballast(self._data_dir / "ballast", 0, self._disk)
-        index = Index(new, self._disk, ballast, lambda: self._now)
+        catalog = SqliteCatalog(new, self._disk, ballast, lambda: self._now)
         try:
             for space in spaces:
-                self._list_blobs(index, space)
-                self._hold_versions(index, space)
+                self._list_blobs(catalog, space)
+                self._hold_versions(catalog, space)
             position = journal_lines.begin(self._store)
-            index.write(HOUSE, partial(self._finish, position=position))
-            return position, index.read(HOUSE, index_state.state_of)
+            catalog.write(HOUSE, partial(self._finish, position))
+            return position, catalog.read(HOUSE, lambda view: view.state())
         finally:
-            index.close()
+            catalog.close()
 
-    def _finish(self, rows: Rows, *, position: journal_lines.Position) -> None:
-        index_state.set_position(rows, self._store, position)
+    def _finish(self, position: journal_lines.Position, change: CatalogChange) -> None:
+        change.set_journal_position(self._store, position)
         # No generation that was ever given may come again: they grow by one at a time, and time runs faster.
-        set_floor(rows, self._now)
+        change.set_lease_floor(self._now)
 
-    def _list_blobs(self, index: Index, space: _Space) -> None:
+    def _list_blobs(self, catalog: Catalog, space: _Space) -> None:
         digests = [*space.manifests, *space.named]
         for start in range(0, len(digests), _PER_COMMIT):
             self._say(f"blobs of {space.name}", start, len(digests))
             batch = [(digest, self._facts_of(space, digest)) for digest in digests[start : start + _PER_COMMIT]]
-            index.write(HOUSE, partial(self._insert, space=space, batch=batch))
+            catalog.write(HOUSE, partial(self._insert, space, batch))
 
     def _facts_of(self, space: _Space, digest: Digest) -> BlobFacts:
         """What a blob is; one that is not whole is noted as damaged, and is what the manifest that names it says."""
@@ -195,19 +194,19 @@ class _Recovery:
         space.damaged.add(digest)
         return _as_named(named[0], named[1], space.identities[named[1]])
 
-    def _insert(self, rows: Rows, *, space: _Space, batch: list[tuple[Digest, BlobFacts]]) -> None:
+    def _insert(self, space: _Space, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
         for digest, facts in batch:
-            blob_rows.insert_blob(rows, space.name, digest, facts, self._now)
+            change.add_blob(space.name, digest, facts, self._now)
             if digest in space.damaged:
-                blob_rows.set_damaged(rows, blob_rows.find_namespace(rows, space.name), digest, True)
+                change.set_damaged(space.name, digest, True)
             if digest.hash in space.told.brought:
-                applying.apply(rows, _cannot_read, [["brought", space.name, digest.hash, 1]])
+                change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, 1]])
 
-    def _hold_versions(self, index: Index, space: _Space) -> None:
+    def _hold_versions(self, catalog: Catalog, space: _Space) -> None:
         for batch in _batches(list(_versions_of(space.told))):
-            index.write(HOUSE, partial(_hold, space=space, batch=batch))
+            catalog.write(HOUSE, partial(_hold, space, batch))
         for batch in _batches(list(space.told.agents.items())):
-            index.write(HOUSE, partial(_describe, space=space, batch=batch))
+            catalog.write(HOUSE, partial(_describe, space, batch))
 
     # --- taking its place ---
 
@@ -241,7 +240,7 @@ class _Recovery:
         return kept.name
 
 
-def _hold(rows: Rows, *, space: _Space, batch: "list[tuple[str, VersionKey, Version]]") -> None:
+def _hold(space: _Space, batch: "list[tuple[str, VersionKey, Version]]", change: CatalogChange) -> None:
     def read(_: str, digest: Digest) -> ManifestFacts:
         facts = space.files.manifest(digest)
         assert facts is not None, "it was read before"
@@ -250,15 +249,15 @@ def _hold(rows: Rows, *, space: _Space, batch: "list[tuple[str, VersionKey, Vers
         return facts
 
     for agent, key, version in batch:
-        applying.hold_version(rows, read, space.name, agent, key, version)
+        change.hold_version(read, space.name, agent, key, version)
 
 
-def _describe(rows: Rows, *, space: _Space, batch: list[tuple[str, Agent]]) -> None:
+def _describe(space: _Space, batch: list[tuple[str, Agent]], change: CatalogChange) -> None:
     for name, agent in batch:
         changes = [["label", space.name, name, label, value] for label, value in agent.labels.items()]
         if agent.facts:
             changes.append(["agent", space.name, name, *agent.facts])
-        applying.apply(rows, _cannot_read, changes)
+        change.apply_changes(_cannot_read, changes)
 
 
 def _cannot_read(namespace: str, digest: Digest) -> ManifestFacts:

@@ -6,14 +6,15 @@ from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
-from cachestore_svc.index.sqlite import applying, index_state
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import CatalogChange, Unheld
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change
 from cachestore_svc.manifests import ManifestFacts, read_manifest
 
 
-def roll_forward(rows: Rows, files: BlobFiles, changes: Iterable[Change], store: str, position: Position) -> None:
+def roll_forward(
+    change: CatalogChange, files: BlobFiles, changes: Iterable[Change], store: str, position: Position
+) -> None:
     """Repeat the changes of the journal's last group. The event history gets a new name, so that watchers learn that
     they missed something. Raises FailedPrecondition (INDEX_BEHIND)."""
 
@@ -21,12 +22,12 @@ def roll_forward(rows: Rows, files: BlobFiles, changes: Iterable[Change], store:
         return read_manifest(files.read(namespace, digest))
 
     try:
-        applying.apply(rows, read, changes)
-        applying.fence(rows, changes)
-    except (applying.Unheld, KvasirError, Damaged, OSError) as error:
+        change.apply_changes(read, changes)
+        change.fence_changes(changes)
+    except (Unheld, KvasirError, Damaged, OSError) as error:
         raise FailedPrecondition(
             f"the last commit of the journal cannot be repeated: {error}; stop the store and run: kvasir store recover",
             reason="INDEX_BEHIND",
         ) from error
-    index_state.set_position(rows, store, position)
-    index_state.forget_incarnation(rows)
+    change.set_journal_position(store, position)
+    change.forget_incarnation()

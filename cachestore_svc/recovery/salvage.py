@@ -17,8 +17,8 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import blob_rows, index_state
-from cachestore_svc.index.sqlite.index import looking_at, read_anyway, reading_damage
+from cachestore_svc.index.damage import reading_damage
+from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 from cachestore_svc.manifests import ManifestFacts, read_manifest
@@ -58,8 +58,8 @@ def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
         return ", but for its last line, which is cut"
     with contextlib.suppress(KvasirError):
         if disk.size_bytes(database):
-            with looking_at(database, disk) as rows, reading_damage():
-                store, position = index_state.position(rows) or ("", found.position)
+            with looking_at(database, disk) as view, reading_damage():
+                store, position = view.journal_position() or ("", found.position)
             if store == found.store and position.sequence > found.position.sequence:
                 return f", but for its last {position.sequence - found.position.sequence} commits"
     return ""
@@ -69,9 +69,9 @@ def _ask_index(told: Told, database: Path, files: BlobFiles, disk: Disk) -> None
     if not disk.size_bytes(database):
         return
     try:
-        with looking_at(database, disk) as rows, reading_damage():
-            state = read_anyway(rows, index_state.state_of)
-            names = set(read_anyway(rows, blob_rows.namespaces))
+        with looking_at(database, disk) as view, reading_damage():
+            state = view.state_anyway()
+            names = set(view.namespaces_anyway())
     except KvasirError:
         return
     if state and looking.lies_here(state, files):

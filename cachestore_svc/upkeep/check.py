@@ -1,4 +1,4 @@
-"""The store looks at itself: index and files both ways, manifests against their rows, bytes against digests.
+"""The store looks at itself: catalog and files both ways, manifests against their rows, bytes against digests.
 
 `check` walks names and rows and reads manifests; `verify` re-hashes everything. Both may run while the store serves:
 what they find is looked up again under the blob's lock before it is called wrong.
@@ -13,9 +13,8 @@ from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_files import Damaged
 from cachestore_svc.core import Core
-from cachestore_svc.index.sqlite import blob_rows, index_state, statistics, versions
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.index import HOUSE, Rows, read_anyway, reading_damage
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
+from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.journal import replay
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.records import CheckReport, Finding, VerifyProgress
@@ -34,7 +33,7 @@ def check(core: Core, repair: bool) -> CheckReport:
         findings += _damaged(core, namespace, repair)
         findings += _files(core, namespace, repair)
         findings += _manifests(core, namespace, repair)
-        counts = core.index.read(namespace, partial(statistics.counts, namespace=namespace))
+        counts = core.catalog.read(namespace, partial(_counts, namespace))
         blobs += counts[0]
         snapshots += counts[1]
     set_aside = sum(len(core.files.listing_of(directory).asides) for directory in core.files.directories())
@@ -66,25 +65,25 @@ def _is_whole(core: Core, namespace: str, digest: Digest) -> bool:
 
 
 def _database(core: Core) -> Iterator[Finding]:
-    for problem in core.index.read(HOUSE, index_state.integrity_problems):
+    for problem in core.catalog.read(HOUSE, lambda view: view.integrity_problems()):
         yield Finding("INDEX_DAMAGED", "", problem)
-    for problem in core.index.read(HOUSE, index_state.dangling_rows):
+    for problem in core.catalog.read(HOUSE, lambda view: view.dangling_rows()):
         yield Finding("DANGLING_ROW", "", problem)
 
 
 def _kept_out(core: Core) -> Iterator[Finding]:
     """Namespaces whose rows were found damaged at the start, and what differs from the journal since."""
-    for namespace, words in core.index.damage.items():
+    for namespace, words in core.catalog.damage.items():
         yield Finding("INDEX_DAMAGED", namespace, words)
-    for namespace, damage in core.index.read(HOUSE, partial(_differences, core=core)).items():
-        if namespace not in core.index.damage:
+    for namespace, damage in core.catalog.read(HOUSE, partial(_differences, core)).items():
+        if namespace not in core.catalog.damage:
             yield Finding("INDEX_DAMAGED", namespace, looking.words_of(damage))
 
 
-def _differences(rows: Rows, *, core: Core) -> dict[str, dict[str, str]]:
-    # On the index thread nobody writes meanwhile: both are at one position.
+def _differences(core: Core, view: CatalogView) -> dict[str, dict[str, str]]:
+    # On the catalog's thread nobody writes meanwhile: both are at one position.
     told = core.journal.shorter(core.journal.size_bytes)
-    return replay.differences(told.state, read_anyway(rows, index_state.state_of))
+    return replay.differences(told.state, view.state_anyway())
 
 
 def _unknown_directories(core: Core, repair: bool) -> Iterator[Finding]:
@@ -106,7 +105,7 @@ def _is_unowned(core: Core, directory: Path, hash_: str, repair: bool) -> bool:
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Files without rows, rows without files, files of a wrong size."""
     listing = core.files.listing(namespace)
-    digests = core.index.read(namespace, lambda rows: _undamaged(rows, namespace=namespace))
+    digests = core.catalog.read(namespace, lambda view: view.whole_blobs(namespace))
     listed = {digest.hash: digest for digest in digests}
     for hash_ in sorted(listing.blobs - set(listed)):
         if _is_orphan(core, namespace, hash_, repair):
@@ -123,7 +122,7 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
     """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
     with core.files.naming(namespace, hash_):
-        if core.index.read(namespace, lambda rows: blob_rows.has_hash(rows, namespace, hash_)):
+        if core.catalog.read(namespace, lambda view: view.has_hash(namespace, hash_)):
             return False
         if repair:
             core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())
@@ -143,31 +142,28 @@ def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) ->
 
 def _manifests(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Manifests whose rows name other blobs than their bytes do."""
-    held = core.index.read(namespace, lambda rows: versions.held_manifests(rows, namespace))
-    for manifest in held:
+    for manifest in core.catalog.read(namespace, lambda view: view.held_manifests(namespace)):
         try:
-            facts = read_manifest(core.read_blob(namespace, manifest.digest))
+            facts = read_manifest(core.read_blob(namespace, manifest))
         except InvalidArgument as error:
             yield Finding("MANIFEST_REFUSED", namespace, f"{manifest.hash}: {error}")
             continue
         except KvasirError:
-            # Damaged: told as such. Swept: not there to be wrong.
+            # Damaged: reported as such. Swept: not there to be wrong.
             continue
         named = [blob.digest for blob in facts.named]
-        if core.index.read(namespace, partial(versions.names_others, manifest=manifest, named=named)):
+        if core.catalog.read(namespace, partial(_names_others, namespace, manifest, named)):
             if repair:
-                core.index.write(
-                    namespace, partial(versions.rename, namespace=namespace, manifest=manifest, named=named)
-                )
+                core.catalog.write(namespace, partial(_hold_anew, namespace, manifest, named))
             yield Finding("WRONG_REFERENCES", namespace, manifest.hash, repair)
 
 
 def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Blobs in quarantine. Repair takes out those that can be read again, and are whole."""
-    for digest in core.index.read(namespace, partial(_quarantined, namespace=namespace)):
+    for digest in core.catalog.read(namespace, lambda view: view.damaged_blobs(namespace)):
         is_repaired = repair and _is_readable(core, namespace, digest)
         if is_repaired:
-            core.index.write(namespace, partial(_take_out, namespace=namespace, digest=digest))
+            core.catalog.write(namespace, partial(_take_out, namespace, digest))
         yield Finding("DAMAGED_BLOB", namespace, digest.hash, is_repaired)
 
 
@@ -179,17 +175,21 @@ def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
     return True
 
 
-def _take_out(rows: Rows, *, namespace: str, digest: Digest) -> None:
-    blob_rows.set_damaged(rows, find_namespace(rows, namespace), digest, False)
+def _take_out(namespace: str, digest: Digest, change: CatalogChange) -> None:
+    change.set_damaged(namespace, digest, False)
 
 
-def _quarantined(rows: Rows, *, namespace: str) -> list[Digest]:
-    return blob_rows.damaged_blobs(rows, find_namespace(rows, namespace))
+def _names_others(namespace: str, manifest: Digest, named: Sequence[Digest], view: CatalogView) -> bool:
+    return view.names_others(namespace, manifest, named)
 
 
-def _undamaged(rows: Rows, *, namespace: str) -> list[Digest]:
-    return blob_rows.all_blobs(rows, find_namespace(rows, namespace))
+def _hold_anew(namespace: str, manifest: Digest, named: Sequence[Digest], change: CatalogChange) -> None:
+    change.hold_anew(namespace, manifest, named)
+
+
+def _counts(namespace: str, view: CatalogView) -> tuple[int, int]:
+    return view.counts(namespace)
 
 
 def _is_listed(core: Core, namespace: str, digest: Digest) -> bool:
-    return core.index.read(namespace, lambda rows: blob_rows.has_hash(rows, namespace, digest.hash))
+    return core.catalog.read(namespace, lambda view: view.has_hash(namespace, digest.hash))

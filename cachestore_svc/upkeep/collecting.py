@@ -7,21 +7,23 @@ from kvasir.errors import ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.core import Core
-from cachestore_svc.index.sqlite import garbage
-from cachestore_svc.index.sqlite.blob_rows import namespaces
-from cachestore_svc.index.sqlite.index import HOUSE, Rows
+from cachestore_svc.index.catalog import HOUSE, CatalogChange, Evicted, NotEnough
+from cachestore_svc.index.resting import rested_at
 from cachestore_svc.records import GcReport
 from cachestore_svc.recovery import asides
+
+# Blobs that one commit unlists.
+_BATCH = 500
 
 
 def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
     """See cachestore_svc.store.Store.collect_garbage."""
     asker = HOUSE if namespace is None else namespace
-    known = {*core.index.read(asker, namespaces), *core.writers.namespaces()}
-    names = sorted(known - core.index.damage.keys()) if namespace is None else [namespace]
+    known = {*core.catalog.read(asker, lambda view: view.namespaces()), *core.writers.namespaces()}
+    names = sorted(known - core.catalog.damage.keys()) if namespace is None else [namespace]
     reports = [_dry_run(core, name) if dry_run else _collect_one(core, name) for name in names]
     if not dry_run:
-        core.index.write(asker, garbage.remove_unused_schemas, frees_space=True)
+        core.catalog.write(asker, lambda change: change.remove_unused_schemas(), frees_space=True)
         core.ballast.fill(core.config.free_disk_reserve_bytes)
         if namespace is None:
             reports.append(asides.collect(core))
@@ -40,9 +42,9 @@ def shorten(core: Core) -> None:
         return
     # On the index thread: what is appended there may not be committed yet, and is then cut off again.
     try:
-        size_bytes = core.index.read(HOUSE, lambda _: log.size_bytes)
+        size_bytes = core.catalog.read(HOUSE, lambda _: log.size_bytes)
         told = log.shorter(size_bytes)
-        core.index.read(HOUSE, lambda _: log.shorten(told.state, told.position, size_bytes))
+        core.catalog.read(HOUSE, lambda _: log.shorten(told.state, told.position, size_bytes))
     except (OSError, ResourceExhausted, Unavailable) as error:
         structlog.get_logger("cachestore").warning("journal.not_shortened", error=str(error))
 
@@ -65,20 +67,20 @@ def _collect_one(core: Core, namespace: str) -> GcReport:
     swept = _sweep(core, namespace)
     core.writers.drop_parts(namespace, core.now_unix_ms() - core.grace_ms)
     now = core.now_unix_ms()
-    marked = core.index.write(namespace, lambda rows: garbage.mark_unheld(rows, namespace, now), frees_space=True)
+    marked = core.catalog.write(namespace, lambda change: change.mark_unheld(namespace, now), frees_space=True)
     return GcReport(marked, swept.blobs_swept, swept.bytes_freed)
 
 
 def _sweep(core: Core, namespace: str) -> GcReport:
-    deadlines = garbage.rested_at(core.now_unix_ms(), core.grace_ms)
+    deadlines = rested_at(core.now_unix_ms(), core.grace_ms)
     blobs, freed = 0, 0
 
-    def work(rows: Rows) -> list[Digest]:
-        batch = garbage.rested(rows, namespace, deadlines, garbage.BATCH)
-        garbage.remove_rows(rows, [blob_id for blob_id, _ in batch])
+    def work(change: CatalogChange) -> list[Digest]:
+        batch = change.rested(namespace, deadlines, _BATCH)
+        change.remove_blobs([blob_id for blob_id, _ in batch])
         return [digest for _, digest in batch]
 
-    while batch := core.index.write(namespace, work, frees_space=True):
+    while batch := core.catalog.write(namespace, work, frees_space=True):
         blobs += len(batch)
         freed += core.remove_files(namespace, batch)
     core.counters.add(namespace, "blobs_swept", blobs)
@@ -86,24 +88,24 @@ def _sweep(core: Core, namespace: str) -> GcReport:
 
 
 def _dry_run(core: Core, namespace: str) -> GcReport:
-    deadlines = garbage.rested_at(core.now_unix_ms(), core.grace_ms)
-    new, _ = core.index.read(namespace, lambda rows: garbage.count_unheld(rows, namespace))
-    ready = core.index.read(namespace, lambda rows: garbage.rested(rows, namespace, deadlines, -1))
+    deadlines = rested_at(core.now_unix_ms(), core.grace_ms)
+    new, _ = core.catalog.read(namespace, lambda view: view.count_unheld(namespace))
+    ready = core.catalog.read(namespace, lambda view: view.rested(namespace, deadlines, -1))
     return GcReport(new, len(ready), _bytes_of(digest for _, digest in ready))
 
 
 def _evict(core: Core, namespace: str, wanted_bytes: int) -> None:
     now = core.now_unix_ms()
-    deadlines = garbage.rested_at(now, core.grace_ms)
+    deadlines = rested_at(now, core.grace_ms)
 
-    def work(rows: Rows) -> garbage.Evicted:
-        evicted = garbage.evict(rows, namespace, wanted_bytes, core.config.evict_heads, now, deadlines)
-        core.tell(rows, namespace, evicted.events)
+    def work(change: CatalogChange) -> Evicted:
+        evicted = change.evict(namespace, wanted_bytes, core.config.evict_heads, now, deadlines)
+        core.report(change, namespace, evicted.events)
         return evicted
 
     try:
-        evicted = core.index.write(namespace, work, frees_space=True)
-    except garbage.NotEnough:
+        evicted = core.catalog.write(namespace, work, frees_space=True)
+    except NotEnough:
         return
     core.remove_files(namespace, evicted.freed)
     core.counters.add(namespace, "versions_evicted", evicted.versions)

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from functools import partial
 
 from cachestore_svc.core import Core
-from cachestore_svc.index.sqlite import statistics
+from cachestore_svc.index.catalog import CatalogView, Sums
 from cachestore_svc.records import Stats
+
+_SumsOf = Callable[[str, str, CatalogView], Sums]
 
 
 def of(core: Core, namespace: str) -> Stats:
     """See cachestore_svc.store.Store.stats."""
-    agents, snapshots, logical = _sums(core, namespace, statistics.sums_of_agents, 3)
-    blobs, blob_bytes, damaged, unheld = _sums(core, namespace, statistics.sums_of_blobs, 4)
+    agents, snapshots, logical = _sums(core, namespace, _sums_of_agents, 3)
+    blobs, blob_bytes, damaged, unheld = _sums(core, namespace, _sums_of_blobs, 4)
     return Stats(
         agent_count=agents,
         snapshot_count=snapshots,
@@ -27,12 +29,20 @@ def of(core: Core, namespace: str) -> Stats:
     )
 
 
-def _sums(core: Core, namespace: str, sums_of: Callable[..., statistics.Sums], count: int) -> list[int]:
+def _sums(core: Core, namespace: str, sums_of: _SumsOf, count: int) -> list[int]:
     """Sums over all rows, a slice at a time, so that other operations come in between."""
     sums, after = [0] * count, ""
     while True:
-        last, numbers = core.index.read(namespace, partial(sums_of, namespace=namespace, after=after))
+        last, numbers = core.catalog.read(namespace, partial(sums_of, namespace, after))
         if last is None:
             return sums
         after = last
         sums = [total + number for total, number in zip(sums, numbers, strict=True)]
+
+
+def _sums_of_agents(namespace: str, after: str, view: CatalogView) -> Sums:
+    return view.sums_of_agents(namespace, after)
+
+
+def _sums_of_blobs(namespace: str, after: str, view: CatalogView) -> Sums:
+    return view.sums_of_blobs(namespace, after)

@@ -128,8 +128,8 @@ SHARED = (
     Shared(
         "index thread, reads",
         "store",
-        "cachestore_svc/index/sqlite/index.py: _reads",
-        ("cachestore_svc.index.sqlite.index:MAX_TURN_MS", 10),
+        "cachestore_svc/index/sqlite/sqlite_catalog.py: _reads",
+        ("cachestore_svc.index.sqlite.sqlite_catalog:MAX_TURN_MS", 10),
         "one operation at a time, of at most 500 blobs",
         IN_TURN,
         WAITS,
@@ -137,8 +137,8 @@ SHARED = (
     Shared(
         "index thread, writes and their commit",
         "store",
-        "cachestore_svc/index/sqlite/index.py: _writes",
-        ("cachestore_svc.index.sqlite.index:MAX_WRITES_PER_COMMIT", 256),
+        "cachestore_svc/index/sqlite/sqlite_catalog.py: _writes",
+        ("cachestore_svc.index.sqlite.sqlite_catalog:MAX_WRITES_PER_COMMIT", 256),
         "one operation at a time; a commit ends after 10 ms",
         IN_TURN,
         WAITS,

@@ -1,1 +1,1 @@
-"""The index in SQLite: the only place with SQL."""
+"""The catalog in SQLite: the only place with SQL. Imported only where a data directory is opened or looked at."""

@@ -1,19 +1,19 @@
 """Rows of agents: their names, labels, pins, and how they are changed and forgotten."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 
-from kvasir.errors import InvalidArgument, NotFound
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.sqlite import versions
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import AgentFilter
+from cachestore_svc.index.sqlite import garbage, versions
+from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
+from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.limits import MAX_LABELS, MAX_LABELS_BYTES
 from cachestore_svc.records import AgentRecord
-
-MAX_LABELS = 64
-MAX_LABEL_CHARS = 256
-# Rows are in no quota, and a fork copies none: an agent's labels stay small.
-MAX_LABELS_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,34 +25,57 @@ class AgentRow:
     created_unix_ms: int
 
 
-COLUMNS = "id, name, is_pinned, retained_versions, created_unix_ms"
+_COLUMNS = "id, name, is_pinned, retained_versions, created_unix_ms"
 
 
-def find_agent(rows: Rows, namespace_id: int, name: str) -> AgentRow | None:
+def find_agent(rows: Rows, namespace: str, name: str) -> AgentRow | None:
     found = rows.one(
-        f"SELECT {COLUMNS} FROM agents WHERE namespace_id = ? AND name = ?",  # noqa: S608
-        namespace_id,
+        f"SELECT {_COLUMNS} FROM agents WHERE namespace_id = ? AND name = ?",  # noqa: S608
+        find_namespace(rows, namespace),
         name,
     )
     return AgentRow(*found) if found else None
 
 
-def get_agent(rows: Rows, namespace_id: int, name: str) -> AgentRow:
-    """Raises NotFound."""
-    found = find_agent(rows, namespace_id, name)
+def get_row(rows: Rows, namespace: str, name: str) -> AgentRow:
+    """The agent's row. Raises NotFound."""
+    found = find_agent(rows, namespace, name)
     if found is None:
         raise NotFound("there is no such agent")
     return found
 
 
-def make_agent(rows: Rows, namespace_id: int, name: str, now_unix_ms: int) -> AgentRow:
+def make_agent(rows: Rows, namespace: str, name: str, now_unix_ms: int) -> AgentRow:
     rows.run(
         "INSERT OR IGNORE INTO agents (namespace_id, name, created_unix_ms) VALUES (?, ?, ?)",
-        namespace_id,
+        make_namespace(rows, namespace),
         name,
         now_unix_ms,
     )
-    return get_agent(rows, namespace_id, name)
+    return get_row(rows, namespace, name)
+
+
+def get_agent(rows: Rows, namespace: str, agent_id: str, default_retained: int) -> AgentRecord:
+    """An agent with its labels and the newest version of each line. Raises NotFound."""
+    return record(rows, get_row(rows, namespace, agent_id), default_retained)
+
+
+def agents_after(
+    rows: Rows, wanted: AgentFilter, after: str, count: int, default_retained: int
+) -> tuple[list[str], list[AgentRecord]]:
+    """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
+    found = rows.all(
+        f"SELECT {_COLUMNS} FROM agents"  # noqa: S608
+        " WHERE namespace_id = ? AND name > ? AND name >= ? ORDER BY name LIMIT ?",
+        find_namespace(rows, wanted.namespace),
+        after,
+        wanted.name_prefix,
+        count,
+    )
+    named = [agent for agent in starmap(AgentRow, found) if agent.name.startswith(wanted.name_prefix)]
+    labels = wanted.labels.items()
+    labelled = (agent for agent in named if not labels or labels <= labels_of(rows, agent.id).items())
+    return [agent.name for agent in named], [record(rows, agent, default_retained) for agent in labelled]
 
 
 def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
@@ -75,13 +98,12 @@ def labels_of(rows: Rows, agent_id: int) -> dict[str, str]:
 
 def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
     """Set these; an empty value removes. Raises InvalidArgument when they would be too many."""
-    for name, value in labels.items():
-        if value:
-            rows.run("INSERT OR REPLACE INTO labels VALUES (?, ?, ?)", agent_id, name, value)
-        else:
-            rows.run("DELETE FROM labels WHERE agent_id = ? AND name = ?", agent_id, name)
-    kept = rows.all("SELECT name, value FROM labels WHERE agent_id = ?", agent_id)
-    _check_label_sizes([str(text) for label in kept for text in label])
+    table = rows.table("labels")
+    table.delete_where(
+        "agent_id = ? AND name IN (SELECT value FROM json_each(?))", [agent_id, json.dumps(list(labels))]
+    )
+    table.insert_all({"agent_id": agent_id, "name": name, "value": value} for name, value in labels.items() if value)
+    _check_label_sizes([text for label in labels_of(rows, agent_id).items() for text in label])
 
 
 def _check_label_sizes(texts: Sequence[str]) -> None:
@@ -94,8 +116,19 @@ def _check_label_sizes(texts: Sequence[str]) -> None:
         )
 
 
-def delete_agent(rows: Rows, agent: AgentRow) -> list[int]:
-    """Forget an agent and its lines; ids of the blobs that nothing holds any more."""
+def forget_agent(rows: Rows, namespace: str, agent_id: str, force: bool, now_unix_ms: int) -> int:
+    """Forget an agent and its lines, and mark what nothing holds any more; the bytes of that. Raises NotFound, and
+    FailedPrecondition (AGENT_PINNED) unless `force`."""
+    agent = get_row(rows, namespace, agent_id)
+    if agent.is_pinned and not force:
+        raise FailedPrecondition("the agent is pinned", reason="AGENT_PINNED")
+    unheld = delete(rows, agent)
+    garbage.mark(rows, unheld, now_unix_ms)
+    return garbage.bytes_of(rows, unheld)
+
+
+def delete(rows: Rows, agent: AgentRow) -> list[int]:
+    """Remove the rows of an agent and its lines; ids of the blobs that nothing holds any more."""
     held = rows.all(
         "SELECT DISTINCT manifest_id FROM versions WHERE line_id IN (SELECT id FROM lines WHERE agent_id = ?)", agent.id
     )
@@ -103,25 +136,16 @@ def delete_agent(rows: Rows, agent: AgentRow) -> list[int]:
     return [blob_id for (manifest_id,) in held for blob_id in versions.let_go(rows, manifest_id)]
 
 
-def check_labels(labels: Mapping[str, str]) -> None:
-    """Raises InvalidArgument for too many labels, and for one that is not short and printable."""
-    if len(labels) > MAX_LABELS:
-        raise InvalidArgument(f"labels: expected at most {MAX_LABELS}, got {len(labels)}", field="labels")
-    for name, value in labels.items():
-        if not (1 <= len(name) <= MAX_LABEL_CHARS and name.isprintable()):
-            raise InvalidArgument(
-                f"labels: expected names of 1 to {MAX_LABEL_CHARS} printable characters", field="labels"
-            )
-        if len(value) > MAX_LABEL_CHARS or not value.isprintable():
-            raise InvalidArgument(
-                f"labels: expected values of at most {MAX_LABEL_CHARS} printable characters", field="labels"
-            )
-
-
-def update(
-    rows: Rows, agent: AgentRow, labels: Mapping[str, str], is_pinned: bool | None, retained_versions: int | None
+def update_agent(
+    rows: Rows,
+    namespace: str,
+    agent_id: str,
+    labels: Mapping[str, str],
+    is_pinned: bool | None,
+    retained_versions: int | None,
 ) -> None:
-    """Change what is given."""
+    """Change what is given. Raises NotFound, InvalidArgument."""
+    agent = get_row(rows, namespace, agent_id)
     set_labels(rows, agent.id, labels)
     if is_pinned is not None:
         rows.run("UPDATE agents SET is_pinned = ? WHERE id = ?", is_pinned, agent.id)
@@ -129,8 +153,8 @@ def update(
         rows.run("UPDATE agents SET retained_versions = ? WHERE id = ?", retained_versions, agent.id)
 
 
-def held_digests(rows: Rows, agent: AgentRow) -> list[Digest]:
-    """Every blob that some version of the agent holds, manifests too, but for those in quarantine."""
+def held_digests(rows: Rows, namespace: str, agent_id: str) -> list[Digest]:
+    """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises NotFound."""
     found = rows.all(
         """WITH held (manifest_id) AS (
                 SELECT DISTINCT manifest_id FROM versions JOIN lines ON lines.id = versions.line_id
@@ -139,6 +163,6 @@ def held_digests(rows: Rows, agent: AgentRow) -> list[Digest]:
                 SELECT manifest_id FROM held UNION
                 SELECT blob_id FROM manifest_blobs WHERE manifest_id IN (SELECT manifest_id FROM held))
             ORDER BY id""",
-        agent.id,
+        get_row(rows, namespace, agent_id).id,
     )
     return [Digest(*row) for row in found]

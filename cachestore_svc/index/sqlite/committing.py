@@ -6,60 +6,34 @@ are its blobs here, whole, and of exactly these tokens?
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from itertools import takewhile
 
-from kvasir.errors import Conflict, FailedPrecondition
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.live_leases import LineName, LiveLeases
-from cachestore_svc.index.sqlite import agents, blob_rows, leases, provenance, versions
-from cachestore_svc.index.sqlite.blob_rows import BlobRow
-from cachestore_svc.index.sqlite.index import SLICE, Index, Rows
-from cachestore_svc.manifests import ManifestFacts, NamedBlob, StateSchemas, unfit, unfit_schema
-from cachestore_svc.records import LeaseToken, Origin, SnapshotVersion
+from cachestore_svc.index.catalog import BlobEntry, Commit, Done
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
+from cachestore_svc.index.sqlite import agents, blobs, leases, provenance, versions
+from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.manifests import ManifestFacts, NamedBlob, unfit, unfit_schema
+from cachestore_svc.records import Origin, SnapshotVersion
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """What a caller asks for, with its manifest read and checked against itself."""
-
-    namespace: str
-    agent_id: str
-    manifest: Digest
-    facts: ManifestFacts
-    parent_version: int
-    lease: LeaseToken | None
-    origin: Origin
-    origin_detail: str
-    shared_hashes: Sequence[str]  # block hashes to bind, first block first
-    default_retained: int
-    is_brought: bool = False  # its writer knows that rows of it came from elsewhere
-    parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    snapshot: SnapshotVersion
-    is_new: bool
-
-
-def commit(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
-    """Raises Conflict, FailedPrecondition; see cachestore_svc.store.Store.commit."""
-    namespace_id = blob_rows.make_namespace(rows, asked.namespace)
-    manifest = _find_manifest(rows, namespace_id, asked.manifest)
-    kv_hash = asked.facts.kv_identity_hash
-    line = versions.find_line(rows, namespace_id, asked.agent_id, kv_hash)
+def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
+    """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
+    namespace, agent_id, kv_hash = asked.line
+    blobs.make_namespace(rows, namespace)
+    manifest = _find_manifest(rows, namespace, asked.manifest)
+    line = versions.find_line(rows, asked.line)
     if line and (repeated := _already_done(rows, line.id, asked, manifest)):
         return Done(repeated, is_new=False)
-    _check_lease(rows, namespace_id, asked, live)
+    _check_lease(rows, asked, live)
     head = versions.head_of(rows, line.id) if line else 0
     if head != asked.parent_version or not _is_parent(rows, line, asked):
         raise head_moved(head, asked.parent_version)
-    named = fitting_blobs(rows, namespace_id, asked.facts, asked.facts.named)
-    agent = agents.make_agent(rows, namespace_id, asked.agent_id, now_unix_ms)
+    named = fitting_blobs(rows, namespace, asked.facts, asked.facts.named)
+    agent = agents.make_agent(rows, namespace, agent_id, now_unix_ms)
     line_id = versions.make_line(rows, agent.id, kv_hash, now_unix_ms)
     comes_from_elsewhere = asked.is_brought or asked.origin in (Origin.IMPORT, Origin.PULL)
     marked = provenance.mark(rows, manifest, named, is_brought=comes_from_elsewhere)
@@ -68,29 +42,8 @@ def commit(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Don
     added = versions.add_version(rows, line_id, new, now_unix_ms)
     retain(rows, agent, line_id, asked.default_retained)
     ours = list(takewhile(lambda blob: not blob.is_brought and blob not in marked, named))
-    bind(rows, namespace_id, asked.shared_hashes[: len(ours)], ours)
+    bind(rows, namespace, asked.shared_hashes[: len(ours)], ours)
     return Done(added, is_new=True)
-
-
-def check_states(index: Index, namespace: str, facts: ManifestFacts) -> None:
-    """Raises FailedPrecondition, as the commit of a manifest with states would, for the first blob that is missing or
-    unfit, and for a state whose tensors are not the layout's.
-
-    Before the transaction, because there may be a thousand states with thousands of tensors each.
-    """
-    if facts.named and facts.named[-1].kind != "state":
-        return
-    schemas = StateSchemas(facts.kv_identity)
-    for start in range(0, len(facts.named), SLICE):
-        some = facts.named[start : start + SLICE]
-        found = index.read(namespace, partial(_fitting, namespace=namespace, facts=facts, needs=some))
-        for need, row in zip(some, found, strict=True):
-            if need.kind == "state" and (problem := schemas.unfit(need.tokens, row.schema_hash)):
-                raise unfit_blob(need.digest, problem)
-
-
-def _fitting(rows: Rows, *, namespace: str, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobRow]:
-    return fitting_blobs(rows, blob_rows.find_namespace(rows, namespace), facts, needs)
 
 
 def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: int) -> None:
@@ -99,7 +52,7 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
         versions.retain(rows, line_id, agent.retained_versions or default_retained)
 
 
-def find_prefix(rows: Rows, namespace_id: int, kv_hash: str, block_hashes: Sequence[str]) -> list[BlobRow]:
+def find_prefix(rows: Rows, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> list[BlobEntry]:
     """Blobs of the longest bound prefix; it ends at the first that is not bound, is damaged, or was brought."""
     bound = rows.all(
         """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
@@ -108,23 +61,17 @@ def find_prefix(rows: Rows, namespace_id: int, kv_hash: str, block_hashes: Seque
             AND NOT blobs.is_brought
             ORDER BY wanted.key""",
         json.dumps(list(block_hashes)),
-        namespace_id,
+        blobs.find_namespace(rows, namespace),
         kv_hash,
     )
     # Up to the first gap: block hashes after it stand for tokens whose KV is not here.
     digests = [Digest(*digest) for place, (key, *digest) in enumerate(bound) if key == place]
-    found = blob_rows.find_blobs(rows, namespace_id, digests)
+    found = blobs.find_blobs(rows, namespace, digests)
     return [found[digest] for digest in digests if digest in found]
 
 
-def head_moved(head: int, expected: int) -> Conflict:
-    return Conflict(
-        f"head: expected version {expected}, it is {head}", reason="HEAD_MOVED", metadata={"head_version": str(head)}
-    )
-
-
-def _find_manifest(rows: Rows, namespace_id: int, digest: Digest) -> BlobRow:
-    found = blob_rows.find_blob(rows, namespace_id, digest)
+def _find_manifest(rows: Rows, namespace: str, digest: Digest) -> BlobEntry:
+    found = blobs.find_blob(rows, namespace, digest)
     if found is None:
         raise missing(digest, "manifest")
     if found.is_damaged:
@@ -134,7 +81,7 @@ def _find_manifest(rows: Rows, namespace_id: int, digest: Digest) -> BlobRow:
     return found
 
 
-def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobRow) -> SnapshotVersion | None:
+def _already_done(rows: Rows, line_id: int, asked: Commit, manifest: BlobEntry) -> SnapshotVersion | None:
     """The version that this very commit made before, if it did."""
     found = versions.find_version(rows, line_id, asked.parent_version + 1)
     if found is None or found.parent_version != asked.parent_version or found.manifest != manifest.digest:
@@ -150,19 +97,18 @@ def _is_parent(rows: Rows, line: versions.Line | None, asked: Commit) -> bool:
     return found is not None and found.manifest == asked.parent_manifest
 
 
-def _check_lease(rows: Rows, namespace_id: int, asked: Commit, live: LiveLeases) -> None:
-    """For turns; what takes back a memory shuts out everybody."""
-    name = LineName(asked.namespace, asked.agent_id, asked.facts.kv_identity_hash)
+def _check_lease(rows: Rows, asked: Commit, live: LiveLeases) -> None:
+    """For turns; a commit that takes a memory back shuts out everybody."""
     if asked.lease is not None:
-        leases.check_not_fenced(rows, namespace_id, name, asked.lease)
+        leases.check_not_fenced(rows, asked.line, asked.lease)
     elif asked.origin is Origin.TURN:
-        leases.check_not_held(rows, live, namespace_id, name)
+        leases.check_not_held(rows, live, asked.line)
 
 
-def fitting_blobs(rows: Rows, namespace_id: int, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobRow]:
+def fitting_blobs(rows: Rows, namespace: str, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
     """Rows of blobs that the manifest names, in order. Raises FailedPrecondition naming the first that is missing,
     damaged, or not what the manifest says. A state's tensors are looked at elsewhere (manifests.StateSchemas)."""
-    found = blob_rows.find_blobs(rows, namespace_id, [need.digest for need in needs])
+    found = blobs.find_blobs(rows, namespace, [need.digest for need in needs])
     for need in needs:
         row = found.get(need.digest)
         if row is None:
@@ -174,18 +120,19 @@ def fitting_blobs(rows: Rows, namespace_id: int, facts: ManifestFacts, needs: Se
     return [found[need.digest] for need in needs]
 
 
-def _misfit(row: BlobRow, need: NamedBlob, facts: ManifestFacts) -> str | None:
+def _misfit(row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None:
     if row.kv_identity_hash is None or row.start is None or row.tokens is None or row.chain is None:
         return f"kind: expected {need.kind}, found {row.kind}"
     identity = FileIdentity(row.kind, row.kv_identity_hash, row.start, row.tokens, row.chain)
     return unfit(need, identity, facts) or unfit_schema(need, row.schema_hash)
 
 
-def bind(rows: Rows, namespace_id: int, block_hashes: Sequence[str], named: Sequence[BlobRow]) -> None:
+def bind(rows: Rows, namespace: str, block_hashes: Sequence[str], named: Sequence[BlobEntry]) -> None:
     """The first binding of a block hash wins, for as long as its blob is here, whole, and of this store's engines.
 
     Nothing is bound behind a hash that stands for other bytes: it was computed on others than would be found before it.
     """
+    namespace_id = blobs.find_namespace(rows, namespace)
     for block_hash, blob in zip(block_hashes, named, strict=False):
         rows.run(
             """INSERT INTO prefixes VALUES (?, ?, ?) ON CONFLICT (namespace_id, block_hash)
@@ -203,19 +150,3 @@ def _bound_blob(rows: Rows, namespace_id: int, block_hash: str) -> int:
     found = rows.one("SELECT blob_id FROM prefixes WHERE namespace_id = ? AND block_hash = ?", namespace_id, block_hash)
     assert found is not None
     return int(found[0])
-
-
-def missing(digest: Digest, what: str) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"{what}: blob {digest} is not here; write it and commit again",
-        reason="BLOB_MISSING",
-        metadata={"digest": digest.hash},
-    )
-
-
-def unfit_blob(digest: Digest, problem: str) -> FailedPrecondition:
-    return FailedPrecondition(
-        f"blob {digest} does not fit its manifest: {problem}",
-        reason="BLOB_UNFIT",
-        metadata={"digest": digest.hash},
-    )

@@ -1,15 +1,17 @@
-"""History of a namespace: one row per event, a cursor per reader, and a word when history was lost.
+"""Events of a namespace: one row each, a cursor per reader, and a mark when some were lost.
 
 Sequences count per namespace, so that a watcher learns nothing of what happens in another.
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import History
+from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
+from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.records import (
     AgentDeleted,
     AgentUpdated,
@@ -25,45 +27,44 @@ from cachestore_svc.records import (
 )
 
 
-class History:
-    """Writes and reads events. Holds no state but what does not change while the store is open."""
-
-    def __init__(self, incarnation: str, kept_events: int) -> None:
-        self.incarnation = incarnation
-        self._kept_events = kept_events
-
-    def append(self, rows: Rows, namespace_id: int, body: EventBody, now_unix_ms: int) -> None:
-        """Add an event, and let go of the oldest beyond what is kept."""
+def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
+    """Add events, and let go of the oldest beyond what is kept."""
+    namespace_id = make_namespace(rows, namespace)
+    for body in bodies:
         rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = ?", namespace_id)
-        last = self._last(rows, namespace_id)
+        last = _last(rows, namespace_id)
         rows.run("INSERT INTO events VALUES (?, ?, ?, ?)", namespace_id, last, now_unix_ms, _to_json(body))
-        rows.run("DELETE FROM events WHERE namespace_id = ? AND sequence <= ?", namespace_id, last - self._kept_events)
-
-    def after(self, rows: Rows, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
-        """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
-        namespace_id = find_namespace(rows, namespace)
-        last = self._last(rows, namespace_id)
-        now = EventCursor(self.incarnation, last)
-        if cursor is None:
-            return EventBatch((), now)
-        if cursor.incarnation != self.incarnation or not last - self._kept_events <= cursor.sequence <= last:
-            return EventBatch((), now, is_lost=True)
-        found = rows.all(
-            """SELECT sequence, at_unix_ms, body FROM events
-                WHERE namespace_id = ? AND sequence > ? ORDER BY sequence LIMIT ?""",
-            namespace_id,
-            cursor.sequence,
-            limit,
+        rows.run(
+            "DELETE FROM events WHERE namespace_id = ? AND sequence <= ?", namespace_id, last - history.kept_events
         )
-        events = tuple(
-            Event(EventCursor(self.incarnation, sequence), at_unix_ms, _from_json(body))
-            for sequence, at_unix_ms, body in found
-        )
-        return EventBatch(events, events[-1].cursor if events else cursor)
 
-    def _last(self, rows: Rows, namespace_id: int) -> int:
-        found = rows.one("SELECT last_event FROM namespaces WHERE id = ?", namespace_id)
-        return int(found[0]) if found else 0
+
+def events_after(rows: Rows, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
+    """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
+    namespace_id = find_namespace(rows, namespace)
+    last = _last(rows, namespace_id)
+    now = EventCursor(history.incarnation, last)
+    if cursor is None:
+        return EventBatch((), now)
+    if cursor.incarnation != history.incarnation or not last - history.kept_events <= cursor.sequence <= last:
+        return EventBatch((), now, is_lost=True)
+    found = rows.all(
+        """SELECT sequence, at_unix_ms, body FROM events
+            WHERE namespace_id = ? AND sequence > ? ORDER BY sequence LIMIT ?""",
+        namespace_id,
+        cursor.sequence,
+        limit,
+    )
+    events = tuple(
+        Event(EventCursor(history.incarnation, sequence), at_unix_ms, _from_json(body))
+        for sequence, at_unix_ms, body in found
+    )
+    return EventBatch(events, events[-1].cursor if events else cursor)
+
+
+def _last(rows: Rows, namespace_id: int) -> int:
+    found = rows.one("SELECT last_event FROM namespaces WHERE id = ?", namespace_id)
+    return int(found[0]) if found else 0
 
 
 def _to_json(body: EventBody) -> str:

@@ -5,40 +5,15 @@ older than the grace period. A writer that slept through it finds its blob missi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index import eviction
+from cachestore_svc.index.catalog import Deadlines, Evicted, NotEnough
 from cachestore_svc.index.sqlite import versions
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.sqlite.blobs import find_namespace
+from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.records import AgentDeleted, AgentUpdated, EventBody
-
-BATCH = 500
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Marks and promises older than these have rested."""
-
-    marked_until_unix_ms: int
-    promised_until_unix_ms: int
-
-
-def rested_at(now_unix_ms: int, grace_ms: int) -> Deadlines:
-    """Promises are renewed only when they are an eighth of the grace period old (see `needs_promise`), so that asking
-    for a thousand digests seldom writes; they rest that much longer."""
-    return Deadlines(now_unix_ms - grace_ms, now_unix_ms - grace_ms - grace_ms // 8)
-
-
-def gone_by(now_unix_ms: int, grace_ms: int) -> int:
-    """When a blob marked and promised now may go."""
-    return now_unix_ms + grace_ms + grace_ms // 8
-
-
-def needs_promise(promised_unix_ms: int, now_unix_ms: int, grace_ms: int) -> bool:
-    return promised_unix_ms <= now_unix_ms - grace_ms // 8
 
 
 def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:
@@ -76,12 +51,13 @@ def rested(rows: Rows, namespace: str, deadlines: Deadlines, limit: int) -> list
     return [(int(blob_id), Digest(hash_, size)) for blob_id, hash_, size in found]
 
 
-def remove_rows(rows: Rows, blob_ids: Sequence[int]) -> None:
+def remove_blobs(rows: Rows, blob_ids: Sequence[int]) -> None:
     """Unlist blobs that nothing holds. The database refuses it for one that something does."""
     rows.many("DELETE FROM blobs WHERE id = ?", [(blob_id,) for blob_id in blob_ids])
 
 
 def remove_unused_schemas(rows: Rows) -> None:
+    """Forget tensor schemas that no blob has."""
     rows.run("DELETE FROM schemas WHERE NOT EXISTS (SELECT 1 FROM blobs WHERE blobs.schema_hash = schemas.hash)")
 
 
@@ -93,19 +69,6 @@ def mark(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
 def bytes_of(rows: Rows, blob_ids: Sequence[int]) -> int:
     sizes = (rows.one("SELECT size_bytes FROM blobs WHERE id = ?", blob_id) for blob_id in blob_ids)
     return sum(size[0] for size in sizes if size)
-
-
-@dataclass(frozen=True, slots=True)
-class Evicted:
-    """What an eviction gave up."""
-
-    freed: list[Digest]
-    events: list[EventBody]
-    versions: int
-
-
-class NotEnough(Exception):
-    """Giving up all that may go would not free enough; so nothing was given up."""
 
 
 def evict(
@@ -136,8 +99,10 @@ def evict(
 
 
 def _held_by_old_versions(rows: Rows, namespace_id: int, deadlines: Deadlines) -> int:
-    """Bytes of unpromised blobs that no head holds: the most that giving up old versions can free. Asked first, because
-    whoever is refused will try again, and trying is dear."""
+    """Bytes of unpromised blobs that no head holds: the most that giving up old versions can free.
+
+    Checked first: refused callers retry, and a full eviction attempt is expensive.
+    """
     found = rows.one(
         """WITH heads (manifest_id) AS (
                 SELECT versions.manifest_id FROM versions JOIN lines ON lines.id = versions.line_id
@@ -192,6 +157,6 @@ def _remove_unpromised(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int, de
         assert found is not None
         if found[2] <= deadlines.promised_until_unix_ms:
             free.append((blob_id, Digest(found[0], found[1])))
-    remove_rows(rows, [blob_id for blob_id, _ in free])
+    remove_blobs(rows, [blob_id for blob_id, _ in free])
     mark(rows, [blob_id for blob_id in blob_ids if blob_id not in {each for each, _ in free}], now_unix_ms)
     return [digest for _, digest in free]

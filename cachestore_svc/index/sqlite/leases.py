@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from kvasir.errors import Conflict, FailedPrecondition, NotFound
 
-from cachestore_svc.index.live_leases import LineName, LiveLeases
-from cachestore_svc.index.sqlite.blob_rows import find_namespace, make_namespace
-from cachestore_svc.index.sqlite.index import Rows
-from cachestore_svc.records import LeaseToken
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
+from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.records import LeaseToken, LineKey, LineQuery
 
 _KEY = "namespace_id = ? AND agent_name = ? AND kv_identity_hash = ?"
 _COLUMNS = "kv_identity_hash, owner, generation, ttl_ms, is_released"
@@ -26,16 +26,16 @@ class _Row:
     is_released: bool
 
 
-def acquire(
-    rows: Rows, live: LiveLeases, line: LineName, owner: str, ttl_ms: int, *, begins_anew: bool = False
+def acquire_lease(
+    rows: Rows, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
 ) -> LeaseToken:
     """Take, or prolong one's own. `begins_anew`: the owner's earlier lease is of a process that ended, and is fenced.
     Raises FailedPrecondition (LEASE_HELD).
     """
     if barred_s := live.barred_s(line):
         raise held_by("a change of the agent that waits for it", barred_s)
-    namespace_id = make_namespace(rows, line.namespace)
-    found = _find(rows, namespace_id, line)
+    make_namespace(rows, line.namespace)
+    found = _find(rows, line)
     generation = 1 + _floor(rows)
     if found is not None:
         is_others = found.token.owner != owner
@@ -43,64 +43,61 @@ def acquire(
             raise held_by(found.token.owner, left_s)
         generation = found.token.generation + (is_others or found.is_released or begins_anew)
     token = LeaseToken(owner, generation)
-    _write(rows, namespace_id, line, token, ttl_ms, is_released=False)
+    _write(rows, line, token, ttl_ms, is_released=False)
     live.grant(line, token, ttl_ms / 1000)
     return token
 
 
-def renew(rows: Rows, live: LiveLeases, line: LineName, token: LeaseToken, ttl_ms: int) -> None:
+def renew_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
     """Prolong one's own lease, also one that ended and that nobody took. Raises Conflict (LEASE_FENCED), NotFound,
     FailedPrecondition (LEASE_HELD: a change of the agent waits for it).
     """
-    namespace_id = _own(rows, line, token)
+    _check_own(rows, line, token)
     if barred_s := live.barred_s(line):
         raise held_by("a change of the agent that waits for it", barred_s)
-    _write(rows, namespace_id, line, token, ttl_ms, is_released=False)
+    _write(rows, line, token, ttl_ms, is_released=False)
     live.grant(line, token, ttl_ms / 1000)
 
 
-def set_floor(rows: Rows, generation: int) -> None:
+def set_lease_floor(rows: Rows, generation: int) -> None:
     """No lease that is not known yet begins below this generation: where leases were lost, higher ones were given."""
-    rows.run("INSERT OR REPLACE INTO facts VALUES ('lease_floor', ?)", str(generation))
+    rows.table("facts").upsert({"name": "lease_floor", "value": str(generation)}, pk="name")
 
 
-def release(rows: Rows, live: LiveLeases, line: LineName, token: LeaseToken) -> None:
+def release_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
     """Give back one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""
-    namespace_id = _own(rows, line, token)
-    rows.run(f"UPDATE leases SET is_released = 1 WHERE {_KEY}", namespace_id, *line[1:])  # noqa: S608
+    _check_own(rows, line, token)
+    rows.run(f"UPDATE leases SET is_released = 1 WHERE {_KEY}", *_key(rows, line))  # noqa: S608
     live.drop(line)
 
 
-def fence(rows: Rows, live: LiveLeases, namespace: str, agent_id: str, kv_hash: str | None = None) -> None:
-    """Shut out every writer of an agent's line (None: of all its lines) that began before now. Raises
-    FailedPrecondition (LEASE_HELD) while one has a live lease: it may still answer from what is to be taken back.
+def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
+    """Shut out every writer of these lines that began before now. Raises FailedPrecondition (LEASE_HELD) while one has
+    a live lease: it may still answer from what is to be taken back.
     """
-    namespace_id = find_namespace(rows, namespace)
-    for line, found in _rows_of(rows, namespace_id, namespace, agent_id, kv_hash):
+    for line, found in _rows_of(rows, query):
         if left_s := _left_s(live, line, found):
             raise held_by(found.token.owner, left_s)
         fenced = LeaseToken(found.token.owner, found.token.generation + 1)
-        _write(rows, namespace_id, line, fenced, found.ttl_ms, is_released=True)
+        _write(rows, line, fenced, found.ttl_ms, is_released=True)
         live.taken_back(line)
 
 
-def fence_all(rows: Rows, namespace: str, agent_id: str, kv_hash: str | None = None) -> None:
-    """Shut out every writer of an agent's line (None: of all its lines), whoever has a lease: before any is live."""
+def fence_all(rows: Rows, query: LineQuery) -> None:
+    """Shut out every writer of these lines, whoever has a lease: before any is live."""
     rows.run(
         """UPDATE leases SET generation = generation + 1, is_released = 1
             WHERE namespace_id = ? AND agent_name = ? AND (? IS NULL OR kv_identity_hash = ?)""",
-        find_namespace(rows, namespace),
-        *(agent_id, kv_hash, kv_hash),
+        *_any_of(rows, query),
     )
 
 
-def held(rows: Rows, live: LiveLeases, namespace: str, agent_id: str, kv_hash: str | None = None) -> list[LineName]:
+def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]:
     """Lines of an agent that somebody has a live lease of."""
-    found = _rows_of(rows, find_namespace(rows, namespace), namespace, agent_id, kv_hash)
-    return [line for line, row in found if _left_s(live, line, row)]
+    return [line for line, row in _rows_of(rows, query) if _left_s(live, line, row)]
 
 
-def load(rows: Rows, live: LiveLeases) -> None:
+def load_leases(rows: Rows, live: LiveLeases) -> None:
     """After a start: how long a lease had still to go is not known, so each unreleased one has its whole time."""
     found = rows.all(
         f"""SELECT namespaces.name, agent_name, {_COLUMNS}
@@ -108,13 +105,13 @@ def load(rows: Rows, live: LiveLeases) -> None:
     )
     for namespace, agent_id, *columns in found:
         row = _row(columns)
-        live.grant(LineName(namespace, agent_id, row.kv_identity_hash), row.token, row.ttl_ms / 1000)
+        live.grant(LineKey(namespace, agent_id, row.kv_identity_hash), row.token, row.ttl_ms / 1000)
 
 
-def check_not_fenced(rows: Rows, namespace_id: int, line: LineName, token: LeaseToken) -> None:
+def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> None:
     """Raises Conflict (LEASE_FENCED) unless the token is of the newest generation. A lease that merely ended, and that
     nobody took, fences nobody: compare-and-swap protects the line."""
-    found = _find(rows, namespace_id, line)
+    found = _find(rows, line)
     if found is None or found.token != token:
         newest = found.token.generation if found else 0
         raise Conflict(
@@ -124,9 +121,9 @@ def check_not_fenced(rows: Rows, namespace_id: int, line: LineName, token: Lease
         )
 
 
-def check_not_held(rows: Rows, live: LiveLeases, namespace_id: int, line: LineName) -> None:
+def check_not_held(rows: Rows, live: LiveLeases, line: LineKey) -> None:
     """Raises FailedPrecondition (LEASE_HELD) when somebody has a live lease: for a turn that brings none."""
-    found = _find(rows, namespace_id, line)
+    found = _find(rows, line)
     if found and (left_s := _left_s(live, line, found)):
         raise held_by(found.token.owner, left_s)
 
@@ -139,37 +136,38 @@ def held_by(owner: str, left_s: float) -> FailedPrecondition:
     )
 
 
-def _own(rows: Rows, line: LineName, token: LeaseToken) -> int:
-    """The namespace of one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""
-    namespace_id = find_namespace(rows, line.namespace)
-    if _find(rows, namespace_id, line) is None:
+def _check_own(rows: Rows, line: LineKey, token: LeaseToken) -> None:
+    """Raises Conflict (LEASE_FENCED), and NotFound when nobody ever had the lease."""
+    if _find(rows, line) is None:
         raise NotFound("there is no such lease")
-    check_not_fenced(rows, namespace_id, line, token)
-    return namespace_id
+    check_not_fenced(rows, line, token)
 
 
-def _left_s(live: LiveLeases, line: LineName, row: _Row) -> float:
+def _left_s(live: LiveLeases, line: LineKey, row: _Row) -> float:
     return 0.0 if row.is_released else live.left_s(line, row.token, row.ttl_ms / 1000)
 
 
-def _find(rows: Rows, namespace_id: int, line: LineName) -> _Row | None:
-    found = rows.one(f"SELECT {_COLUMNS} FROM leases WHERE {_KEY}", namespace_id, *line[1:])  # noqa: S608
+def _find(rows: Rows, line: LineKey) -> _Row | None:
+    found = rows.one(f"SELECT {_COLUMNS} FROM leases WHERE {_KEY}", *_key(rows, line))  # noqa: S608
     return _row(found) if found else None
 
 
-def _rows_of(
-    rows: Rows, namespace_id: int, namespace: str, agent_id: str, kv_hash: str | None
-) -> Iterator[tuple[LineName, _Row]]:
+def _rows_of(rows: Rows, query: LineQuery) -> Iterator[tuple[LineKey, _Row]]:
     found = rows.all(
         f"""SELECT {_COLUMNS} FROM leases
             WHERE namespace_id = ? AND agent_name = ? AND (? IS NULL OR kv_identity_hash = ?)""",  # noqa: S608
-        namespace_id,
-        agent_id,
-        kv_hash,
-        kv_hash,
+        *_any_of(rows, query),
     )
     for row in map(_row, found):
-        yield LineName(namespace, agent_id, row.kv_identity_hash), row
+        yield LineKey(query.namespace, query.agent_id, row.kv_identity_hash), row
+
+
+def _key(rows: Rows, line: LineKey) -> tuple[int, str, str]:
+    return find_namespace(rows, line.namespace), line.agent_id, line.kv_identity_hash
+
+
+def _any_of(rows: Rows, query: LineQuery) -> tuple[object, ...]:
+    return find_namespace(rows, query.namespace), query.agent_id, query.kv_identity_hash, query.kv_identity_hash
 
 
 def _row(columns: tuple[object, ...] | list[object]) -> _Row:
@@ -177,15 +175,11 @@ def _row(columns: tuple[object, ...] | list[object]) -> _Row:
     return _Row(str(kv_hash), LeaseToken(str(owner), int(str(generation))), int(str(ttl_ms)), bool(is_released))
 
 
-def _write(rows: Rows, namespace_id: int, line: LineName, token: LeaseToken, ttl_ms: int, *, is_released: bool) -> None:
+def _write(rows: Rows, line: LineKey, token: LeaseToken, ttl_ms: int, *, is_released: bool) -> None:
     rows.run(
         "INSERT OR REPLACE INTO leases VALUES (?, ?, ?, ?, ?, ?, ?)",
-        namespace_id,
-        *line[1:],
-        token.owner,
-        token.generation,
-        ttl_ms,
-        is_released,
+        *_key(rows, line),
+        *(token.owner, token.generation, ttl_ms, is_released),
     )
 
 

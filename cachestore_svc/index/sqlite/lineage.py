@@ -2,46 +2,37 @@
 
 from kvasir.errors import AlreadyExists, InvalidArgument
 
+from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.index.sqlite import agents, versions
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.committing import head_moved, retain
-from cachestore_svc.index.sqlite.index import Rows
-from cachestore_svc.records import Origin, SnapshotVersion
+from cachestore_svc.index.sqlite.committing import retain
+from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.records import LineQuery, Origin, SnapshotVersion
 
 
-def fork(
-    rows: Rows, namespace: str, source: str, agent_id: str, kv_hash: str | None, version: int | None, now_unix_ms: int
+def fork_agent(
+    rows: Rows, source: LineQuery, agent_id: str, version: int | None, now_unix_ms: int
 ) -> list[SnapshotVersion]:
     """The first versions of a new agent's lines. Raises NotFound, AlreadyExists, InvalidArgument."""
-    namespace_id = find_namespace(rows, namespace)
-    lines = versions.lines_of(rows, agents.get_agent(rows, namespace_id, source).id)
-    if kv_hash is not None:
-        lines = [versions.get_line(rows, namespace_id, source, kv_hash)]
+    lines = versions.lines_of(rows, agents.get_row(rows, source.namespace, source.agent_id).id)
+    if source.kv_identity_hash is not None:
+        lines = [versions.get_line(rows, source)]
     if version is not None and len(lines) > 1:
         raise _which_line(lines)
-    if agents.find_agent(rows, namespace_id, agent_id):
+    if agents.find_agent(rows, source.namespace, agent_id):
         raise AlreadyExists("an agent of that name exists")
-    agent = agents.make_agent(rows, namespace_id, agent_id, now_unix_ms)
+    agent = agents.make_agent(rows, source.namespace, agent_id, now_unix_ms)
     return [_fork_line(rows, agent.id, line, version, now_unix_ms) for line in reversed(lines)]
 
 
 def roll_back(
-    rows: Rows,
-    namespace: str,
-    agent_id: str,
-    kv_hash: str | None,
-    version: int,
-    expected_head: int | None,
-    default_retained: int,
-    now_unix_ms: int,
+    rows: Rows, query: LineQuery, version: int, expected_head: int | None, default_retained: int, now_unix_ms: int
 ) -> SnapshotVersion:
     """A new newest version that is an old one. Raises NotFound, Conflict, InvalidArgument."""
-    namespace_id = find_namespace(rows, namespace)
-    agent = agents.get_agent(rows, namespace_id, agent_id)
+    agent = agents.get_row(rows, query.namespace, query.agent_id)
     lines = versions.lines_of(rows, agent.id)
-    if kv_hash is None and len(lines) > 1:
+    if query.kv_identity_hash is None and len(lines) > 1:
         raise _which_line(lines)
-    line = versions.get_line(rows, namespace_id, agent_id, kv_hash)
+    line = versions.get_line(rows, query)
     old = versions.get_version(rows, line, version)
     head = versions.head_of(rows, line.id)
     if expected_head is not None and expected_head != head:
@@ -49,7 +40,7 @@ def roll_back(
     manifest_id = versions.manifest_id_of(rows, line.id, old.version)
     new = versions.NewVersion(head, manifest_id, Origin.ROLLBACK, f"version {version}")
     added = versions.add_version(rows, line.id, new, now_unix_ms)
-    versions.use_line(rows, line.id, now_unix_ms)
+    versions.touch(rows, line.id, now_unix_ms)
     retain(rows, agent, line.id, default_retained)
     return added
 

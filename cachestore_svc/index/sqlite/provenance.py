@@ -9,11 +9,11 @@ ends with its blob.
 import json
 from collections.abc import Sequence
 
-from cachestore_svc.index.sqlite.blob_rows import BlobRow
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.sqlite.rows import Rows
 
 
-def mark(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], *, is_brought: bool) -> list[BlobRow]:
+def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brought: bool) -> list[BlobEntry]:
     """Mark what a commit makes brought, and say which were not before. `named`: the manifest's blobs, in its order;
     `is_brought`: the whole came from elsewhere.
 
@@ -30,7 +30,7 @@ def mark(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], *, is_brought:
     return new
 
 
-def _computed_on_brought(manifest: BlobRow, named: Sequence[BlobRow]) -> list[BlobRow]:
+def _computed_on_brought(manifest: BlobEntry, named: Sequence[BlobEntry]) -> list[BlobEntry]:
     """Blobs with rows behind the first brought one, and the manifest if there are any."""
     first = min((_first_row(blob) for blob in named if blob.is_brought), default=None)
     if first is None:
@@ -38,12 +38,12 @@ def _computed_on_brought(manifest: BlobRow, named: Sequence[BlobRow]) -> list[Bl
     return [*(blob for blob in named if _end(blob) > first), manifest]
 
 
-def _first_row(blob: BlobRow) -> int:
+def _first_row(blob: BlobEntry) -> int:
     """Where what depends on a blob begins. A state holds what all tokens before it left."""
     return _end(blob) if blob.kind == "state" else blob.start or 0
 
 
-def _end(blob: BlobRow) -> int:
+def _end(blob: BlobEntry) -> int:
     return (blob.start or 0) + (blob.tokens or 0)
 
 

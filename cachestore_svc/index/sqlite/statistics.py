@@ -1,8 +1,9 @@
 """Sums over the rows of a namespace, a slice at a time: no operation keeps the others waiting."""
 
+from cachestore_svc.index.catalog import SLICE, Sums
 from cachestore_svc.index.sqlite import versions
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.index import SLICE, Rows
+from cachestore_svc.index.sqlite.blobs import find_namespace
+from cachestore_svc.index.sqlite.rows import Rows
 
 _AGENTS = f"""WITH some AS (SELECT id, name FROM agents WHERE namespace_id = ? AND name > ? ORDER BY name LIMIT {SLICE})
     SELECT (SELECT MAX(name) FROM some), (SELECT COUNT(*) FROM some), COUNT(versions.version), COALESCE(SUM(CASE WHEN
@@ -16,21 +17,17 @@ _BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = ? AND hash >
     FROM some AS blobs"""  # noqa: S608
 
 
-# The name or hash that a slice ends with, None when there was nothing left; and sums over the slice.
-Sums = tuple[str | None, list[int]]
-
-
-def sums_of_agents(rows: Rows, *, namespace: str, after: str) -> Sums:
+def sums_of_agents(rows: Rows, namespace: str, after: str) -> Sums:
     """Agents, versions, and bytes of the newest versions, over the agents whose names follow `after`."""
     return _slice(rows, namespace, _AGENTS, after)
 
 
-def sums_of_blobs(rows: Rows, *, namespace: str, after: str) -> Sums:
+def sums_of_blobs(rows: Rows, namespace: str, after: str) -> Sums:
     """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the hashes that follow `after`."""
     return _slice(rows, namespace, _BLOBS, after)
 
 
-def counts(rows: Rows, *, namespace: str) -> tuple[int, int]:
+def counts(rows: Rows, namespace: str) -> tuple[int, int]:
     """Blobs and versions of a namespace."""
     namespace_id = find_namespace(rows, namespace)
     blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_blobs, find_namespace
-from cachestore_svc.index.sqlite.index import Rows
-from cachestore_svc.records import Origin, SnapshotVersion
+from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
+from cachestore_svc.index.sqlite.rows import Rows
+from cachestore_svc.records import MAX_VERSION, LineKey, LineQuery, Origin, SnapshotVersion
 
 # Used in WHERE clauses over `blobs`.
 IS_REFERENCED = """(EXISTS (SELECT 1 FROM manifests WHERE manifests.blob_id = blobs.id)
@@ -44,24 +45,24 @@ class NewVersion:
     origin_detail: str
 
 
-def find_line(rows: Rows, namespace_id: int, agent: str, kv_hash: str | None) -> Line | None:
-    """The line of that KV identity; None: the one used last."""
+def find_line(rows: Rows, query: LineQuery | LineKey) -> Line | None:
+    """The line of that KV identity; without one: the line used last."""
     found = rows.one(
         """SELECT lines.id, lines.agent_id, lines.kv_identity_hash, lines.used_unix_ms
             FROM lines JOIN agents ON agents.id = lines.agent_id
             WHERE agents.namespace_id = ? AND agents.name = ? AND (? IS NULL OR lines.kv_identity_hash = ?)
             ORDER BY lines.used_unix_ms DESC, lines.id DESC LIMIT 1""",
-        namespace_id,
-        agent,
-        kv_hash,
-        kv_hash,
+        find_namespace(rows, query.namespace),
+        query.agent_id,
+        query.kv_identity_hash,
+        query.kv_identity_hash,
     )
     return Line(*found) if found else None
 
 
-def get_line(rows: Rows, namespace_id: int, agent: str, kv_hash: str | None) -> Line:
+def get_line(rows: Rows, query: LineQuery | LineKey) -> Line:
     """As find_line. Raises NotFound."""
-    found = find_line(rows, namespace_id, agent, kv_hash)
+    found = find_line(rows, query)
     if found is None:
         raise NotFound("there is no such agent or line")
     return found
@@ -91,8 +92,49 @@ def make_line(rows: Rows, agent_id: int, kv_hash: str, now_unix_ms: int) -> int:
     return int(found[0])
 
 
-def use_line(rows: Rows, line_id: int, now_unix_ms: int) -> None:
+def use_line(rows: Rows, line: LineKey, now_unix_ms: int) -> None:
+    """Note that the line was used; one that is gone is used by nobody."""
+    if found := find_line(rows, line):
+        touch(rows, found.id, now_unix_ms)
+
+
+def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
+    """Note that the line of this row was used."""
     rows.run("UPDATE lines SET used_unix_ms = ? WHERE id = ?", now_unix_ms, line_id)
+
+
+def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
+    """That version of the line (None: the newest), and when the line was last used. Raises NotFound."""
+    line = get_line(rows, query)
+    return get_version(rows, line, version), line.used_unix_ms
+
+
+def newest_of(rows: Rows, line: LineKey) -> SnapshotVersion | None:
+    """The line's newest version, if it has any."""
+    found = find_line(rows, line)
+    return get_version(rows, found, None) if found else None
+
+
+def snapshots_after(rows: Rows, query: LineQuery, after_line: str, before: int, limit: int) -> list[SnapshotVersion]:
+    """Versions of an agent's lines, lines by KV identity and each newest first, from `after_line` on, of which only
+    versions below `before` count. Raises NotFound."""
+    found: list[SnapshotVersion] = []
+    for line in sorted(_lines_named(rows, query), key=lambda each: each.kv_identity_hash):
+        if line.kv_identity_hash >= after_line and query.kv_identity_hash in (None, line.kv_identity_hash):
+            below = before if line.kv_identity_hash == after_line else MAX_VERSION
+            found += versions_of(rows, line.id, below, limit - len(found))
+    return found
+
+
+def _lines_named(rows: Rows, query: LineQuery) -> list[Line]:
+    found = rows.one(
+        "SELECT id FROM agents WHERE namespace_id = ? AND name = ?",
+        find_namespace(rows, query.namespace),
+        query.agent_id,
+    )
+    if found is None:
+        raise NotFound("there is no such agent")
+    return lines_of(rows, int(found[0]))
 
 
 def head_of(rows: Rows, line_id: int) -> int:
@@ -148,7 +190,9 @@ def manifest_id_of(rows: Rows, line_id: int, version: int) -> int:
     return int(found[0]) if found else 0
 
 
-def hold_manifest(rows: Rows, manifest: BlobRow, named: Sequence[BlobRow], token_count: int, request_id: str) -> None:
+def hold_manifest(
+    rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], token_count: int, request_id: str
+) -> None:
     """From now on a manifest holds on to the blobs that it names. It may do so already."""
     total = manifest.size_bytes + sum(blob.size_bytes for blob in named)
     is_new = rows.run(
@@ -173,7 +217,7 @@ def named_digests(rows: Rows, manifest_id: int) -> list[Digest]:
     return [Digest(*row) for row in found]
 
 
-def named_after(rows: Rows, namespace_id: int, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+def named_after(rows: Rows, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
     """Blobs that a manifest names behind a position, with theirs."""
     found = rows.all(
         """SELECT manifest_blobs.position, blobs.hash, blobs.size_bytes FROM manifest_blobs
@@ -182,7 +226,7 @@ def named_after(rows: Rows, namespace_id: int, manifest: Digest, position: int, 
                 (SELECT id FROM blobs WHERE namespace_id = ? AND hash = ? AND size_bytes = ?)
             ORDER BY manifest_blobs.position LIMIT ?""",
         position,
-        namespace_id,
+        find_namespace(rows, namespace),
         manifest.hash,
         manifest.size_bytes,
         limit,
@@ -190,42 +234,44 @@ def named_after(rows: Rows, namespace_id: int, manifest: Digest, position: int, 
     return [(int(place), Digest(*digest)) for place, *digest in found]
 
 
-def is_held(rows: Rows, namespace_id: int, manifest: Digest) -> bool:
+def is_held(rows: Rows, namespace: str, manifest: Digest) -> bool:
     """Whether some version is this manifest."""
     found = rows.one(
         """SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
             WHERE blobs.namespace_id = ? AND blobs.hash = ? AND blobs.size_bytes = ?""",
-        namespace_id,
+        find_namespace(rows, namespace),
         manifest.hash,
         manifest.size_bytes,
     )
     return found is not None
 
 
-def held_manifests(rows: Rows, namespace: str) -> list[BlobRow]:
+def held_manifests(rows: Rows, namespace: str) -> list[Digest]:
     """Manifests that some version is, those in quarantine left out."""
-    namespace_id = find_namespace(rows, namespace)
-    held = rows.all(
+    found = rows.all(
         """SELECT blobs.hash, blobs.size_bytes FROM manifests JOIN blobs ON blobs.id = manifests.blob_id
             WHERE blobs.namespace_id = ? AND NOT blobs.is_damaged""",
-        namespace_id,
+        find_namespace(rows, namespace),
     )
-    return list(find_blobs(rows, namespace_id, [Digest(*row) for row in held]).values())
+    return [Digest(*row) for row in found]
 
 
-def names_others(rows: Rows, *, manifest: BlobRow, named: list[Digest]) -> bool:
-    """Whether a manifest's rows name other blobs than these. A version dropped meanwhile has no rows at all."""
-    is_held = rows.one("SELECT 1 FROM manifests WHERE blob_id = ?", manifest.id) is not None
-    return is_held and named_digests(rows, manifest.id) != named
+def names_others(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Digest]) -> bool:
+    """Whether a manifest that is held holds on to other blobs than these. A version dropped meanwhile has no rows."""
+    found = find_blob(rows, namespace, manifest)
+    return is_held(rows, namespace, manifest) and found is not None and named_digests(rows, found.id) != list(named)
 
 
-def rename(rows: Rows, *, namespace: str, manifest: BlobRow, named: list[Digest]) -> None:
-    """Write a manifest's references anew from its bytes, for those of its blobs that are here."""
-    found = find_blobs(rows, find_namespace(rows, namespace), named)
-    rows.run("DELETE FROM manifest_blobs WHERE manifest_id = ?", manifest.id)
+def hold_anew(rows: Rows, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
+    """Write what a manifest holds on to anew, for those of its blobs that are listed."""
+    if not is_held(rows, namespace, manifest):
+        return
+    found = find_blobs(rows, namespace, [manifest, *named])
+    manifest_id = found[manifest].id
+    rows.run("DELETE FROM manifest_blobs WHERE manifest_id = ?", manifest_id)
     rows.many(
         "INSERT INTO manifest_blobs VALUES (?, ?, ?)",
-        [(manifest.id, place, found[digest].id) for place, digest in enumerate(named) if digest in found],
+        [(manifest_id, place, found[digest].id) for place, digest in enumerate(named) if digest in found],
     )
 
 

@@ -24,15 +24,15 @@ JOURNAL_MUTANTS = (
     ),
     (
         "journal: a group is committed before it is told",
-        "index.py",
+        "sqlite_catalog.py",
         "            if self._recorder is not None:\n"
-        "                self._recorder.record(Rows(connection))\n"
+        "                self._recorder.record(SqliteTransaction(connection))\n"
         '            self._disk.reached("index: before commit")\n'
         '            connection.execute("COMMIT")\n',
         '            self._disk.reached("index: before commit")\n'
         '            connection.execute("COMMIT")\n'
         "            if self._recorder is not None:\n"
-        "                self._recorder.record(Rows(connection))\n",
+        "                self._recorder.record(SqliteTransaction(connection))\n",
         "index_damage",
     ),
     (
@@ -44,29 +44,29 @@ JOURNAL_MUTANTS = (
     ),
     (
         "journal: a failed commit is not taken back",
-        "index.py",
+        "sqlite_catalog.py",
         "                if self._recorder is not None:\n                    self._recorder.take_back()\n",
         "                pass\n",
         "index_damage full_disk",
     ),
     (
         "journal: a lost commit is not missed",
-        "looking.py",
+        "recovery/looking.py",
         "    if behind > 0 and",
         "    if behind > 99 and",
         "index_damage",
     ),
     (
         "journal: a group that was not committed is forgotten",
-        "looking.py",
+        "recovery/looking.py",
         'return Look(found, "", store, position, found.last, damage)',
         'return Look(None, "", store, position, (), damage)',
         "index_damage",
     ),
     (
         "journal: rows are not compared",
-        "looking.py",
-        "        damage = differences(found.state, read_anyway(rows, index_state.state_of))\n",
+        "recovery/looking.py",
+        "        damage = differences(found.state, view.state_anyway())\n",
         "        damage = dict[str, dict[str, str]]()\n",
         "index_damage",
     ),
@@ -80,21 +80,21 @@ JOURNAL_MUTANTS = (
     (
         "journal: a damaged namespace is served",
         "opening.py",
-        "    index.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})\n",
+        "    catalog.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})\n",
         "",
         "index_damage",
     ),
     (
         "journal: a damaged namespace is collected",
         "collecting.py",
-        "known - core.index.damage.keys()",
+        "known - core.catalog.damage.keys()",
         "known",
         "index_damage",
     ),
     (
         "journal: a clean end blesses damaged rows",
         "opening.py",
-        "            if not core.index.damage:\n",
+        "            if not core.catalog.damage:\n",
         "            if True:\n",
         "index_damage",
     ),
@@ -107,14 +107,14 @@ JOURNAL_MUTANTS = (
     ),
     (
         "journal: another store's index is taken",
-        "looking.py",
+        "recovery/looking.py",
         '    raise _foreign("it is another store\'s than the journal")\n',
         '    return Look(None, "", store, position)\n',
         "index_damage",
     ),
     (
         "journal: an index that names little is taken without a journal",
-        "looking.py",
+        "recovery/looking.py",
         "    if unnamed > _HANDFUL and",
         "    if unnamed > 99999 and",
         "index_damage",
@@ -165,7 +165,7 @@ JOURNAL_MUTANTS = (
     (
         "journal: a recovery lets lease generations come again",
         "recovering.py",
-        "        set_floor(rows, self._now)\n",
+        "        change.set_lease_floor(self._now)\n",
         "        pass\n",
         "recovering",
     ),
@@ -202,7 +202,7 @@ JOURNAL_MUTANTS = (
     ),
     (
         "journal: one flipped name keeps all namespaces out",
-        "looking.py",
+        "index_state.py",
         "        if not _OF_AN_INDEX.match(problem):\n",
         "        if True:\n",
         "index_damage",

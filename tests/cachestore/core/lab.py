@@ -9,10 +9,8 @@ from blake3 import blake3
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import versions
-from cachestore_svc.index.sqlite.blob_rows import damaged_blobs, find_namespace
-from cachestore_svc.index.sqlite.index import Rows
-from cachestore_svc.records import BlobKind, LeaseToken, Origin, SnapshotVersion, StoreConfig
+from cachestore_svc.index.catalog import CatalogView
+from cachestore_svc.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.store import Store
 from tests.synthetic import SyntheticSnapshot
 
@@ -108,7 +106,7 @@ def publish(
 
 def damaged(store: Store, namespace: str = NS) -> list[Digest]:
     """Blobs in quarantine."""
-    return store._core.index.read(namespace, lambda rows: damaged_blobs(rows, find_namespace(rows, namespace)))
+    return store._core.catalog.read(namespace, lambda view: view.damaged_blobs(namespace))
 
 
 def snapshot_digests(
@@ -116,12 +114,11 @@ def snapshot_digests(
 ) -> list[Digest]:
     """The blobs that a version holds, in its manifest's order. Raises NotFound."""
 
-    def work(rows: Rows) -> list[Digest]:
-        line = versions.get_line(rows, find_namespace(rows, namespace), agent_id, kv_identity_hash)
-        snapshot = versions.get_version(rows, line, version)
-        return versions.named_digests(rows, versions.manifest_id_of(rows, line.id, snapshot.version))
+    def work(view: CatalogView) -> list[Digest]:
+        snapshot, _ = view.get_snapshot(LineQuery(namespace, agent_id, kv_identity_hash), version)
+        return [digest for _, digest in view.named_after(namespace, snapshot.manifest, -1, 1_000_000)]
 
-    return store._core.index.read(namespace, work)
+    return store._core.catalog.read(namespace, work)
 
 
 def assert_restores(store: Store, snapshot: SnapshotVersion, expected: SyntheticSnapshot, namespace: str = NS) -> None:

@@ -45,22 +45,22 @@ MUTANTS = (
         "the row is written before the rename",
         "blob_writer.py",
         "            self._files.publish(self.namespace, self.digest.hash)\n            try:\n"
-        "                is_new = self._catalog.add(self.namespace, self.digest, facts)\n",
-        "            is_new = self._catalog.add(self.namespace, self.digest, facts)\n            try:\n"
+        "                is_new = self._register.add(self.namespace, self.digest, facts)\n",
+        "            is_new = self._register.add(self.namespace, self.digest, facts)\n            try:\n"
         "                self._files.publish(self.namespace, self.digest.hash)\n",
         "kill power_loss",
     ),
     Mutant(
         "a sweep removes bytes before it removes rows",
         "collecting.py",
-        "        garbage.remove_rows(rows, [blob_id for blob_id, _ in batch])\n",
+        "        change.remove_blobs([blob_id for blob_id, _ in batch])\n",
         "        [core.files.remove(namespace, digest.hash) for _, digest in batch]\n"
-        "        garbage.remove_rows(rows, [blob_id for blob_id, _ in batch])\n",
+        "        change.remove_blobs([blob_id for blob_id, _ in batch])\n",
         "kill power_loss",
     ),
     Mutant(
         "callers hear of success before COMMIT",
-        "index.py",
+        "sqlite_catalog.py",
         '            self._disk.reached("index: before commit")\n',
         "            [answer() for answer in answers]\n            answers = []\n"
         '            self._disk.reached("index: before commit")\n',
@@ -68,14 +68,14 @@ MUTANTS = (
     ),
     Mutant(
         "SQLite does not sync its commits",
-        "index.py",
+        "sqlite_catalog.py",
         '"synchronous=FULL"',
         '"synchronous=OFF"',
         "care",
     ),
     Mutant(
         "a look-up by digest forgets the namespace",
-        "blob_rows.py",
+        "sqlite/blobs.py",
         "WHERE namespace_id = ? AND hash IN",
         "WHERE ? IS NOT NULL AND hash IN",
         "isolation",
@@ -160,7 +160,7 @@ MUTANTS = (
     Mutant(
         "after a start no lease is known",
         "opening.py",
-        "index.read(HOUSE, lambda rows: leases.load(rows, live))",
+        "catalog.read(HOUSE, lambda view: view.load_leases(live))",
         "pass",
         "leases",
     ),
@@ -209,7 +209,7 @@ MUTANTS = (
     Mutant(
         "FindMissing does not extend lifetimes",
         "core.py",
-        "            blob_rows.promise(rows, [blob.id for blob in found], now)\n",
+        "            change.promise(found, now)\n",
         "",
         "garbage",
     ),
@@ -222,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "a collection sweeps what it has just marked",
-        "garbage.py",
+        "resting.py",
         "    return Deadlines(now_unix_ms - grace_ms,",
         "    return Deadlines(now_unix_ms,",
         "garbage",
@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     Mutant(
         "an operation that failed leaves half of its rows",
-        "index.py",
+        "sqlite_catalog.py",
         '            connection.execute("ROLLBACK TO operation")\n',
         "",
         "garbage",
@@ -285,7 +285,7 @@ MUTANTS = (
     ),
     Mutant(
         "a damaged blob is not remembered as damaged",
-        "blob_rows.py",
+        "sqlite/blobs.py",
         '"UPDATE blobs SET is_damaged = ? WHERE namespace_id',
         '"UPDATE blobs SET is_damaged = is_damaged + 0 * ? WHERE namespace_id',
         "blobs",
@@ -300,13 +300,13 @@ MUTANTS = (
     Mutant(
         "a writer that could not list its blob removes the file of one who did",
         "blob_writer.py",
-        "                if not self._catalog.has(self.namespace, self.digest):\n",
+        "                if not self._register.has(self.namespace, self.digest):\n",
         "                if True:\n",
         "full_disk",
     ),
     Mutant(
         "the ballast is never given up",
-        "index.py",
+        "sqlite_catalog.py",
         "and self._ballast.give_up()",
         "and False",
         "full_disk",

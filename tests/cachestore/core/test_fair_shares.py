@@ -13,7 +13,8 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.edge.messages import write_agent
-from cachestore_svc.index.sqlite import agents, listing
+from cachestore_svc.index import listing
+from cachestore_svc.index.sqlite import agents
 from cachestore_svc.records import AgentRecord, BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import MIB, NS, Lab, publish, write_all
@@ -107,7 +108,7 @@ def test_another_namespace_is_answered_in_the_middle_of_a_long_page(
 
     def noted(found: AgentRecord) -> int:
         if not order:  # in the first operation of the page, on the thread of the index
-            index = store._core.index
+            index = store._core.catalog
             others.submit(index.read, "other", lambda _: order.append("other"))
             while not len(index._reads):
                 time.sleep(0.001)

@@ -12,9 +12,8 @@ from kvasir.errors import Conflict, DataLoss, FailedPrecondition, KvasirError, N
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite import garbage
-from cachestore_svc.index.sqlite.index import _Operation
-from cachestore_svc.index.sqlite.recording import Recorder
+from cachestore_svc.index.sqlite.journaling.recording import Recorder
+from cachestore_svc.index.sqlite.sqlite_catalog import _Operation
 from cachestore_svc.journal.journal_lines import Parsed
 from cachestore_svc.records import Origin
 from cachestore_svc.store import Store
@@ -210,11 +209,13 @@ def test_a_sweep_that_takes_effect_at_the_next_start_takes_off_no_mark(lab: Lab,
     with lab.open(disk, grace_period_s=0.0) as store:
         publish(store, "a", content, 0, origin=Origin.IMPORT)
         store.delete_agent(NS, "a")
-        store._core.index.write(NS, lambda rows: garbage.mark_unheld(rows, NS, 0))
+        store._core.catalog.write(NS, lambda change: change.mark_unheld(NS, 0))
         left = killed_before_commit(lab, store, disk, tmp_path / "left", store.collect_garbage)
     for _ in range(2):
         with left.open() as store:
-            unmarked = store._core.index.read(NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE NOT is_brought"))
+            unmarked = store._core.catalog.read(
+                NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE NOT is_brought")
+            )
             assert unmarked == []
             assert store.check().is_clean
 
@@ -353,7 +354,7 @@ def test_a_flipped_name_of_one_agent_keeps_at_most_its_namespace_out(lab: Lab, p
     with lab.open() as store:
         publish(store, name, SyntheticAgent(SMALL, 1).turn(30), 0)
         publish(store, "b", SyntheticAgent(SMALL, 2).turn(30), 0, OTHER_NS)
-        store._core.index.write(NS, lambda rows: rows.run("DELETE FROM events"))
+        store._core.catalog.write(NS, lambda rows: rows.run("DELETE FROM events"))
     # Without pages that hold what is deleted, which no one reads.
     run_sql(lab, "VACUUM")
     data = bytearray((lab.root / DATABASE).read_bytes())
@@ -523,7 +524,7 @@ def test_a_start_of_an_earlier_store_begins_a_journal(lab: Lab) -> None:
 def test_a_journal_that_takes_nothing_more_fails_only_what_it_must_be_told(lab: Lab) -> None:
     with lab.open() as store:
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
-        index, goes_on = store._core.index, threading.Event()
+        index, goes_on = store._core.catalog, threading.Event()
         store._core.journal._is_broken = True
         index._submit(NS, _Operation(lambda _: goes_on.wait(10), is_write=False))
         told = index._submit(NS, _Operation(lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
@@ -554,5 +555,5 @@ def test_a_group_is_taken_back_also_where_its_transaction_cannot_be(lab: Lab) ->
             patch.setattr(journal, "take_back", lambda: taken.append(True))
             patch.setattr(Recorder, "record", lambda self, rows: None)
             with pytest.raises(sqlite3.OperationalError):
-                store._core.index._commit(_Stuck(), [])  # type: ignore[arg-type]
+                store._core.catalog._commit(_Stuck(), [])  # type: ignore[arg-type]
         assert taken == [True]

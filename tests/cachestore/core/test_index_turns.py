@@ -13,7 +13,8 @@ from kvasir.formats.digest import Digest
 from cachestore_svc import manifests
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.sqlite.index import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, Index, Rows
+from cachestore_svc.index.catalog import CatalogView
+from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
@@ -27,7 +28,7 @@ class Held:
         disk = Disk()
         self.commits: list[list[str]] = [[]]
         disk.reached = self._reached  # type: ignore[method-assign]
-        self.index = Index(root / "i.sqlite3", disk, Ballast(root / "b", 0, disk), lambda: self.now_ms)
+        self.index = SqliteCatalog(root / "i.sqlite3", disk, Ballast(root / "b", 0, disk), lambda: self.now_ms)
         self.ran: list[str] = []
         self._go = threading.Event()
         self._is_held = threading.Event()
@@ -39,11 +40,11 @@ class Held:
         if point == "index: after commit":
             self.commits.append([])
 
-    def _hold(self, rows: Rows) -> None:
+    def _hold(self, view: CatalogView) -> None:
         self._is_held.set()
         self._go.wait(10)
 
-    def ask(self, namespace: str, work: Callable[[Rows], None], how: Callable[..., object]) -> None:
+    def ask(self, namespace: str, work: Callable[[CatalogView], None], how: Callable[..., object]) -> None:
         thread = threading.Thread(target=how, args=(namespace, work))
         thread.start()
         self.threads.append(thread)
@@ -123,7 +124,7 @@ class CountingStore:
     """How many operations of the index a call took."""
 
     def __init__(self, store: Store) -> None:
-        self._index = store._core.index
+        self._index = store._core.catalog
         self.count = 0
         submit = self._index._submit
 
@@ -192,7 +193,7 @@ def test_statistics_of_many_agents_are_asked_in_slices_and_lose_none(lab: Lab) -
         wanted = [(f"{number:064x}", number) for number in range(1, 600)]
         unheld = ",".join(f"(1, '{hash_}', {size}, 'manifest', 0)" for hash_, size in wanted)
         columns = "namespace_id, hash, size_bytes, kind, created_unix_ms"
-        store._core.index.write(NS, lambda rows: rows.run(f"INSERT INTO blobs ({columns}) VALUES {unheld}"))
+        store._core.catalog.write(NS, lambda rows: rows.run(f"INSERT INTO blobs ({columns}) VALUES {unheld}"))
         counting = CountingStore(store)
         stats = store.stats(NS)
         assert counting.count >= 4

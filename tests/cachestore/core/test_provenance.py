@@ -188,7 +188,7 @@ class Walk(RuleBasedStateMachine):
     def nothing_brought_is_bound(self) -> None:
         """Not even where FindPrefix would pass it over."""
         bound = "SELECT hash FROM prefixes JOIN blobs ON blobs.id = prefixes.blob_id"
-        for (hash_,) in self.store._core.index.read(NS, lambda rows: rows.all(bound)):
+        for (hash_,) in self.store._core.catalog.read(NS, lambda rows: rows.all(bound)):
             assert self.engine.rows.get(str(hash_), HONEST) == HONEST
 
     @invariant()
@@ -300,7 +300,7 @@ def marked(store: Store) -> set[str]:
     """Hashes of the blobs that are marked."""
     return {
         str(hash_)
-        for (hash_,) in store._core.index.read(NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE is_brought"))
+        for (hash_,) in store._core.catalog.read(NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE is_brought"))
     }
 
 

@@ -81,7 +81,7 @@ def told(store: Store) -> list[object]:
 
 def bound(store: Store) -> list[object]:
     sql = "SELECT block_hash, blobs.hash FROM prefixes JOIN blobs ON blobs.id = blob_id ORDER BY block_hash"
-    return store._core.index.read(NS, lambda rows: rows.all(sql))
+    return store._core.catalog.read(NS, lambda rows: rows.all(sql))
 
 
 @pytest.fixture

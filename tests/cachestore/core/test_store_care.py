@@ -12,8 +12,8 @@ from threading import Event, Thread
 import pytest
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 
+from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.index.sqlite import migrations
-from cachestore_svc.index.sqlite.index import HOUSE
 from cachestore_svc.records import AgentDeleted, AgentUpdated, BlobKind, Committed, EventCursor
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload, write
@@ -37,7 +37,7 @@ def test_every_commit_of_the_index_is_synced_and_references_are_kept_by_the_data
     """The model of a power loss trusts SQLite's commits: this is what it trusts."""
 
     def pragma(name: str) -> object:
-        return store._core.index.read(HOUSE, lambda rows: rows.one(f"PRAGMA {name}"))
+        return store._core.catalog.read(HOUSE, lambda rows: rows.one(f"PRAGMA {name}"))
 
     expected = {"journal_mode": ("wal",), "synchronous": (2,), "foreign_keys": (1,), "locking_mode": ("exclusive",)}
     assert {name: pragma(name) for name in expected} == expected
@@ -246,7 +246,7 @@ def test_check_finds_a_row_that_names_nothing(lab: Lab) -> None:
 def test_check_finds_a_reference_that_is_gone_while_the_store_runs_and_repairs_it(store: Store) -> None:
     content = SyntheticAgent(SMALL, 1).turn(600)
     publish(store, "a", content, 0)
-    store._core.index.write(NS, lambda rows: rows.run("DELETE FROM manifest_blobs WHERE position = 1"))
+    store._core.catalog.write(NS, lambda rows: rows.run("DELETE FROM manifest_blobs WHERE position = 1"))
     assert {finding.problem for finding in store.check().findings} == {"WRONG_REFERENCES", "INDEX_DAMAGED"}
     store.check(repair=True)
     assert store.check().is_clean

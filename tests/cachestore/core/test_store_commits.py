@@ -12,7 +12,7 @@ from kvasir.formats.block_file import encode, parse_header
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.sqlite import listing
+from cachestore_svc.index import listing
 from cachestore_svc.records import BlobKind, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, publish, upload, write

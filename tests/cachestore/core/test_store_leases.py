@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvasir.errors import Conflict, FailedPrecondition, InvalidArgument, KvasirError, NotFound
 from kvasir.formats.block_hash import kv_identity_hash
 
-from cachestore_svc.index.live_leases import LineName, LiveLeases
-from cachestore_svc.records import HeldLease, LeaseToken, LeaseWanted, Origin
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.records import HeldLease, LeaseToken, LeaseWanted, LineKey, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Clock, Lab, publish, upload
 from tests.synthetic import SMALL, SyntheticAgent
@@ -353,7 +353,7 @@ def test_a_lease_is_prolonged_or_it_ends_and_never_both() -> None:
     """The heartbeat does not pass through the index thread: whoever sees it ended must not see it prolonged after."""
     clock = Clock()
     live = LiveLeases(clock.steady)
-    line, token = LineName(NS, "a", KV), LeaseToken("one", 1)
+    line, token = LineKey(NS, "a", KV), LeaseToken("one", 1)
     live.grant(line, token, 5)
     seen: list[bool] = []
     is_over = threading.Event()

@@ -9,21 +9,15 @@ from itertools import takewhile
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.sqlite import agents, committing, leases, versions
-from cachestore_svc.index.sqlite.blob_rows import BlobRow, find_blob, find_blobs, find_namespace, make_namespace
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import BlobEntry, ReadManifest, Unheld
+from cachestore_svc.index.sqlite import agents, blobs, committing, leases, versions
+from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.replay import Change, Version, VersionKey
 from cachestore_svc.manifests import ManifestFacts
-from cachestore_svc.records import Origin
-
-ReadManifest = Callable[[str, Digest], ManifestFacts]
+from cachestore_svc.records import LineKey, LineQuery, Origin
 
 
-class Unheld(Exception):
-    """A version's manifest, or a row of a blob that it names, is not here. The message says which."""
-
-
-def apply(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
+def apply_changes(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
     """Let changes happen. Raises Unheld, and what `read` raises."""
     for kind, namespace, *rest in changes:
         if kind == "version":
@@ -33,28 +27,28 @@ def apply(rows: Rows, read: ReadManifest, changes: Iterable[Change]) -> None:
             _HOW[kind](rows, namespace, *rest)
 
 
-def fence(rows: Rows, changes: Iterable[Change]) -> None:
+def fence_changes(rows: Rows, changes: Iterable[Change]) -> None:
     """Shut out late writers, as what takes back a memory does: leases are not in the journal."""
     for kind, namespace, agent, *rest in changes:
         if kind == "forget":
-            leases.fence_all(rows, namespace, agent)
+            leases.fence_all(rows, LineQuery(namespace, agent))
         elif kind == "version" and Version._make(rest[2:]).origin != Origin.TURN:
-            leases.fence_all(rows, namespace, agent, rest[0])
+            leases.fence_all(rows, LineQuery(namespace, agent, rest[0]))
 
 
-def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent: str, key: VersionKey, new: Version) -> None:
+def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, key: VersionKey, new: Version) -> None:
     """Write a version with the number that it had. Raises Unheld, and what `read` raises."""
     kv_hash, number = key
-    namespace_id = make_namespace(rows, namespace)
-    manifest = find_blob(rows, namespace_id, Digest(new.manifest_hash, new.manifest_size_bytes))
+    blobs.make_namespace(rows, namespace)
+    manifest = blobs.find_blob(rows, namespace, Digest(new.manifest_hash, new.manifest_size_bytes))
     if manifest is None:
         raise Unheld(f"its manifest {new.manifest_hash} is not here")
     facts = read(namespace, manifest.digest)
-    found = find_blobs(rows, namespace_id, [need.digest for need in facts.named])
+    found = blobs.find_blobs(rows, namespace, [need.digest for need in facts.named])
     if missing := next((need.digest for need in facts.named if need.digest not in found), None):
         raise Unheld(f"blob {missing} is not here")
     named = [found[need.digest] for need in facts.named]
-    made = agents.make_agent(rows, namespace_id, agent, new.created_unix_ms)
+    made = agents.make_agent(rows, namespace, agent_id, new.created_unix_ms)
     line_id = versions.make_line(rows, made.id, kv_hash, new.created_unix_ms)
     versions.hold_manifest(rows, manifest, named, len(facts.token_ids), facts.request_id)
     rows.run(
@@ -62,20 +56,20 @@ def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent: str, key
         *(line_id, number, new.parent_version, manifest.id, new.origin, new.origin_detail, new.created_unix_ms),
     )
     if new.origin == Origin.TURN:
-        _bind(rows, namespace, namespace_id, facts, named)
+        _bind(rows, namespace, facts, named)
 
 
-def _bind(rows: Rows, namespace: str, namespace_id: int, facts: ManifestFacts, named: list[BlobRow]) -> None:
+def _bind(rows: Rows, namespace: str, facts: ManifestFacts, named: list[BlobEntry]) -> None:
     """Let other agents find what an engine computed: only an engine commits a turn. It ends at the first block that was
     brought from elsewhere."""
     shared = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]
     hashes = block_hash_chain(namespace, facts.kv_identity_hash, shared)
     ours = list(takewhile(lambda blob: not (blob.is_brought or blob.is_damaged), named))
-    committing.bind(rows, namespace_id, hashes[: len(ours)], ours)
+    committing.bind(rows, namespace, hashes[: len(ours)], ours)
 
 
 def _agent(rows: Rows, namespace: str, name: str, is_pinned: int, retained: int | None, created: int) -> None:
-    agent = agents.make_agent(rows, make_namespace(rows, namespace), name, created)
+    agent = agents.make_agent(rows, namespace, name, created)
     rows.run(
         "UPDATE agents SET is_pinned = ?, retained_versions = ?, created_unix_ms = ? WHERE id = ?",
         *(is_pinned, retained, created, agent.id),
@@ -83,19 +77,19 @@ def _agent(rows: Rows, namespace: str, name: str, is_pinned: int, retained: int 
 
 
 def _forget(rows: Rows, namespace: str, name: str) -> None:
-    agent = agents.find_agent(rows, find_namespace(rows, namespace), name)
+    agent = agents.find_agent(rows, namespace, name)
     if agent is not None:
-        agents.delete_agent(rows, agent)
+        agents.delete(rows, agent)
 
 
 def _label(rows: Rows, namespace: str, agent: str, name: str, value: str | None) -> None:
-    found = agents.find_agent(rows, find_namespace(rows, namespace), agent)
+    found = agents.find_agent(rows, namespace, agent)
     if found is not None:
         agents.set_labels(rows, found.id, {name: value or ""})
 
 
 def _drop(rows: Rows, namespace: str, agent: str, kv_hash: str, number: int) -> None:
-    line = versions.find_line(rows, find_namespace(rows, namespace), agent, kv_hash)
+    line = versions.find_line(rows, LineKey(namespace, agent, kv_hash))
     if line is None:
         return
     versions.drop_version(rows, line.id, number)
@@ -105,7 +99,7 @@ def _drop(rows: Rows, namespace: str, agent: str, kv_hash: str, number: int) -> 
 
 def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
     """No mark is ever taken off: the journal tells its end when its blob went, and so it goes here."""
-    key = find_namespace(rows, namespace), hash_
+    key = blobs.find_namespace(rows, namespace), hash_
     if value:
         rows.run("UPDATE blobs SET is_brought = 1 WHERE namespace_id = ? AND hash = ?", *key)
     else:

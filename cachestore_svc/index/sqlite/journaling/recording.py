@@ -6,8 +6,8 @@ cascades to, and what a savepoint undoes they forget. So no operation must think
 
 from typing import NamedTuple
 
-from cachestore_svc.index.sqlite import index_state
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.sqlite.journaling import index_state
+from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.journal import Journal
 
 
@@ -94,7 +94,7 @@ class Recorder:
             rows.run("DELETE FROM temp.changes")
             changes = [_whole(rows, change, manifest_id) for change, manifest_id in caught]
             position = self.journal.append(changes)
-            index_state.set_position(rows, self.journal.store, position)
+            index_state.set_journal_position(rows, self.journal.store, position)
 
     def keep(self) -> None:
         self.journal.keep()

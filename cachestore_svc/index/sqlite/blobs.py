@@ -1,39 +1,19 @@
-"""Rows of blobs: what is stored, what it says of itself, who promised it, and what is damaged.
+"""Rows of blobs: what is stored, what it says of itself, when it was promised, and what is damaged.
 
 Every statement names a namespace: a hash alone finds nothing.
 """
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_hash
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.sqlite.rows import Rows
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
     promised_unix_ms, is_brought"""
-
-
-@dataclass(frozen=True, slots=True)
-class BlobRow:
-    id: int
-    hash: str
-    size_bytes: int
-    kind: str
-    kv_identity_hash: str | None
-    start: int | None
-    tokens: int | None
-    chain: str | None
-    schema_hash: str | None
-    is_damaged: bool
-    promised_unix_ms: int
-    is_brought: bool  # by an archive or from another store, or computed on what was; see provenance
-
-    @property
-    def digest(self) -> Digest:
-        return Digest(self.hash, self.size_bytes)
 
 
 def find_namespace(rows: Rows, namespace: str) -> int:
@@ -51,23 +31,23 @@ def namespaces(rows: Rows) -> list[str]:
     return [str(name) for (name,) in rows.all("SELECT name FROM namespaces ORDER BY name")]
 
 
-def find_blob(rows: Rows, namespace_id: int, digest: Digest) -> BlobRow | None:
-    return find_blobs(rows, namespace_id, [digest]).get(digest)
+def find_blob(rows: Rows, namespace: str, digest: Digest) -> BlobEntry | None:
+    return find_blobs(rows, namespace, [digest]).get(digest)
 
 
-def find_blobs(rows: Rows, namespace_id: int, digests: Iterable[Digest]) -> dict[Digest, BlobRow]:
+def find_blobs(rows: Rows, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
     """Those that have a row, damaged ones too. A digest whose size is another blob's finds nothing."""
     wanted = set(digests)
     found = rows.all(
         f"SELECT {_COLUMNS} FROM blobs WHERE namespace_id = ? AND hash IN (SELECT value FROM json_each(?))",  # noqa: S608
-        namespace_id,
+        find_namespace(rows, namespace),
         json.dumps([digest.hash for digest in wanted]),
     )
-    blobs = (BlobRow(*row) for row in found)
+    blobs = (BlobEntry(*row) for row in found)
     return {blob.digest: blob for blob in blobs if blob.digest in wanted}
 
 
-def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
+def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
     """List a blob whose file is durable. True when it is new, False when it replaces a damaged one, whose
     rest then begins anew."""
     namespace_id = make_namespace(rows, namespace)
@@ -75,7 +55,7 @@ def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, no
     schema = schema_hash(facts.schema) if identity else None
     if identity:
         rows.run("INSERT OR IGNORE INTO schemas VALUES (?, ?)", schema, facts.schema)
-    is_new = find_blob(rows, namespace_id, digest) is None
+    is_new = find_blob(rows, namespace, digest) is None
     rows.run(
         """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
             created_unix_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
@@ -94,17 +74,17 @@ def insert_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, no
     return is_new
 
 
-def promise(rows: Rows, blob_ids: Sequence[int], now_unix_ms: int) -> None:
+def promise(rows: Rows, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
     """A caller was told that these are here."""
-    rows.many("UPDATE blobs SET promised_unix_ms = ? WHERE id = ?", [(now_unix_ms, blob_id) for blob_id in blob_ids])
+    rows.many("UPDATE blobs SET promised_unix_ms = ? WHERE id = ?", [(now_unix_ms, blob.id) for blob in blobs])
 
 
-def set_damaged(rows: Rows, namespace_id: int, digest: Digest, is_damaged: bool) -> bool:
+def set_damaged(rows: Rows, namespace: str, digest: Digest, is_damaged: bool) -> bool:
     """Quarantine a blob, or take it out. True when that changed something."""
     changed = rows.run(
         "UPDATE blobs SET is_damaged = ? WHERE namespace_id = ? AND hash = ? AND size_bytes = ? AND is_damaged <> ?",
         is_damaged,
-        namespace_id,
+        find_namespace(rows, namespace),
         digest.hash,
         digest.size_bytes,
         is_damaged,
@@ -112,16 +92,20 @@ def set_damaged(rows: Rows, namespace_id: int, digest: Digest, is_damaged: bool)
     return changed > 0
 
 
-def damaged_blobs(rows: Rows, namespace_id: int) -> list[Digest]:
+def damaged_blobs(rows: Rows, namespace: str) -> list[Digest]:
+    """Every blob of the namespace in quarantine."""
     found = rows.all(
-        "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND is_damaged ORDER BY hash", namespace_id
+        "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND is_damaged ORDER BY hash",
+        find_namespace(rows, namespace),
     )
     return [Digest(*row) for row in found]
 
 
-def all_blobs(rows: Rows, namespace_id: int) -> list[Digest]:
+def whole_blobs(rows: Rows, namespace: str) -> list[Digest]:
     """Every blob of the namespace that is not in quarantine."""
-    found = rows.all("SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND NOT is_damaged", namespace_id)
+    found = rows.all(
+        "SELECT hash, size_bytes FROM blobs WHERE namespace_id = ? AND NOT is_damaged", find_namespace(rows, namespace)
+    )
     return [Digest(*row) for row in found]
 
 

@@ -4,17 +4,26 @@ Read as it lies there: a damaged database has text where numbers belong, and row
 whole, and none of SQLite's indexes is asked, which may contradict them.
 """
 
-from typing import Any
+import re
+import sqlite3
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from blake3 import blake3
 
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.damage import index_damaged
+from cachestore_svc.index.sqlite.blobs import namespaces
+from cachestore_svc.index.sqlite.failures import NO_TEXT
 from cachestore_svc.index.sqlite.migrations import MIGRATIONS
+from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 
+_Answer = TypeVar("_Answer")
 _FACT = "journal"
 _HEX = 32
+# What integrity_check says of an index that its table contradicts.
+_OF_AN_INDEX = re.compile(r"row \d+ missing from index |wrong # of entries in index |non-unique entry in index ")
 
 # In the order of the manifest: the inner rows are sorted, and an aggregate takes them as they come.
 _HELD = """SELECT manifest_id, group_concat(blob, '|') FROM (
@@ -27,15 +36,15 @@ _MANIFESTS = """SELECT manifests.blob_id, token_count, total_bytes, request_id, 
 
 def has_tables(rows: Rows) -> bool:
     """Whether this is the database of a store at all."""
-    return rows.one("SELECT 1 FROM sqlite_master WHERE name = 'versions'") is not None
+    return rows.table("versions").exists()
 
 
 def has_marks(rows: Rows) -> bool:
     """Whether the database is of a form that marks blobs that were brought."""
-    return any(column[1] == "is_brought" for column in rows.all("PRAGMA table_info(blobs)"))
+    return "is_brought" in rows.table("blobs").columns_dict
 
 
-def position(rows: Rows) -> tuple[str, Position] | None:
+def journal_position(rows: Rows) -> tuple[str, Position] | None:
     """The journal's store and how far the index followed it; None when it never had a journal."""
     found = rows.one("SELECT value FROM facts WHERE name = ?", _FACT)
     if found is None:
@@ -44,28 +53,41 @@ def position(rows: Rows) -> tuple[str, Position] | None:
     return store, Position(int(sequence), chain)
 
 
-def set_position(rows: Rows, store: str, reached: Position) -> None:
+def set_journal_position(rows: Rows, store: str, reached: Position) -> None:
     rows.run("INSERT OR REPLACE INTO facts VALUES (?, ?)", _FACT, f"{store} {reached.sequence} {reached.chain}")
 
 
 def incarnation(rows: Rows, inode: str) -> str | None:
     """The name of the event history; None when there is none, or when the database was written under another inode."""
-    facts = dict(rows.all("SELECT name, value FROM facts"))
+    facts = {row["name"]: row["value"] for row in rows.table("facts").rows}
     return facts.get("incarnation") if facts.get("inode") == inode else None
 
 
 def begin_incarnation(rows: Rows, inode: str, name: str) -> str:
-    rows.many("INSERT OR REPLACE INTO facts VALUES (?, ?)", [("incarnation", name), ("inode", inode)])
+    """Give the event history a name; that name."""
+    facts = {"incarnation": name, "inode": inode}
+    rows.table("facts").upsert_all(({"name": key, "value": value} for key, value in facts.items()), pk="name")
     return name
 
 
 def forget_incarnation(rows: Rows) -> None:
-    rows.run("DELETE FROM facts WHERE name = 'incarnation'")
+    """The history lost events: the next start gives it another name."""
+    rows.table("facts").delete_where("name = 'incarnation'")
 
 
 def integrity_problems(rows: Rows) -> list[str]:
     """What SQLite finds wrong with its tables and their indexes, in its own words."""
     return [str(answer) for (answer,) in rows.all("PRAGMA integrity_check") if answer != "ok"]
+
+
+def wrong_indexes(rows: Rows) -> bool:
+    """Whether SQLite's own indexes contradict its tables. Raises DataLoss (INDEX_DAMAGED) when the tables
+    themselves are damaged."""
+    problems = integrity_problems(rows)
+    for problem in problems:
+        if not _OF_AN_INDEX.match(problem):
+            raise index_damaged(problem)
+    return bool(problems)
 
 
 def dangling_rows(rows: Rows) -> list[str]:
@@ -90,16 +112,16 @@ def fingerprint(rows: Rows, manifest_id: int) -> str:
     return _fingerprint(facts, held[1] if held else "")
 
 
-def state_of(rows: Rows) -> State:
+def state(rows: Rows) -> State:
     """Everything that the journal tells, as the index has it now."""
-    state: State = {name: Namespace() for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED")}
+    told: State = {name: Namespace() for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED")}
     agents: dict[Any, Agent] = {}
     of_lines: dict[Any, tuple[Any, Agent]] = {}
     for agent_id, namespace, name, *facts in rows.all(
         """SELECT agents.id, namespaces.name, agents.name, is_pinned, retained_versions, created_unix_ms
             FROM agents NOT INDEXED JOIN namespaces NOT INDEXED ON namespaces.id = agents.namespace_id"""
     ):
-        agents[agent_id] = state[namespace].agents[name] = Agent(tuple(facts))
+        agents[agent_id] = told[namespace].agents[name] = Agent(tuple(facts))
     for agent_id, name, value in rows.all("SELECT agent_id, name, value FROM labels"):
         if agent_id in agents:
             agents[agent_id].labels[name] = value
@@ -115,18 +137,43 @@ def state_of(rows: Rows) -> State:
             kv_hash, agent = of_lines[line_id]
             of_manifest = held.get(manifest_id, "")
             agent.versions[kv_hash, version] = Version(parent, hash_, size, origin, detail, created, of_manifest)
-    _add_marks(rows, state)
+    _add_marks(rows, told)
     # A namespace that only holds blobs is nothing that the journal tells.
-    return {name: space for name, space in state.items() if space.agents or space.brought}
+    return {name: space for name, space in told.items() if space.agents or space.brought}
 
 
-def _add_marks(rows: Rows, state: State) -> None:
+def state_anyway(rows: Rows) -> State:
+    """The same where text is damaged: it is then read as what it resembles."""
+    return _read_anyway(rows, state)
+
+
+def namespaces_anyway(rows: Rows) -> list[str]:
+    """Names of all namespaces, where text is damaged, too."""
+    return _read_anyway(rows, namespaces)
+
+
+def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
+    """What `work` answers, also where text is no UTF-8: it is then decoded once more, which is slower."""
+    connection = rows.connection
+    try:
+        return work(rows)
+    except sqlite3.OperationalError as error:
+        if not str(error).startswith(NO_TEXT):
+            raise
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    try:
+        return work(rows)
+    finally:
+        connection.text_factory = str
+
+
+def _add_marks(rows: Rows, told: State) -> None:
     if has_marks(rows):
         for namespace, hash_ in rows.all(
             """SELECT namespaces.name, blobs.hash FROM blobs NOT INDEXED JOIN namespaces NOT INDEXED
                 ON namespaces.id = blobs.namespace_id WHERE is_brought"""
         ):
-            state[namespace].brought.add(hash_)
+            told[namespace].brought.add(hash_)
 
 
 def _fingerprints(rows: Rows) -> dict[Any, str]:

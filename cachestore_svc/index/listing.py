@@ -1,18 +1,12 @@
-"""Listings in pages: a token names the last thing told, so a page stays right while others write."""
+"""Listings in pages: a token names the last entry of its page, so the next page is right while others write."""
 
 import base64
 import binascii
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from itertools import starmap
-from typing import Protocol, TypeVar
 
 from kvasir.errors import InvalidArgument
 
-from cachestore_svc.index.sqlite import agents, versions
-from cachestore_svc.index.sqlite.blob_rows import find_namespace
-from cachestore_svc.index.sqlite.index import Rows
+from cachestore_svc.index.catalog import AgentFilter, Catalog, CatalogView
 from cachestore_svc.limits import check_range
 from cachestore_svc.records import (
     DEFAULT_PAGE_SIZE,
@@ -20,11 +14,10 @@ from cachestore_svc.records import (
     MAX_VERSION,
     AgentPage,
     AgentRecord,
+    LineQuery,
     SnapshotPage,
-    SnapshotVersion,
 )
 
-T = TypeVar("T")
 # Agents of one operation of the index: some milliseconds.
 _AGENTS_AT_ONCE = 50
 # A page ends here too: 4 MiB is what a gRPC peer takes by default.
@@ -33,37 +26,24 @@ _FIELD_BYTES = 16
 _LINE_BYTES = 512
 
 
-class Read(Protocol):
-    """Runs an operation that reads, in the turn of whoever asks."""
-
-    def __call__(self, work: Callable[[Rows], T]) -> T: ...
-
-
 def page_size(asked: int) -> int:
     """Things per page; 0 asks for the default. Raises InvalidArgument."""
     check_range("page_size", asked, 0, MAX_PAGE_SIZE)
     return asked or DEFAULT_PAGE_SIZE
 
 
-@dataclass(frozen=True, slots=True)
-class AgentFilter:
-    """Which agents of a namespace are told: those whose names begin so and that have all these labels."""
-
-    namespace: str
-    name_prefix: str
-    labels: Mapping[str, str]
-
-
-def agents_page(read: Read, wanted: AgentFilter, after: str, size: int, default_retained: int) -> AgentPage:
-    """Agents whose names follow `after`, in the order of their UTF-8 bytes, read a few at a time: whoever has a
-    hundred thousand agents keeps nobody from the index.
+def agents_page(catalog: Catalog, wanted: AgentFilter, after: str, size: int, default_retained: int) -> AgentPage:
+    """Agents whose names follow `after`, in the order of their UTF-8 bytes, read a few at a time: a listing of
+    a hundred thousand agents keeps no other operation waiting.
     """
     listed: list[AgentRecord] = []
     left_bytes = _PAGE_BYTES
     while True:
         # Few of the agents may have the labels: then a page of one would ask for one agent at a time.
         at_once = _AGENTS_AT_ONCE if wanted.labels else min(size - len(listed) + 1, _AGENTS_AT_ONCE)
-        looked_at, found = read(partial(_next_agents, wanted, after, at_once, default_retained))
+        looked_at, found = catalog.read(
+            wanted.namespace, partial(_agents_after, wanted, after, at_once, default_retained)
+        )
         for agent in found:
             left_bytes -= _size_bytes(agent)
             # A page has at least one, or it would never end.
@@ -75,22 +55,10 @@ def agents_page(read: Read, wanted: AgentFilter, after: str, size: int, default_
         after = looked_at[-1]
 
 
-def _next_agents(
-    wanted: AgentFilter, after: str, count: int, default_retained: int, rows: Rows
+def _agents_after(
+    wanted: AgentFilter, after: str, count: int, default_retained: int, view: CatalogView
 ) -> tuple[list[str], list[AgentRecord]]:
-    """So many names that follow, fewer if they are the last; and which of these agents are wanted."""
-    found = rows.all(
-        f"SELECT {agents.COLUMNS} FROM agents"  # noqa: S608
-        " WHERE namespace_id = ? AND name > ? AND name >= ? ORDER BY name LIMIT ?",
-        find_namespace(rows, wanted.namespace),
-        after,
-        wanted.name_prefix,
-        count,
-    )
-    named = [agent for agent in starmap(agents.AgentRow, found) if agent.name.startswith(wanted.name_prefix)]
-    labels = wanted.labels.items()
-    labelled = (agent for agent in named if not labels or labels <= agents.labels_of(rows, agent.id).items())
-    return [agent.name for agent in named], [agents.record(rows, agent, default_retained) for agent in labelled]
+    return view.agents_after(wanted, after, count, default_retained)
 
 
 def _size_bytes(agent: AgentRecord) -> int:
@@ -101,17 +69,11 @@ def _size_bytes(agent: AgentRecord) -> int:
     return labels + lines + names + _LINE_BYTES * (1 + len(agent.lines))
 
 
-def snapshots(rows: Rows, namespace: str, agent_id: str, kv_hash: str | None, size: int, token: str) -> SnapshotPage:
+def snapshots_page(view: CatalogView, query: LineQuery, size: int, token: str) -> SnapshotPage:
     """Versions of an agent's lines, each line newest first, lines by KV identity. Raises NotFound, InvalidArgument."""
-    agent = agents.get_agent(rows, find_namespace(rows, namespace), agent_id)
     after_line, before = _snapshot_place(token)
-    found: list[SnapshotVersion] = []
-    for line in sorted(versions.lines_of(rows, agent.id), key=lambda each: each.kv_identity_hash):
-        if line.kv_identity_hash >= after_line and kv_hash in (None, line.kv_identity_hash):
-            limit = before if line.kv_identity_hash == after_line else MAX_VERSION
-            found += versions.versions_of(rows, line.id, limit, size + 1 - len(found))
-    is_more = len(found) > size
-    last = found[size - 1] if is_more else None
+    found = view.snapshots_after(query, after_line, before, size + 1)
+    last = found[size - 1] if len(found) > size else None
     return SnapshotPage(tuple(found[:size]), page_token(f"{last.kv_identity_hash}:{last.version}") if last else "")
 
 

@@ -1,0 +1,409 @@
+"""The port to the index: what the store may ask of its catalog of blobs, agents, versions, leases and events.
+
+An operation is a function that the catalog runs in a transaction: it gets a `CatalogView` to read, or a `CatalogChange`
+to write as well, and it takes effect as a whole or not at all. Whoever implements this passes tests/cachestore/core.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.blob_checks import BlobFacts
+from cachestore_svc.index.live_leases import LiveLeases
+from cachestore_svc.journal.journal import Journal
+from cachestore_svc.journal.journal_lines import Position
+from cachestore_svc.journal.replay import Change, State, Version, VersionKey
+from cachestore_svc.manifests import ManifestFacts, NamedBlob
+from cachestore_svc.records import (
+    AgentRecord,
+    EventBatch,
+    EventBody,
+    EventCursor,
+    LeaseToken,
+    LineKey,
+    LineQuery,
+    Origin,
+    SnapshotVersion,
+)
+
+_Answer = TypeVar("_Answer")
+# What the store asks of itself: opening, checking, collecting everywhere. No credential has this namespace.
+HOUSE = ""
+# A question about thousands of blobs is asked as operations of this many each (a millisecond or two), so that other
+# namespaces' operations come in between.
+SLICE = 500
+# Reads a manifest of a namespace and checks it.
+ReadManifest = Callable[[str, Digest], ManifestFacts]
+# The name or hash that a slice ends with, None when there was nothing left; and sums over the slice.
+Sums = tuple[str | None, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class BlobEntry:
+    """What the catalog says of a blob. A manifest has no KV identity, place or tensors."""
+
+    id: int  # the catalog's own number of the blob, never used again
+    hash: str
+    size_bytes: int
+    kind: str
+    kv_identity_hash: str | None
+    start: int | None
+    tokens: int | None
+    chain: str | None
+    schema_hash: str | None
+    is_damaged: bool
+    promised_unix_ms: int
+    is_brought: bool  # by an archive or from another store, or computed on what was; see provenance
+
+    @property
+    def digest(self) -> Digest:
+        return Digest(self.hash, self.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What a caller asks for, with its manifest read and checked against itself."""
+
+    line: LineKey
+    manifest: Digest
+    facts: ManifestFacts
+    parent_version: int
+    lease: LeaseToken | None
+    origin: Origin
+    origin_detail: str
+    shared_hashes: Sequence[str]  # block hashes to bind, first block first
+    default_retained: int
+    is_brought: bool = False  # its writer knows that rows of it came from elsewhere
+    parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The version that a commit made, now or (not `is_new`) when it was asked for before."""
+
+    snapshot: SnapshotVersion
+    is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """The event history of every namespace: its name, which changes when events were lost, and how much is kept."""
+
+    incarnation: str
+    kept_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class AgentFilter:
+    """Which agents of a namespace are wanted: those whose names begin with the prefix and that have all the labels."""
+
+    namespace: str
+    name_prefix: str
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Marks and promises older than these have rested."""
+
+    marked_until_unix_ms: int
+    promised_until_unix_ms: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """What an eviction gave up."""
+
+    freed: list[Digest]
+    events: list[EventBody]
+    versions: int
+
+
+class NotEnough(Exception):
+    """Giving up all that may go would not free enough; so nothing was given up."""
+
+
+class Unheld(Exception):
+    """A version's manifest, or a blob that it names, is not in the catalog. The message says which."""
+
+
+class CatalogView(Protocol):
+    """What an operation may read. A namespace that holds nothing answers as an empty one."""
+
+    # --- blobs ---
+
+    def namespaces(self) -> list[str]:
+        """Names of all namespaces, sorted."""
+
+    def stored_bytes(self) -> dict[str, int]:
+        """Bytes of all blobs, by namespace."""
+
+    def find_blob(self, namespace: str, digest: Digest) -> BlobEntry | None:
+        """The blob's entry, damaged or not."""
+
+    def find_blobs(self, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
+        """Those that are listed, damaged ones too. A digest whose size is another blob's finds nothing."""
+
+    def has_hash(self, namespace: str, hash_: str) -> bool:
+        """Whether the namespace lists a blob of this hash, damaged or not."""
+
+    def all_hashes(self) -> set[str]:
+        """Hashes of the blobs of every namespace, damaged ones too."""
+
+    def whole_blobs(self, namespace: str) -> list[Digest]:
+        """Every blob that is not in quarantine."""
+
+    def damaged_blobs(self, namespace: str) -> list[Digest]:
+        """Every blob in quarantine."""
+
+    def find_prefix(self, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> list[BlobEntry]:
+        """Blobs of the longest bound prefix; it ends at the first that is not bound, is damaged, or was brought."""
+
+    def count_unheld(self, namespace: str) -> tuple[int, int]:
+        """How many blobs nothing holds and nobody marked, and the bytes of all that nothing holds."""
+
+    def rested(self, namespace: str, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
+        """Marked blobs that may go, at most `limit` (-1: all): still unheld, and neither marked nor promised lately."""
+
+    # --- agents and versions ---
+
+    def get_agent(self, namespace: str, agent_id: str, default_retained: int) -> AgentRecord:
+        """An agent with its labels and the newest version of each line. Raises NotFound."""
+
+    def agents_after(
+        self, wanted: AgentFilter, after: str, count: int, default_retained: int
+    ) -> tuple[list[str], list[AgentRecord]]:
+        """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
+
+    def get_snapshot(self, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
+        """That version of the line (None: the newest), and when the line was last used. Raises NotFound."""
+
+    def newest_of(self, line: LineKey) -> SnapshotVersion | None:
+        """The line's newest version, if it has any."""
+
+    def snapshots_after(self, query: LineQuery, after_line: str, before: int, limit: int) -> list[SnapshotVersion]:
+        """Versions of an agent's lines, lines by KV identity and each newest first, from `after_line` on, of which only
+        versions below `before` count. Raises NotFound."""
+
+    def held_digests(self, namespace: str, agent_id: str) -> list[Digest]:
+        """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises
+        NotFound."""
+
+    def named_after(self, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
+        """Blobs that a manifest names behind a position, with theirs."""
+
+    def is_held(self, namespace: str, manifest: Digest) -> bool:
+        """Whether some version is this manifest."""
+
+    def held_manifests(self, namespace: str) -> list[Digest]:
+        """Manifests that some version is, those in quarantine left out."""
+
+    def names_others(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> bool:
+        """Whether a manifest that is held holds on to other blobs than these."""
+
+    def fitting_blobs(self, namespace: str, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
+        """Blobs that the manifest names, in order. Raises FailedPrecondition (BLOB_MISSING, BLOB_UNFIT) naming the
+        first that is missing, damaged, or not what the manifest says."""
+
+    # --- sums ---
+
+    def sums_of_agents(self, namespace: str, after: str) -> Sums:
+        """Agents, versions, and bytes of the newest versions, over the agents whose names follow `after`."""
+
+    def sums_of_blobs(self, namespace: str, after: str) -> Sums:
+        """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the hashes after `after`."""
+
+    def counts(self, namespace: str) -> tuple[int, int]:
+        """Blobs and versions of a namespace."""
+
+    # --- leases and events ---
+
+    def load_leases(self, live: LiveLeases) -> None:
+        """After a start: let each lease that was not released hold for its whole time."""
+
+    def held_leases(self, query: LineQuery, live: LiveLeases) -> list[LineKey]:
+        """Lines of an agent that somebody has a live lease of."""
+
+    def events_after(self, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
+        """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
+
+    # --- the journal, and damage ---
+
+    def journal_position(self) -> tuple[str, Position] | None:
+        """The journal's store and how far the index followed it; None when it never had a journal."""
+
+    def state(self) -> State:
+        """Everything that the journal tells, as the index has it now."""
+
+    def state_anyway(self) -> State:
+        """The same where text is damaged: it is then read as what it resembles."""
+
+    def namespaces_anyway(self) -> list[str]:
+        """Names of all namespaces, where text is damaged, too."""
+
+    def incarnation(self, inode: str) -> str | None:
+        """The name of the event history; None when there is none, or when it was written under another inode."""
+
+    def has_tables(self) -> bool:
+        """Whether this is a store's index at all."""
+
+    def is_too_new(self) -> bool:
+        """Whether a later Kvasir changed its form."""
+
+    def wrong_indexes(self) -> bool:
+        """Whether look-ups may miss entries that the tables have. Raises DataLoss (INDEX_DAMAGED) when the tables
+        themselves are damaged."""
+
+    def integrity_problems(self) -> list[str]:
+        """What is wrong with tables and look-ups, in words."""
+
+    def dangling_rows(self) -> list[str]:
+        """Entries that name an entry that is not there, in words."""
+
+
+class CatalogChange(CatalogView, Protocol):
+    """What an operation may read and write. Nothing of it is visible before all of it is durable."""
+
+    def after_commit(self, action: Callable[[], None]) -> None:
+        """Do this on the catalog's thread once the operation is durable; it must be quick and must not raise."""
+
+    # --- blobs ---
+
+    def add_blob(self, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
+        """List a blob whose file is durable. False when it replaces a damaged one, whose rest then begins anew."""
+
+    def promise(self, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
+        """A caller was told that these are here."""
+
+    def set_damaged(self, namespace: str, digest: Digest, is_damaged: bool) -> bool:
+        """Quarantine a blob, or take it out. True when that changed something."""
+
+    def mark_unheld(self, namespace: str, now_unix_ms: int) -> int:
+        """Mark what nothing holds; how many were new."""
+
+    def remove_blobs(self, blob_ids: Sequence[int]) -> None:
+        """Unlist blobs that nothing holds."""
+
+    def remove_unused_schemas(self) -> None:
+        """Forget tensor schemas that no blob has."""
+
+    def evict(
+        self, namespace: str, wanted_bytes: int, evict_heads: bool, now_unix_ms: int, deadlines: Deadlines
+    ) -> Evicted:
+        """Give up versions until their blobs free enough at once. Raises NotEnough, which undoes all of it."""
+
+    # --- agents and versions ---
+
+    def commit_version(self, asked: Commit, live: LiveLeases, now_unix_ms: int) -> Done:
+        """Make a manifest the line's next version. Raises Conflict, FailedPrecondition; see Store.commit."""
+
+    def use_line(self, line: LineKey, now_unix_ms: int) -> None:
+        """Note that the line was used."""
+
+    def update_agent(
+        self,
+        namespace: str,
+        agent_id: str,
+        labels: Mapping[str, str],
+        is_pinned: bool | None,
+        retained_versions: int | None,
+    ) -> None:
+        """Change what is given. Raises NotFound, InvalidArgument."""
+
+    def fork_agent(
+        self, source: LineQuery, agent_id: str, version: int | None, now_unix_ms: int
+    ) -> list[SnapshotVersion]:
+        """The first versions of a new agent's lines. Raises NotFound, AlreadyExists, InvalidArgument."""
+
+    def roll_back(
+        self, query: LineQuery, version: int, expected_head: int | None, default_retained: int, now_unix_ms: int
+    ) -> SnapshotVersion:
+        """A new newest version that is an old one. Raises NotFound, Conflict, InvalidArgument."""
+
+    def forget_agent(self, namespace: str, agent_id: str, force: bool, now_unix_ms: int) -> int:
+        """Forget an agent and its lines, and mark what nothing holds any more; the bytes of that. Raises NotFound, and
+        FailedPrecondition (AGENT_PINNED) unless `force`."""
+
+    def hold_anew(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
+        """Write what a manifest holds on to anew, for those of its blobs that are listed."""
+
+    # --- leases and events ---
+
+    def acquire_lease(
+        self, line: LineKey, live: LiveLeases, owner: str, ttl_ms: int, *, begins_anew: bool = False
+    ) -> LeaseToken:
+        """Take the lease of a line, or prolong one's own. Raises FailedPrecondition (LEASE_HELD)."""
+
+    def renew_lease(self, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
+        """Prolong one's own lease, also one that ended and that nobody took. Raises Conflict (LEASE_FENCED), NotFound,
+        FailedPrecondition (LEASE_HELD)."""
+
+    def release_lease(self, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
+        """Give back one's own lease. Raises Conflict (LEASE_FENCED), NotFound."""
+
+    def fence_leases(self, query: LineQuery, live: LiveLeases) -> None:
+        """Shut out every writer of these lines that began before now. Raises FailedPrecondition (LEASE_HELD)."""
+
+    def set_lease_floor(self, generation: int) -> None:
+        """No lease that is not known yet begins below this generation."""
+
+    def add_events(self, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
+        """Add events, and let go of the oldest beyond what is kept."""
+
+    # --- the journal ---
+
+    def apply_changes(self, read: ReadManifest, changes: Iterable[Change]) -> None:
+        """Let changes that a journal tells happen. Raises Unheld, and what `read` raises."""
+
+    def fence_changes(self, changes: Iterable[Change]) -> None:
+        """Shut out late writers of what these changes took back: leases are not in the journal."""
+
+    def hold_version(self, read: ReadManifest, namespace: str, agent_id: str, key: VersionKey, new: Version) -> None:
+        """Write a version with the number that it had. Raises Unheld, and what `read` raises."""
+
+    def set_journal_position(self, store: str, reached: Position) -> None:
+        """Note how far the index followed its journal."""
+
+    def begin_incarnation(self, inode: str, name: str) -> str:
+        """Give the event history a name; that name."""
+
+    def forget_incarnation(self) -> None:
+        """The history lost events: the next start gives it another name."""
+
+
+class Catalog(Protocol):
+    """Runs operations: namespaces in turn, and the reads and the writes of each in the order they came. A read sees
+    every write that was acknowledged before it was asked, and no write that is not durable.
+    """
+
+    is_migrated: bool  # opening it changed its form
+
+    def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
+        """What `work` answers, asked for by the namespace (HOUSE: by the store itself)."""
+
+    def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
+        """What `work` answers, once it is durable. All of it took effect, or, when this raises, nothing.
+
+        `work` may run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
+        """
+
+    def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
+        """Write without waiting and without an answer; for what may be lost, such as times of last use."""
+
+    def record_with(self, journal: Journal) -> None:
+        """From now on tell the journal what each commit changes of agents and versions, before it happens."""
+
+    def keep_out(self, damage: Mapping[str, str]) -> None:
+        """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""
+
+    @property
+    def damage(self) -> Mapping[str, str]:
+        """Namespaces whose entries are damaged, and how."""
+
+    def rebuild_indexes(self) -> None:
+        """Make look-ups anew from the tables. Raises DataLoss when these contradict themselves."""
+
+    def close(self) -> bool:
+        """Finish what waits. False when that was asked before."""

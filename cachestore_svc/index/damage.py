@@ -1,0 +1,22 @@
+"""How a damaged index is refused, and how what nobody wrote is noticed in it."""
+
+import contextlib
+from collections.abc import Iterator
+
+from kvasir.errors import DataLoss
+
+
+@contextlib.contextmanager
+def reading_damage() -> Iterator[None]:
+    """What entries that nobody wrote make of a reader is raised as damage: at a start, and when a store is checked."""
+    try:
+        yield
+    except (ValueError, TypeError, AssertionError) as error:
+        raise index_damaged(f"it holds what nobody wrote ({type(error).__name__}: {error})") from error
+
+
+def index_damaged(words: str) -> DataLoss:
+    """The refusal of what a damaged index would have to answer."""
+    return DataLoss(
+        f"the index is damaged: {words}; stop the store and run: kvasir store recover", reason="INDEX_DAMAGED"
+    )

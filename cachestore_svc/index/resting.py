@@ -1,0 +1,18 @@
+"""When a blob that nothing holds may go: a grace period after it was marked, and after it was last promised. Pure."""
+
+from cachestore_svc.index.catalog import Deadlines
+
+
+def rested_at(now_unix_ms: int, grace_ms: int) -> Deadlines:
+    """Promises are renewed only when they are an eighth of the grace period old (see `needs_promise`), so that asking
+    for a thousand digests seldom writes; they rest that much longer."""
+    return Deadlines(now_unix_ms - grace_ms, now_unix_ms - grace_ms - grace_ms // 8)
+
+
+def gone_by(now_unix_ms: int, grace_ms: int) -> int:
+    """When a blob marked and promised now may go."""
+    return now_unix_ms + grace_ms + grace_ms // 8
+
+
+def needs_promise(promised_unix_ms: int, now_unix_ms: int, grace_ms: int) -> bool:
+    return promised_unix_ms <= now_unix_ms - grace_ms // 8

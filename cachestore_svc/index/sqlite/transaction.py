@@ -1,0 +1,96 @@
+"""What an operation gets: the statements' transaction with every verb of the catalog.
+
+The verbs are functions of `Rows` that stand beside their tables. Here each becomes a method; nothing is wrapped.
+"""
+
+from cachestore_svc.index.sqlite import (
+    agents,
+    blobs,
+    committing,
+    events,
+    garbage,
+    leases,
+    lineage,
+    statistics,
+    versions,
+)
+from cachestore_svc.index.sqlite.journaling import applying, index_state
+from cachestore_svc.index.sqlite.rows import Rows
+
+
+class SqliteTransaction(Rows):
+    """See cachestore_svc.index.catalog.CatalogChange."""
+
+    namespaces = blobs.namespaces
+    stored_bytes = blobs.stored_bytes
+    find_blob = blobs.find_blob
+    find_blobs = blobs.find_blobs
+    has_hash = blobs.has_hash
+    all_hashes = blobs.all_hashes
+    whole_blobs = blobs.whole_blobs
+    damaged_blobs = blobs.damaged_blobs
+    add_blob = blobs.add_blob
+    promise = blobs.promise
+    set_damaged = blobs.set_damaged
+
+    get_agent = agents.get_agent
+    agents_after = agents.agents_after
+    update_agent = agents.update_agent
+    forget_agent = agents.forget_agent
+    held_digests = agents.held_digests
+
+    commit_version = committing.commit_version
+    fitting_blobs = committing.fitting_blobs
+    find_prefix = committing.find_prefix
+    fork_agent = lineage.fork_agent
+    roll_back = lineage.roll_back
+
+    get_snapshot = versions.get_snapshot
+    newest_of = versions.newest_of
+    snapshots_after = versions.snapshots_after
+    use_line = versions.use_line
+    named_after = versions.named_after
+    is_held = versions.is_held
+    held_manifests = versions.held_manifests
+    names_others = versions.names_others
+    hold_anew = versions.hold_anew
+
+    count_unheld = garbage.count_unheld
+    mark_unheld = garbage.mark_unheld
+    rested = garbage.rested
+    remove_blobs = garbage.remove_blobs
+    remove_unused_schemas = garbage.remove_unused_schemas
+    evict = garbage.evict
+
+    acquire_lease = leases.acquire_lease
+    renew_lease = leases.renew_lease
+    release_lease = leases.release_lease
+    fence_leases = leases.fence_leases
+    held_leases = leases.held_leases
+    load_leases = leases.load_leases
+    set_lease_floor = leases.set_lease_floor
+
+    add_events = events.add_events
+    events_after = events.events_after
+
+    sums_of_agents = statistics.sums_of_agents
+    sums_of_blobs = statistics.sums_of_blobs
+    counts = statistics.counts
+
+    apply_changes = applying.apply_changes
+    fence_changes = applying.fence_changes
+    hold_version = applying.hold_version
+
+    journal_position = index_state.journal_position
+    set_journal_position = index_state.set_journal_position
+    state = index_state.state
+    state_anyway = index_state.state_anyway
+    namespaces_anyway = index_state.namespaces_anyway
+    incarnation = index_state.incarnation
+    begin_incarnation = index_state.begin_incarnation
+    forget_incarnation = index_state.forget_incarnation
+    has_tables = index_state.has_tables
+    is_too_new = index_state.is_too_new
+    wrong_indexes = index_state.wrong_indexes
+    integrity_problems = index_state.integrity_problems
+    dangling_rows = index_state.dangling_rows
