@@ -1,7 +1,7 @@
-"""The services as processes that are forked from one that has imported them: a start costs no three seconds of imports.
+"""Services and commands as processes that are forked from one that has imported them: a start costs no imports.
 
 Each is a process like any other, with a memory, descriptors and a death of its own. What an interpreter does besides,
-as `atexit`, is seen by the tests of the command line, which start them with `python -m`.
+as `atexit`, is seen by the tests of `kvasir up` and `kvasir demo`, which start the services with `python -m`.
 """
 
 import contextlib
@@ -19,17 +19,30 @@ from pathlib import Path
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Apple's frameworks do not bear a fork: there each program is begun anew.
 _FORKS = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-_FORKS.set_forkserver_preload(["inference_svc.__main__", "cachestore_svc.__main__"])
+_MAINS = {
+    "inference_svc": "inference_svc.__main__",
+    "cachestore_svc": "cachestore_svc.__main__",
+    "kvasir": "kvasir.cli.main",
+}
+_FORKS.set_forkserver_preload(list(_MAINS.values()))
 
 
 class Program:
-    """`python -m module arguments`, forked. What it prints goes to files; the rest is as with `subprocess.Popen`."""
+    """A service or `kvasir`, forked. It reads and prints files; the rest is as with `subprocess.Popen`."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], *, out: Path, err: Path, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        out: Path,
+        err: Path,
+        given: Path | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         own = {**os.environ, **ONE_THREAD, **(env or {})}
-        self._process = _FORKS.Process(target=_become, args=(module, list(arguments), out, err, own), daemon=True)
+        files = (given or Path(os.devnull), out, err)
+        self._process = _FORKS.Process(target=_become, args=(name, list(arguments), files, own), daemon=True)
         with _environment(ONE_THREAD):  # which the process that forks reads once, when the first program starts
             self._process.start()
 
@@ -65,27 +78,31 @@ class Program:
                 os.kill(self.pid, number)
 
 
-def run(module: str, *arguments: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run(
+    name: str, *arguments: str, given: str = "", timeout_s: float = 60.0, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run it to its end. Raises subprocess.TimeoutExpired."""
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        program = Program(module, arguments, out=out, err=err)
+        out, err, read = Path(folder, "out"), Path(folder, "err"), Path(folder, "in")
+        read.write_text(given)
+        program = Program(name, arguments, out=out, err=err, given=read, env=env)
         try:
             code = program.wait(timeout_s)
         finally:
             program.kill()
-        return subprocess.CompletedProcess([module, *arguments], code, out.read_text(), err.read_text())
+        return subprocess.CompletedProcess([name, *arguments], code, out.read_text(), err.read_text())
 
 
-def _become(module: str, arguments: list[str], out: Path, err: Path, env: dict[str, str]) -> None:
-    for path, descriptor in ((out, 1), (err, 2)):
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+def _become(name: str, arguments: list[str], files: tuple[Path, Path, Path], env: dict[str, str]) -> None:
+    for descriptor, path in enumerate(files):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND if descriptor else os.O_RDONLY, 0o600)
         os.dup2(file, descriptor)
         os.close(file)
     os.environ.clear()
     os.environ.update(env)
-    sys.argv = [module, *arguments]
-    sys.exit(importlib.import_module(f"{module}.__main__").main())
+    sys.argv = [name, *arguments]
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gives each process one that is empty
+    sys.exit(importlib.import_module(_MAINS[name]).main())
 
 
 @contextlib.contextmanager

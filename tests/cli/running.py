@@ -1,4 +1,7 @@
-"""Runs `kvasir` as people do: a process of its own, with what it prints and how it ends."""
+"""Runs `kvasir` as a process of its own, with what it prints and how it ends.
+
+A command that goes on is begun as people begin it; one that ends is forked, which saves its imports each time.
+"""
 
 import asyncio
 import json
@@ -15,6 +18,8 @@ from typing import Any
 
 from kvasir.cli.running.health import is_ready
 from kvasir.cli.running.home import Endpoint
+
+from tests.programs import run
 
 KVASIR = Path(sys.executable).with_name("kvasir")
 # Completion is for the shell that is named, whichever shell the tests run under.
@@ -47,8 +52,8 @@ class Cli:
     home: Path
 
     def __call__(self, *arguments: str | Path, stdin: str = "", timeout_s: float = 120) -> Ended:
-        command = [KVASIR, "--home", self.home, *arguments]
-        ended = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=QUIET)
+        command = ("--home", str(self.home), *map(str, arguments))
+        ended = run("kvasir", *command, given=stdin, timeout_s=timeout_s, env=QUIET)
         assert "Traceback" not in ended.stderr, ended.stderr
         return Ended(ended.returncode, ended.stdout, ended.stderr)
 

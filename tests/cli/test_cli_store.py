@@ -1,6 +1,5 @@
 """Every command about memories and the store, once, against a real store: tables, JSON, exit codes."""
 
-import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -230,44 +229,46 @@ def test_completion_is_there_for(shell: str, cli: Cli) -> None:
     assert "_KVASIR_COMPLETE" in cli.done("--show-completion", shell).out
 
 
-def test_recover_brings_a_lost_index_back() -> None:
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of a store that has run, with one memory."""
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    cli = Cli(home)
-    assert cli("store", "recover").code == 4, "an empty directory holds nothing to recover"
-    with cli.running("store", "serve") as process:
+    with Cli(home).running("store", "serve") as process:
         eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
         with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
             publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
-        assert cli("store", "recover").code == 4, "a store that runs holds its lock"
-    for path in home.glob("store/kvasir.sqlite3*"):
+    return home.rename(tmp_path_factory.mktemp("left") / "home")
+
+
+@pytest.fixture
+def stopped(left: Path, tmp_path: Path) -> Cli:
+    """A home of one's own, with a store that does not run."""
+    return Cli(shutil.copytree(left, tmp_path / "home"))
+
+
+def test_recover_brings_a_lost_index_back(cli: Cli, stopped: Cli, tmp_path: Path) -> None:
+    assert Cli(tmp_path / "empty")("store", "recover").code == 4, "an empty directory holds nothing to recover"
+    assert cli("store", "recover").code == 4, "a store that runs holds its lock"
+    for path in stopped.home.glob("store/kvasir.sqlite3*"):
         path.unlink()
-    refused = cli("store", "check")
+    refused = stopped("store", "check")
     assert refused.code == 4
     assert "kvasir store recover" in refused.err
-    report = cli.done("store", "recover", "--json").value
+    report = stopped.done("store", "recover", "--json").value
     assert report["is_complete"] is True
     assert report["namespaces"][0]["versions"] == 1
-    assert "1 versions of 1 agents came back" in cli.done("store", "recover").out
-    assert cli.done("store", "check", "--json").value["snapshots"] == 1
-    next(home.glob("store/namespaces/*/blobs/*/*")).unlink()
-    assert cli("store", "recover").code == 1
-    shutil.rmtree(home)
+    assert "1 versions of 1 agents came back" in stopped.done("store", "recover").out
+    assert stopped.done("store", "check", "--json").value["snapshots"] == 1
+    next(stopped.home.glob("store/namespaces/*/blobs/*/*")).unlink()
+    assert stopped("store", "recover").code == 1
 
 
-def test_check_walks_a_store_that_does_not_run(tmp_path: Path) -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    cli = Cli(home)
-    with cli.running("store", "serve") as process:
-        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
-        with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
-            publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
-        assert cli("store", "check").code == 4, "a store that runs holds its lock"
-    report = cli.done("store", "check", "--json").value
+def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:
+    assert cli("store", "check").code == 4, "a store that runs holds its lock"
+    report = stopped.done("store", "check", "--json").value
     assert report["is_clean"] is True
     assert report["snapshots"] == 1
-    next(home.glob("store/namespaces/*/blobs/*/*")).unlink()
-    assert cli("store", "check", "--json").code == 1
-    assert "snapshots" in cli("store", "check").out
-    cli("store", "check", "--repair")
-    shutil.rmtree(home)
-    assert json.dumps(report)
+    next(stopped.home.glob("store/namespaces/*/blobs/*/*")).unlink()
+    assert stopped("store", "check", "--json").code == 1
+    assert "snapshots" in stopped("store", "check").out
+    stopped("store", "check", "--repair")

@@ -160,11 +160,13 @@ def test_home_and_what_lies_in_it_are_the_owners_alone(cli: Cli) -> None:
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_up_over_tcp_asks_for_its_token_and_ends_whole(tmp_path: Path) -> None:
+def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tmp_path: Path) -> None:
+    """(LESSONS 17)"""
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
     ports = [_free_port(), _free_port()]
-    with cli.running("up", "--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}") as process:
+    addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
+    with cli.running("up", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as process:
         running = wait_until_ready(home, process)
         assert answers(running.store, STORE_SERVICE)
         turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
@@ -172,6 +174,10 @@ def test_up_over_tcp_asks_for_its_token_and_ends_whole(tmp_path: Path) -> None:
         bare = Cli(tmp_path)("--address", running.store, "agents", "ls")
         assert bare.code == 4
         assert "--token-file" in bare.err
+        model = cli.done("doctor", "--json").value["engine"]["model"]
+        assert model["kv_policy"] == "q4-rotated, layer 7 exact"
+        assert model["applied_layers"] == model["layer_count"] == 8
+        assert "KV policy q4-rotated, layer 7 exact, applied to 8 of 8 layers" in cli.done("doctor").out
         pids = [running.store_pid, running.engine_pid]
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=60)
@@ -273,16 +279,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def test_up_hands_the_kv_policy_to_the_engine_and_doctor_shows_it_applied() -> None:
-    """(LESSONS 17)"""
-    with tempfile.TemporaryDirectory(prefix="kv", dir="/tmp") as home:
-        cli = Cli(Path(home) / "home")
-        with cli.running("up", "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as process:
-            wait_until_ready(cli.home, process)
-            model = cli.done("doctor", "--json").value["engine"]["model"]
-            shown = cli.done("doctor").out
-    assert model["kv_policy"] == "q4-rotated, layer 7 exact"
-    assert model["applied_layers"] == model["layer_count"] == 8
-    assert "KV policy q4-rotated, layer 7 exact, applied to 8 of 8 layers" in shown
