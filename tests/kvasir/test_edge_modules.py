@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import json_format
 from google.rpc import error_details_pb2, status_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -34,7 +35,7 @@ from kvasir.errors import DataLoss, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES, FrameAssembler, frames_of
 from kvasir.names import check_agent_id, check_namespace, check_request_id
-from kvasir.status import CODES, DETAILS_KEY, from_rpc_error, to_status
+from kvasir.status import ANSWERS, DETAILS_KEY, answer_to, from_rpc_error, from_status, to_status
 
 ROOT = Path(__file__).parents[2]
 TYPES = sorted(
@@ -73,11 +74,50 @@ def test_a_call_that_is_cut_while_it_sends_may_be_tried_again() -> None:
 
 
 def test_every_error_type_has_its_own_row() -> None:
-    assert set(CODES) == set(TYPES) - {KvasirError}
-    assert len(set(CODES.values())) == len(CODES)
+    assert set(ANSWERS) == set(TYPES) - {KvasirError}
+    assert len({answer.code for answer in ANSWERS.values()}) == len(ANSWERS)
 
 
-@pytest.mark.parametrize("error_type", list(CODES))
+# "HTTP Mapping" of google/rpc/code.proto.
+HTTP_STATUSES = {
+    "CANCELLED": 499,
+    "INVALID_ARGUMENT": 400,
+    "DEADLINE_EXCEEDED": 504,
+    "NOT_FOUND": 404,
+    "ALREADY_EXISTS": 409,
+    "PERMISSION_DENIED": 403,
+    "UNAUTHENTICATED": 401,
+    "RESOURCE_EXHAUSTED": 429,
+    "FAILED_PRECONDITION": 400,
+    "ABORTED": 409,
+    "INTERNAL": 500,
+    "UNAVAILABLE": 503,
+    "DATA_LOSS": 500,
+}
+
+
+def test_http_statuses_are_those_of_google_rpc() -> None:
+    assert {answer.code.name: answer.http_status for answer in ANSWERS.values()} == HTTP_STATUSES
+
+
+@pytest.mark.parametrize("error_type", list(ANSWERS))
+def test_an_error_survives_the_body_of_a_gateways_answer(error_type: type[KvasirError]) -> None:
+    """As JSON, without any of gRPC's trailers."""
+    raised = error_type("Gruß 🐍", reason="SOME_REASON", field="a.b[3]", metadata={"digest": "0" * 64})
+    body = json_format.MessageToJson(to_status(raised))
+    arrived = from_status(json_format.Parse(body, status_pb2.Status()))
+    assert (type(arrived), arrived.message, arrived.reason) == (error_type, "Gruß 🐍", "SOME_REASON")
+    assert (arrived.field, arrived.metadata) == ("a.b[3]", {"digest": "0" * 64})
+    assert answer_to(arrived) == ANSWERS[error_type]
+
+
+def test_details_of_another_code_than_the_calls_are_not_read() -> None:
+    details = to_status(errors.NotFound("ours")).SerializeToString()
+    arrived = from_rpc_error(Failed(grpc.StatusCode.UNAVAILABLE, "a proxy's", details))
+    assert (type(arrived), arrived.message) == (errors.Unavailable, "a proxy's")
+
+
+@pytest.mark.parametrize("error_type", list(ANSWERS))
 def test_an_error_arrives_as_the_type_that_was_raised(error_type: type[KvasirError]) -> None:
     raised = error_type("Gruß 🐍", reason="SOME_REASON", field="a.b[3]", metadata={"digest": "0" * 64})
     arrived = sent(raised)
@@ -115,6 +155,8 @@ def test_a_subtype_takes_its_parents_row() -> None:
         pass
 
     assert to_status(Special("x")).code == grpc.StatusCode.NOT_FOUND.value[0]
+    assert answer_to(Special("x")) == ANSWERS[errors.NotFound]
+    assert answer_to(KvasirError("x")) == ANSWERS[errors.Internal]
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
@@ -122,8 +164,8 @@ def test_a_status_without_details_is_typed_by_its_code(code: grpc.StatusCode) ->
     arrived = from_rpc_error(Failed(code, "said"))
     assert isinstance(arrived, KvasirError)
     assert arrived.message == "said"
-    if code in CODES.values():
-        assert CODES[type(arrived)] is code
+    if code in {answer.code for answer in ANSWERS.values()}:
+        assert ANSWERS[type(arrived)].code is code
 
 
 def test_details_that_cannot_be_read_are_as_good_as_none() -> None:

@@ -1,11 +1,11 @@
-"""The one table between typed errors and gRPC statuses with google.rpc details, in both directions.
+"""The one table of typed errors, gRPC codes and HTTP statuses, and errors as google.rpc.Status in both directions.
 
-A service raises a `kvasir.errors` type; `to_status` writes it as a status with ErrorInfo (domain "kvasir"), BadRequest
-when a field is wrong, and RetryInfo when waiting helps. A client calls `from_rpc_error` and has the same type, reason,
-field and metadata again. Statuses made by gRPC itself (a dead peer, a deadline) map by their code.
+A service raises a `kvasir.errors` type. `to_status` writes it as a status with ErrorInfo (domain "kvasir"), BadRequest
+when a field is wrong, and RetryInfo when waiting helps. `from_rpc_error` and `from_status` give a client the same type,
+reason, field and metadata again. Statuses made by gRPC itself (a dead peer, a deadline) map by their code.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -23,38 +23,50 @@ _MAX_METADATA_VALUE_BYTES = 256
 _MAX_METADATA_ENTRIES = 8
 _DEFAULT_RETRY_AFTER_S = 1.0
 
-CODES: dict[type[errors.KvasirError], grpc.StatusCode] = {
-    errors.InvalidArgument: grpc.StatusCode.INVALID_ARGUMENT,
-    errors.NotFound: grpc.StatusCode.NOT_FOUND,
-    errors.AlreadyExists: grpc.StatusCode.ALREADY_EXISTS,
-    errors.Conflict: grpc.StatusCode.ABORTED,
-    errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
-    errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    errors.DataLoss: grpc.StatusCode.DATA_LOSS,
-    errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
-    errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    errors.Cancelled: grpc.StatusCode.CANCELLED,
-    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
-    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
-    errors.Internal: grpc.StatusCode.INTERNAL,
+
+class Answer(NamedTuple):
+    """How a service answers with an error: over gRPC, and over HTTP through a gateway."""
+
+    code: grpc.StatusCode
+    http_status: int
+
+
+# The HTTP statuses are those of google/rpc/code.proto, which other gateways and proxies use too. Several types share one:
+# an HTTP status does not lead back to its type. So a gateway sends `to_status` in the body, and `from_status` reads it.
+ANSWERS: dict[type[errors.KvasirError], Answer] = {
+    errors.InvalidArgument: Answer(grpc.StatusCode.INVALID_ARGUMENT, 400),
+    errors.NotFound: Answer(grpc.StatusCode.NOT_FOUND, 404),
+    errors.AlreadyExists: Answer(grpc.StatusCode.ALREADY_EXISTS, 409),
+    errors.Conflict: Answer(grpc.StatusCode.ABORTED, 409),
+    errors.FailedPrecondition: Answer(grpc.StatusCode.FAILED_PRECONDITION, 400),
+    errors.ResourceExhausted: Answer(grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    errors.DataLoss: Answer(grpc.StatusCode.DATA_LOSS, 500),
+    errors.Unavailable: Answer(grpc.StatusCode.UNAVAILABLE, 503),
+    errors.DeadlineExceeded: Answer(grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    errors.Cancelled: Answer(grpc.StatusCode.CANCELLED, 499),
+    errors.Unauthenticated: Answer(grpc.StatusCode.UNAUTHENTICATED, 401),
+    errors.PermissionDenied: Answer(grpc.StatusCode.PERMISSION_DENIED, 403),
+    errors.Internal: Answer(grpc.StatusCode.INTERNAL, 500),
 }
-_TYPES = {code: error_type for error_type, code in CODES.items()} | {
+_OWN_CODES = {answer.code for answer in ANSWERS.values()}
+_TYPES: dict[int, type[errors.KvasirError]] = {
+    **{answer.code.value[0]: error_type for error_type, answer in ANSWERS.items()},
     # Codes that Kvasir never sends, but gRPC or a proxy may.
-    grpc.StatusCode.UNIMPLEMENTED: errors.FailedPrecondition,
-    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidArgument,
+    grpc.StatusCode.UNIMPLEMENTED.value[0]: errors.FailedPrecondition,
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: errors.InvalidArgument,
 }
 _RETRYABLE = (errors.Unavailable, errors.ResourceExhausted)
 
 
-def code_of(error: errors.KvasirError) -> grpc.StatusCode:
-    """The status code of an error, by its nearest type in the table."""
-    return next((CODES[kind] for kind in type(error).__mro__ if kind in CODES), grpc.StatusCode.INTERNAL)
+def answer_to(error: errors.KvasirError) -> Answer:
+    """The row of an error's nearest type in the table."""
+    return next((ANSWERS[kind] for kind in type(error).__mro__ if kind in ANSWERS), ANSWERS[errors.Internal])
 
 
 def to_status(error: errors.KvasirError) -> status_pb2.Status:
     """The error as google.rpc.Status, with texts cut so that it fits into HTTP/2 trailers."""
     message = _cut(error.message, _MAX_MESSAGE_BYTES)
-    status = status_pb2.Status(code=code_of(error).value[0], message=message)
+    status = status_pb2.Status(code=answer_to(error).code.value[0], message=message)
     metadata = {
         _cut(key, 64): _cut(value, _MAX_METADATA_VALUE_BYTES)
         for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]
@@ -78,27 +90,20 @@ _CUT = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: errors.KvasirError) -> None:
     """End an RPC with the error's status and details. Never returns: grpc raises AbortError."""
     status = to_status(error)
-    await context.abort(code_of(error), status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),))
+    await context.abort(
+        answer_to(error).code, status.message, trailing_metadata=((DETAILS_KEY, status.SerializeToString()),)
+    )
 
 
-def from_rpc_error(error: Any) -> errors.KvasirError:
-    """The typed error of a failed call (grpc.RpcError of a sync call, or grpc.aio.AioRpcError)."""
-    if not hasattr(error, "code"):
-        return errors.Internal(str(error))
-    code, message = error.code(), error.details() or ""
-    error_type = _TYPES.get(code, errors.Internal)
-    status = _details(error)
-    if status is None and (code, message) == _CUT:
-        return errors.Unavailable("the call ended while a message was being sent", reason="STREAM_CUT")
-    if status is None:
-        return error_type(message or f"the call ended with {code.name}", reason=_plain_reason(code, error_type))
+def from_status(status: status_pb2.Status) -> errors.KvasirError:
+    """The typed error of a status that `to_status` made, whichever way it came."""
     info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
     found = {id(target) for detail in status.details for target in (info, bad_request, retry) if detail.Unpack(target)}
     violations = bad_request.field_violations
-    return error_type(
-        status.message or message,
+    return _TYPES.get(status.code, errors.Internal)(
+        status.message,
         reason=info.reason or None,
         field=violations[0].field if violations else None,
         retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if id(retry) in found else None,
@@ -106,18 +111,33 @@ def from_rpc_error(error: Any) -> errors.KvasirError:
     )
 
 
+def from_rpc_error(error: Any) -> errors.KvasirError:
+    """The typed error of a failed call (grpc.RpcError of a sync call, or grpc.aio.AioRpcError)."""
+    if not hasattr(error, "code"):
+        return errors.Internal(str(error))
+    code, message = error.code(), error.details() or ""
+    if (status := _details(error)) is not None:
+        return from_status(status)
+    if (code, message) == _CUT:
+        return errors.Unavailable("the call ended while a message was being sent", reason="STREAM_CUT")
+    error_type = _TYPES.get(code.value[0], errors.Internal)
+    return error_type(message or f"the call ended with {code.name}", reason=_plain_reason(code, error_type))
+
+
 def _plain_reason(code: grpc.StatusCode, error_type: type[errors.KvasirError]) -> str:
     """A status without details was not made by a Kvasir service: its code is all that is known."""
-    return error_type.reason if code in CODES.values() and code is not grpc.StatusCode.ABORTED else code.name
+    return error_type.reason if code in _OWN_CODES and code is not grpc.StatusCode.ABORTED else code.name
 
 
 def _details(error: Any) -> status_pb2.Status | None:
+    """The status in a call's trailers. One of another code than the call's was made by something else."""
     for key, value in error.trailing_metadata() or ():
         if key == DETAILS_KEY:
             try:
-                return status_pb2.Status.FromString(value)
+                status = status_pb2.Status.FromString(value)
             except DecodeError:
                 return None  # a proxy's own details are not ours to read
+            return status if status.code == error.code().value[0] else None
     return None
 
 
