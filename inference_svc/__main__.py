@@ -25,10 +25,10 @@ from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.lease_owner import LeaseOwner
 from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.service_stats import ServiceStats, Standing
+from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.model.model_host import ModelHost
-from inference_svc.observer import Observer
 from inference_svc.served_model import ServedModel, open_served
+from inference_svc.service_status import status_of
 from inference_svc.turns.admission import Admission
 
 _LOG = structlog.get_logger("inference_svc")
@@ -67,13 +67,16 @@ async def serve(settings: EngineSettings) -> None:
         return open_served(name, path, settings, stores, owner.name, admission, stats, time.monotonic, _now_ms)
 
     host = ModelHost(settings.model, open_model)
-    standing = Observer(host, stats, admission, settings.memory_budget_bytes, time.monotonic).standing
+
+    def status() -> ServiceStatus:
+        return status_of(host, stats, admission, settings.memory_budget_bytes, time.monotonic())
+
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(owner.close)
         for store in stores.values():
             stack.push_async_callback(store.close)
         if settings.metrics_listen:
-            stack.callback(_serve_metrics(settings.metrics_listen, standing))
+            stack.callback(_serve_metrics(settings.metrics_listen, status))
         # Connected before the first turn, whose budget for the store is better spent on reading.
         await asyncio.gather(*(store.answers() for store in stores.values()))
         if problems := [store.problem for store in stores.values() if store.problem]:
@@ -88,7 +91,7 @@ async def serve(settings: EngineSettings) -> None:
                 host,
                 stores,
                 formats,
-                standing,
+                status,
                 limits=_limits(settings),
                 is_stopping=server.stopping.is_set,
                 service_admins=settings.service_admin,
@@ -131,9 +134,9 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
     )
 
 
-def _serve_metrics(address: str, standing: Callable[[], Standing]) -> Callable[[], None]:
+def _serve_metrics(address: str, status: Callable[[], ServiceStatus]) -> Callable[[], None]:
     try:
-        return serve_metrics(address, standing)
+        return serve_metrics(address, status)
     except OSError as error:
         raise RefusedToStart(f"--metrics-listen {address}: {error.strerror or error}") from None
 

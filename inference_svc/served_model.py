@@ -15,7 +15,7 @@ from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.outbox import Patience
+from inference_svc.turns.outbox import ReaderLimits
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnLimits, TurnService
 
@@ -86,7 +86,7 @@ async def open_served(
         TurnLimits(
             store_budget_s=settings.store_budget_ms / 1000,
             publish_timeout_s=settings.publish_timeout_s,
-            patience=Patience(settings.max_unread_bytes, settings.reader_stall_s),
+            reader=ReaderLimits(settings.max_unread_bytes, settings.reader_stall_s),
         ),
         admission,
         stats,

@@ -14,30 +14,30 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inference_svc.memory.service_stats import NamespaceCounters, Standing
+from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus
 
 
-class StandingCollector(Collector):
-    """Reads the standing anew for every scrape."""
+class StatusCollector(Collector):
+    """Reads the status anew for every scrape."""
 
-    def __init__(self, standing: Callable[[], Standing]) -> None:
-        self._standing = standing
+    def __init__(self, status: Callable[[], ServiceStatus]) -> None:
+        self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        standing = self._standing()
-        counters = list(standing.namespaces.values())
+        status = self._status()
+        counters = list(status.namespaces.values())
         yield from _turns(counters)
         yield from _tokens(counters)
         yield from _publications(counters)
-        yield from _engine(standing)
+        yield from _engine(status)
 
 
-def serve_metrics(address: str, standing: Callable[[], Standing]) -> Callable[[], None]:
+def serve_metrics(address: str, status: Callable[[], ServiceStatus]) -> Callable[[], None]:
     """Serve them on a thread of its own at host:port, which the configuration has found to be loopback. Returns what
     ends it. Raises OSError when the address is taken.
     """
     registry = CollectorRegistry()
-    registry.register(StandingCollector(standing))
+    registry.register(StatusCollector(status))
     parsed = parse_address(address)
     server, thread = start_http_server(parsed.port, parsed.host, registry)
 
@@ -77,27 +77,27 @@ def _publications(counters: list[NamespaceCounters]) -> Iterator[Metric]:
     yield CounterMetricFamily("kvasir_published_bytes", "Bytes sent to the store.", value=published)
 
 
-def _engine(standing: Standing) -> Iterator[Metric]:
-    engine = standing.engine
+def _engine(status: ServiceStatus) -> Iterator[Metric]:
+    engine = status.engine
     loaded = GaugeMetricFamily("kvasir_model_loaded", "1 for the model that is loaded.", labels=["model"])
     if engine.model:
         loaded.add_metric([engine.model], 1)
     yield loaded
     gauges = (
-        ("kvasir_uptime_seconds", "Time since the start.", standing.uptime_s),
-        ("kvasir_kv_memory_bytes", "KV that may be allocated.", standing.kv_memory_bytes),
+        ("kvasir_uptime_seconds", "Time since the start.", status.uptime_s),
+        ("kvasir_kv_memory_bytes", "KV that may be allocated.", status.kv_memory_bytes),
         ("kvasir_kv_memory_used_bytes", "KV that is allocated, hot and running.", engine.kv_memory_used_bytes),
         ("kvasir_hot_memories", "Agents whose memory is hot.", engine.hot_memories),
-        ("kvasir_prompt_bytes", "Prompts of turns that wait or run.", standing.prompt_bytes),
-        ("kvasir_restoring_bytes", "Memory read from the store that is not KV yet.", standing.restoring_bytes),
-        ("kvasir_publishing_bytes", "Copies of KV that wait for the store.", standing.publishing_bytes),
+        ("kvasir_prompt_bytes", "Prompts of turns that wait or run.", status.prompt_bytes),
+        ("kvasir_restoring_bytes", "Memory read from the store that is not KV yet.", status.restoring_bytes),
+        ("kvasir_publishing_bytes", "Copies of KV that wait for the store.", status.publishing_bytes),
     )
     for name, help_text, value in gauges:
         yield GaugeMetricFamily(name, help_text, value=value)
     totals = (
         ("kvasir_computed_tokens", "Tokens that went through the loaded model.", engine.computed_tokens),
         ("kvasir_preemptions", "Turns preempted because others needed the room.", engine.preemptions),
-        ("kvasir_model_loads", "Models loaded.", standing.model_loads),
+        ("kvasir_model_loads", "Models loaded.", status.model_loads),
     )
     for name, help_text, value in totals:
         yield CounterMetricFamily(name, help_text, value=value)

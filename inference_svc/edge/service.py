@@ -16,7 +16,7 @@ from kvasir.server.interceptors import current_principal
 from inference_svc.edge import messages, stats_messages
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.service_stats import Standing
+from inference_svc.memory.service_stats import ServiceStatus
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
 from inference_svc.turns import choices
@@ -68,7 +68,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         host: ModelHost[ServedModel],
         stores: Mapping[str, RemoteCache],
         formats: ReplyFormats,
-        standing: Callable[[], Standing],
+        status: Callable[[], ServiceStatus],
         *,
         limits: ServiceLimits,
         is_stopping: Callable[[], bool],
@@ -80,7 +80,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._host = host
         self._stores = stores
         self._formats = formats
-        self._standing = standing
+        self._status = status
         self._limits = limits
         self._is_stopping = is_stopping
         self._service_admins = frozenset(service_admins)
@@ -171,7 +171,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         context: Any,
     ) -> pb.GetCapabilitiesResponse:
         caller, limits, served = current_principal(), self._limits, self._host.served
-        store, seen = self._stores.get(caller.namespace), self._seen()
+        store, visible = self._stores.get(caller.namespace), self._visible_stats()
         return pb.GetCapabilitiesResponse(
             version=version("kvasir"),
             device=served.engine.device if served is not None else "",
@@ -184,12 +184,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             max_turns_per_namespace=limits.admission.max_turns_per_namespace,
             max_turns_per_caller=limits.admission.max_turns_per_caller,
             kv_memory_bytes=limits.admission.kv_memory_bytes,
-            kv_memory_used_bytes=seen.kv_memory_used_bytes,
-            misses=seen.misses,
+            kv_memory_used_bytes=visible.kv_memory_used_bytes,
+            misses=visible.misses,
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return stats_messages.stats(self._standing(), self._namespaces())
+        return stats_messages.stats(self._status(), self._namespaces())
 
     async def _send(self, context: Any, response: pb.GenerateResponse) -> None:
         """Write a response. While its turn runs, a reader that stops is noticed by the turn; after that, here."""
@@ -228,5 +228,5 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
                 metadata={"rpc": rpc},
             )
 
-    def _seen(self) -> stats_messages.Seen:
-        return stats_messages.seen(self._standing(), self._namespaces())
+    def _visible_stats(self) -> stats_messages.VisibleStats:
+        return stats_messages.visible_stats(self._status(), self._namespaces())

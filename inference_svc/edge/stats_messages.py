@@ -1,5 +1,4 @@
-"""What is told of a service's standing: to a caller of its own namespace, to an admin of the whole service
-of all."""
+"""The service's status as messages. A caller sees its own namespace, an admin of the whole service sees all."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,36 +6,36 @@ from dataclasses import dataclass
 
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.memory.service_stats import NamespaceCounters, Standing
+from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus
 from inference_svc.model.model_host import MemoriesLeft
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class VisibleStats:
     """Sums over the namespaces that a caller may know of."""
 
     kv_memory_used_bytes: int
     misses: Mapping[str, int]
 
 
-def seen(standing: Standing, namespace: str | None) -> Seen:
-    """`namespace`: the only one to be seen; None for all."""
-    counters = _visible(standing, namespace)
-    used = standing.engine.kv_memory_used_bytes if namespace is None else standing.engine.hot_bytes.get(namespace, 0)
+def visible_stats(status: ServiceStatus, namespace: str | None) -> VisibleStats:
+    """`namespace`: the only visible one; None for all."""
+    counters = _visible(status, namespace)
+    used = status.engine.kv_memory_used_bytes if namespace is None else status.engine.hot_bytes.get(namespace, 0)
     misses = sum((each.misses for each in counters.values()), Counter())
-    return Seen(used, {reason.value: count for reason, count in misses.items()})
+    return VisibleStats(used, {reason.value: count for reason, count in misses.items()})
 
 
-def stats(standing: Standing, namespace: str | None) -> pb.GetStatsResponse:
-    """`namespace`: the only one to be seen; None for all, and for the engine."""
+def stats(status: ServiceStatus, namespace: str | None) -> pb.GetStatsResponse:
+    """`namespace`: the only visible one; None for all, and for the engine."""
     return pb.GetStatsResponse(
-        model=standing.engine.model,
-        uptime_s=standing.uptime_s,
+        model=status.engine.model,
+        uptime_s=status.uptime_s,
         namespaces=[
-            _namespace(name, counters, standing.engine.hot_bytes.get(name, 0))
-            for name, counters in sorted(_visible(standing, namespace).items())
+            _namespace(name, counters, status.engine.hot_bytes.get(name, 0))
+            for name, counters in sorted(_visible(status, namespace).items())
         ],
-        engine=_engine(standing) if namespace is None else None,
+        engine=_engine(status) if namespace is None else None,
     )
 
 
@@ -44,10 +43,10 @@ def memories_left(left: MemoriesLeft) -> pb.MemoriesLeft:
     return pb.MemoriesLeft(stored=left.stored, dropped=left.unstored)
 
 
-def _visible(standing: Standing, namespace: str | None) -> Mapping[str, NamespaceCounters]:
+def _visible(status: ServiceStatus, namespace: str | None) -> Mapping[str, NamespaceCounters]:
     if namespace is None:
-        return standing.namespaces
-    return {namespace: standing.namespaces.get(namespace, NamespaceCounters())}
+        return status.namespaces
+    return {namespace: status.namespaces.get(namespace, NamespaceCounters())}
 
 
 def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int) -> pb.NamespaceStats:
@@ -69,16 +68,16 @@ def _namespace(name: str, counters: NamespaceCounters, hot_bytes: int) -> pb.Nam
     )
 
 
-def _engine(standing: Standing) -> pb.EngineStats:
-    engine = standing.engine
+def _engine(status: ServiceStatus) -> pb.EngineStats:
+    engine = status.engine
     return pb.EngineStats(
-        kv_memory_bytes=standing.kv_memory_bytes,
+        kv_memory_bytes=status.kv_memory_bytes,
         kv_memory_used_bytes=engine.kv_memory_used_bytes,
         hot_memories=engine.hot_memories,
-        restoring_bytes=standing.restoring_bytes,
-        publishing_bytes=standing.publishing_bytes,
-        prompt_bytes=standing.prompt_bytes,
+        restoring_bytes=status.restoring_bytes,
+        publishing_bytes=status.publishing_bytes,
+        prompt_bytes=status.prompt_bytes,
         computed_tokens=engine.computed_tokens,
         preemptions=engine.preemptions,
-        model_loads=standing.model_loads,
+        model_loads=status.model_loads,
     )

@@ -58,7 +58,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServiceStatus:
     """Everything that is told of a service at one moment."""
 
     uptime_s: float

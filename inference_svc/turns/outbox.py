@@ -19,8 +19,8 @@ _LOGPROB_BYTES = 116
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
-    """How much of a turn its reader may leave, and for how long it may take nothing."""
+class ReaderLimits:
+    """How many bytes of a turn its reader may leave unread, and for how long it may take nothing."""
 
     max_unread_bytes: int = 256 << 10
     stall_s: float = 60.0
@@ -29,8 +29,8 @@ class Patience:
 class Outbox:
     """Events in order, for one reader, on one event loop."""
 
-    def __init__(self, patience: Patience, clock: Callable[[], float]) -> None:
-        self._patience = patience
+    def __init__(self, limits: ReaderLimits, clock: Callable[[], float]) -> None:
+        self._limits = limits
         self._clock = clock
         self._events: deque[TurnEvent] = deque()
         self._deltas: list[TurnDelta] = []  # the newest events, one message once they are taken
@@ -54,11 +54,11 @@ class Outbox:
     @property
     def overrun(self) -> str:
         """Why the reader has lost its right to the rest; empty while it has not."""
-        patience, idle_s = self._patience, 0.0 if self._busy_since is None else self._clock() - self._busy_since
-        if self._unread_bytes > patience.max_unread_bytes:
-            return f"{self._unread_bytes} bytes of the reply are unread, at most {patience.max_unread_bytes} may be"
-        if idle_s > patience.stall_s:
-            return f"nothing was taken for {idle_s:.0f} s, at most {patience.stall_s:.0f} s may pass"
+        limits, idle_s = self._limits, 0.0 if self._busy_since is None else self._clock() - self._busy_since
+        if self._unread_bytes > limits.max_unread_bytes:
+            return f"{self._unread_bytes} bytes of the reply are unread, at most {limits.max_unread_bytes} may be"
+        if idle_s > limits.stall_s:
+            return f"nothing was taken for {idle_s:.0f} s, at most {limits.stall_s:.0f} s may pass"
         return ""
 
     def close(self, error: BaseException | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Retries: telling a turn again instead of doing it twice.
+"""Retries: reporter a turn again instead of doing it twice.
 
 A request is a retry when it has the request id and the input of the agent's last turn and extends what that turn
 extended. The same id with another input is another turn: ids name requests for people, the input says what was asked.

@@ -34,11 +34,11 @@ from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns import replay
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.handoff import HandOff
-from inference_svc.turns.outbox import Outbox, Patience
+from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.prompt_text import prompt_text
-from inference_svc.turns.telling import Telling
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest, TurnStarted, Warmed
 from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import (
     TurnState,
     TurnTask,
@@ -67,8 +67,8 @@ class TurnLimits:
     store_min_bytes_per_s: float = 20e6
     """A store that sends more slowly than this is slow, and its time counts."""
     publish_timeout_s: float = 30.0
-    patience: Patience = field(default_factory=Patience)
-    """What a reader may leave of its turn, and for how long."""
+    reader: ReaderLimits = field(default_factory=ReaderLimits)
+    """How far a reader may fall behind its turn."""
 
 
 class _MemoryMovedError(Exception):
@@ -115,7 +115,7 @@ class TurnService:
         """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
         place = contextlib.ExitStack()
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
-        running = TurnTask(Outbox(self._limits.patience, self._clock))
+        running = TurnTask(Outbox(self._limits.reader, self._clock))
         running.task = asyncio.create_task(self._run(request, running))
         self._running[running.task] = running
         running.task.add_done_callback(self._running.pop)
@@ -374,14 +374,14 @@ class TurnService:
 
         needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
-        telling = Telling(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
+        reporter = TurnReporter(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
         swap: SwapStore | None = None
         try:
             with self._admission.kv(turn.request.namespace, needed_bytes):
                 turn.running.handle = self._engine.submit(plan, on_events)
                 del plan
                 swap = self._swap_store(turn, turn.running.handle, store) if store is not None else None
-                return await self._until_ended(turn, inbox, telling, swap)
+                return await self._until_ended(turn, inbox, reporter, swap)
         except BaseException:
             if turn.running.handle is not None:
                 turn.running.handle.cancel()
@@ -394,11 +394,11 @@ class TurnService:
                 swap.close()
 
     async def _until_ended(
-        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", telling: Telling, swap: SwapStore | None
+        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", reporter: TurnReporter, swap: SwapStore | None
     ) -> Ended:
         while True:
             for event in await inbox.get():
-                telling.event(event)
+                reporter.event(event)
                 if swap is not None:
                     swap.event(event)
                 match event:

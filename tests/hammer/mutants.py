@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "cached tokens are told as more than they are",
-        "telling.py",
+        "turn_reporter.py",
         "                cached_tokens=cached_tokens,\n                source=source,",
         "                cached_tokens=cached_tokens + (cached_tokens > 20),\n                source=source,",
     ),

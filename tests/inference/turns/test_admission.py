@@ -14,7 +14,7 @@ from kvasir.errors import ResourceExhausted
 
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.turns.admission import Admission, AdmissionLimits
-from inference_svc.turns.outbox import Outbox, Patience
+from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.turn_data import TurnDelta, TurnEvent, TurnProgress
 
 LIMITS = AdmissionLimits(
@@ -137,7 +137,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 def test_a_reader_that_takes_nothing_is_overrun_by_bytes_or_by_time_and_one_that_reads_is_not() -> None:
     async def scenario() -> None:
         now = 0.0
-        outbox = Outbox(Patience(max_unread_bytes=100, stall_s=10), lambda: now)
+        outbox = Outbox(ReaderLimits(max_unread_bytes=100, stall_s=10), lambda: now)
         events = outbox.events()
         for _ in range(100):
             waiting = asyncio.ensure_future(anext(events))
@@ -161,7 +161,7 @@ def test_a_reader_that_takes_nothing_is_overrun_by_bytes_or_by_time_and_one_that
 
 def test_what_was_not_taken_yet_becomes_one_message_and_nothing_of_it_is_lost() -> None:
     async def scenario() -> None:
-        outbox = Outbox(Patience(), lambda: 0.0)
+        outbox = Outbox(ReaderLimits(), lambda: 0.0)
         for number in range(1000):
             outbox.put(TurnProgress(number, 1000))
         for number in range(1000):

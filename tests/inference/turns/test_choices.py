@@ -11,7 +11,7 @@ from inference_svc.engine.api import SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Source
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.choices import Choices, begin
-from inference_svc.turns.outbox import Outbox, Patience
+from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.turn_data import PromptInput, TurnDelta, TurnEvent, TurnProgress, TurnRequest, TurnStarted
 from inference_svc.turns.turn_state import TurnTask
 
@@ -19,7 +19,7 @@ STARTED = TurnStarted(5, 0, Source.COLD, Outcome.NONE, 0)
 
 
 def running() -> TurnTask:
-    return TurnTask(Outbox(Patience(), lambda: 0.0))
+    return TurnTask(Outbox(ReaderLimits(), lambda: 0.0))
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

@@ -19,7 +19,7 @@ from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import is_current
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.turns.handoff import HandOff
-from inference_svc.turns.outbox import Outbox, Patience
+from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.replay import is_retry, is_whole
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnProgress, TurnRequest
 from inference_svc.turns.turn_state import check_parent, whole_conversation
@@ -171,7 +171,7 @@ async def read(outbox: Outbox) -> list[TurnEvent]:
 
 def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
     async def slow_reader() -> list[TurnEvent]:
-        outbox = Outbox(Patience(), lambda: 0.0)
+        outbox = Outbox(ReaderLimits(), lambda: 0.0)
         for done in range(100):
             outbox.put(TurnProgress(done, 100))
         for token in range(1000):
@@ -187,7 +187,7 @@ def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same(
 
 def test_a_reader_gets_what_was_put_before_the_error() -> None:
     async def failing() -> list[TurnEvent]:
-        outbox, heard = Outbox(Patience(), lambda: 0.0), []
+        outbox, heard = Outbox(ReaderLimits(), lambda: 0.0), []
         outbox.put(TurnDelta("a", (1,)))
         outbox.close(errors.ResourceExhausted("full"))
         try:

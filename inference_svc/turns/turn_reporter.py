@@ -17,7 +17,7 @@ from inference_svc.turns.turn_data import TurnDelta, TurnProgress, TurnStarted
 from inference_svc.turns.turn_state import TurnState
 
 
-class Telling:
+class TurnReporter:
     """Of one plan of one turn, on the event loop."""
 
     def __init__(
