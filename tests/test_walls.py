@@ -329,14 +329,21 @@ ROOMS = {
         "journal": "blobs",
         "blobs": "records",
     },
-    SDK: {},
+    SDK: {
+        "bench": "clients credentials errors formats",
+        "cli": "address bench clients credentials errors formats",
+        "clients": "address errors formats status",
+        "server": "address credentials errors status",
+        "formats": "errors names",
+    },
 }
 
 
 @pytest.mark.parametrize("package", ROOMS)
 def test_rooms_import_only_the_rooms_below_them(package: str) -> None:
-    graph = boxes(module_graph(ROOT, package))
     name = PACKAGES[package]
+    # The package's own `__init__` imports nothing: any room may have its version from it.
+    graph = {room: below - {name} for room, below in boxes(module_graph(ROOT, package)).items()}
     allowed = {
         f"{name}.{room}": {f"{name}.{other}" for other in below.split()} for room, below in ROOMS[package].items()
     }

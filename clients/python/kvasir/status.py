@@ -31,8 +31,8 @@ class Answer(NamedTuple):
     http_status: int
 
 
-# The HTTP statuses are those of google/rpc/code.proto, which other gateways and proxies use too. Several types share one:
-# an HTTP status does not lead back to its type. So a gateway sends `to_status` in the body, and `from_status` reads it.
+# The HTTP statuses are those of google/rpc/code.proto, which other gateways and proxies use too. Several types share
+# one, so that it does not lead back to its type: a gateway sends `to_status` in the body, and `from_status` reads it.
 ANSWERS: dict[type[errors.KvasirError], Answer] = {
     errors.InvalidArgument: Answer(grpc.StatusCode.INVALID_ARGUMENT, 400),
     errors.NotFound: Answer(grpc.StatusCode.NOT_FOUND, 404),
