@@ -1,7 +1,6 @@
 """Memories as files: which form they have, and the seed's form to and from the store."""
 
 import enum
-import mmap
 from pathlib import Path
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
@@ -39,11 +38,7 @@ def import_seed_file(
 ) -> pb.SnapshotVersion:
     """Read a file of the seed's form into a new version of `agent`, or of the agent that the file names."""
     identity = _identity_of(client, of_agent) if of_agent else None
-    with file.open("rb") as opened:
-        if not file.stat().st_size:
-            raise InvalidArgument(f"{file}: the file is empty", field="file")
-        with mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            memory = from_seed_file(bytes(data), identity=identity)
+    memory = from_seed_file(file.read_bytes(), identity=identity)
     name = agent or memory.agent_id
     return client.import_agent(name, pack(memory.manifest, memory.blobs, agent_id=name), replace=replace)
 

@@ -10,8 +10,8 @@ import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import cast
 
+import safetensors
 from google.protobuf import json_format
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
@@ -63,14 +63,15 @@ def to_seed_file(
         yield bytes(tensor)
 
 
-def from_seed_file(data: bytes | memoryview, *, identity: identity_pb2.KvIdentity | None = None) -> SeedFile:
-    """Read a file of the seed's form.
+def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = None) -> SeedFile:
+    """Read a file of the seed's form. Its bytes are freed on the way if the caller keeps no reference to them.
 
     `identity` is what the memory is to be used with. A file without Kvasir's metadata needs it; its token ends are
     unknown then, so the memory can be continued whole but not cut. Raises InvalidArgument for a malformed file,
     FailedPrecondition when the file belongs to another KV identity or none is known.
     """
-    tensors, metadata = _parse(memoryview(data).cast("B"))
+    tensors, metadata = _read(data)
+    del data  # the library made copies; blocks are a third of the same size
     manifest = _manifest(metadata, identity)
     tokens = len(manifest.token_ids)
     wanted = [_seed_spec(spec, tokens) for spec in _kept_tensors(manifest.kv_identity, tokens)]
@@ -168,6 +169,7 @@ def _seed_spec(spec: TensorSpec, seq_len: int) -> TensorSpec:
     return TensorSpec(spec.name, spec.dtype, (1, seq_len, heads, width))
 
 
+# Ours, because the library takes all tensors at once, as raw pointers where there is no numpy; a memory has gigabytes.
 def _header(specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> bytes:
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -205,14 +207,31 @@ def _malformed(message: str) -> InvalidArgument:
     return InvalidArgument(f"seed file: {message}", reason="SEED_FILE_MALFORMED", field="file")
 
 
-def _parse(data: memoryview) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, str]]:
-    """Check the header of a stranger's file; its tensors by name, and its metadata."""
+def _read(data: bytes) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, str]]:
+    """A stranger's file: its tensors by name, read by the safetensors library, and its metadata.
+
+    The library holds dtypes, shapes and offsets against the file. It gives no metadata, and of a key that stands twice
+    it takes the last value, where another reader may take the first: so we read the header's JSON too.
+    """
+    metadata = _checked_metadata(data)
+    try:
+        found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
+    except safetensors.SafetensorError as error:
+        raise _malformed(str(error)[:200]) from None
+    tensors = {
+        name: (TensorSpec(name, entry["dtype"], tuple(entry["shape"])), memoryview(entry["data"]))
+        for name, entry in found
+    }
+    return tensors, metadata
+
+
+def _checked_metadata(data: bytes) -> dict[str, str]:
     if len(data) < 8:
         raise _malformed(f"expected at least 8 bytes, got {len(data)}")
     (length,) = struct.unpack_from("<Q", data)
     if not 2 <= length <= min(MAX_HEADER_BYTES, len(data) - 8):
         raise _malformed(f"header length: expected 2 to {min(MAX_HEADER_BYTES, len(data) - 8)}, got {length}")
-    entries = _json_object(bytes(data[8 : 8 + length]), "header")
+    entries = _json_object(data[8 : 8 + length], "header")
     metadata = entries.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise _malformed("__metadata__: expected an object of strings")
@@ -220,38 +239,7 @@ def _parse(data: memoryview) -> tuple[dict[str, tuple[TensorSpec, memoryview]], 
         raise _malformed(f"__metadata__ lacks {', '.join(missing)}")
     if len(entries) > block_file.MAX_TENSORS:
         raise _malformed(f"expected at most {block_file.MAX_TENSORS} tensors, got {len(entries)}")
-    return _tensors(entries, data[8 + length :]), metadata
-
-
-def _tensors(entries: Mapping[str, object], data: memoryview) -> dict[str, tuple[TensorSpec, memoryview]]:
-    """Tensors by name. Their ranges must cover the data exactly, in any order."""
-    found = [(*_offsets(name, entry), name, cast("dict[str, object]", entry)) for name, entry in entries.items()]
-    tensors: dict[str, tuple[TensorSpec, memoryview]] = {}
-    expected_begin = 0
-    for begin, end, name, entry in sorted(found, key=lambda item: item[:2]):
-        try:
-            spec = block_file.tensor_spec(name, entry["dtype"], entry["shape"])
-        except block_file.HeaderError as error:
-            raise _malformed(str(error)) from None
-        if begin != expected_begin or end - begin != spec.size_bytes:
-            raise _malformed(
-                f"{name[:80]}: data_offsets: expected [{expected_begin}, {expected_begin + spec.size_bytes}], "
-                f"got [{begin}, {end}]"
-            )
-        tensors[name] = (spec, data[begin:end])
-        expected_begin = end
-    if expected_begin != len(data):
-        raise _malformed(f"expected {expected_begin} bytes of tensors by its header, got {len(data)}")
-    return tensors
-
-
-def _offsets(name: str, entry: object) -> tuple[int, int]:
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise _malformed(f"{name[:80]}: expected exactly dtype, shape and data_offsets")
-    offsets = entry["data_offsets"]
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(type(offset) is int for offset in offsets):
-        raise _malformed(f"{name[:80]}: data_offsets: expected two whole numbers")
-    return offsets[0], offsets[1]
+    return metadata
 
 
 def _check_tensors(found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorSpec]) -> None:

@@ -3,7 +3,8 @@
 One file holds every layer's K and V for a run of tokens, in the block pool's own layout `[kv_heads, rows, …]`, so bytes
 move without transposing. Any safetensors library reads them. The encoder is ours because equal tensors must give equal
 bytes: tensors in schema order, one metadata key, header padded to 64 bytes. The checker runs before anything
-else looks at bytes that came from outside; it reads the header only and never computes on tensors.
+else looks at bytes that came from outside. It is ours because it reads a header before any tensor has arrived, and
+refuses what the library accepts: a key that stands twice, fields of other names, headers above 1 MiB.
 """
 
 import json
