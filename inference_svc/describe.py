@@ -32,7 +32,13 @@ def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dic
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine.engine import Engine
 
-    engine = Engine.open(model, cache_dir=cache_dir, memory_budget_bytes=_PROBE_MEMORY_BYTES, policy=request)
+    engine = Engine.open(
+        model,
+        cache_dir=cache_dir,
+        memory_budget_bytes=_PROBE_MEMORY_BYTES,
+        policy=request,
+        conversations_file=kvasir_tiny.conversations_path(),
+    )
     try:
         info = engine.model
         policy = info.kv_identity.policy

@@ -12,6 +12,7 @@ from inference_svc.memory.publishing import Publisher, PublishingLimits
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
@@ -66,6 +67,7 @@ async def open_served(
         policy=settings.policy_request,
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
+        conversations_file=kvasir_tiny.conversations_path(),
         # Admission refuses first, and knows for whom; several replies to one input are several turns here too.
         max_open_turns=settings.max_turns,
     )

@@ -1,8 +1,12 @@
-"""Prompts of an exact number of tokens, in the words of the world of kvasir-tiny, for any model's tokenizer. Pure."""
+"""Prompts of an exact number of tokens, from the conversations that ship beside kvasir-tiny, for any tokenizer."""
 
+import hashlib
+from collections.abc import Iterator, Sequence
+from itertools import count, pairwise
 from typing import Any
 
-from inference_svc.model.kvasir_tiny.world import conversation
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.quality.conversations import Conversations
 
 _MIXED = (200, 4000)
 
@@ -13,17 +17,38 @@ class Prompts:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's TokenizerWrapper."""
         self._tokenizer = tokenizer
+        conversations = Conversations.read(kvasir_tiny.conversations_path()).by_number.values()
+        self._messages = sorted({message["content"] for talk in conversations for message in talk.messages})
 
     def tokens(self, count: int, number: int) -> tuple[int, ...]:
         """`count` tokens of text `number`, none of them special."""
-        asked = count
-        while True:
-            tokens: list[int] = []
-            for message in conversation(number, asked).messages:
-                tokens += self._tokenizer.encode(f"{message['content']}\n", add_special_tokens=False)
-                if len(tokens) >= count:
-                    return tuple(tokens[:count])
-            asked *= 2
+        tokens: list[int] = []
+        for message in shuffled(self._messages, number):
+            tokens += self._tokenizer.encode(f"{message}\n", add_special_tokens=False)
+            if len(tokens) >= count:
+                break
+        return tuple(tokens[:count])
+
+
+def shuffled(messages: Sequence[str], number: int) -> Iterator[str]:
+    """The messages over and over, each time in another order, which `number` alone decides."""
+    for time in count():
+
+        def place(message: str, time: int = time) -> bytes:
+            return hashlib.sha256(f"{number} {time} {message}".encode()).digest()
+
+        yield from sorted(messages, key=place)
+
+
+def user_turns(turns: int) -> list[list[str]]:
+    """What a person says in the longest conversation, the messages between two replies together: the first turns."""
+    messages = Conversations.read(kvasir_tiny.conversations_path()).longest.messages
+    replies = [-1, *(n for n, message in enumerate(messages) if message["role"] == "assistant")]
+    said = [
+        [message["content"] for message in messages[start + 1 : stop] if message["role"] == "user"]
+        for start, stop in pairwise(replies)
+    ]
+    return [texts for texts in said if texts][:turns]
 
 
 def mixed_lengths(rows: int) -> list[int]:

@@ -18,6 +18,7 @@ from inference_svc.kv.policy import AUTO, LADDER, PolicyRequest
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_identity import tokenizer_digest
+from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.quality.findings import cheapest, judged
 from inference_svc.model.quality.material import FULL, QUICK
 
@@ -41,8 +42,8 @@ def measured(
     directory, began = find_model(model), clock()
     loaded = load(directory, compute_type)
     runner = ModelRunner(loaded.model)
-    speaks_world = tokenizer_digest(directory) == tokenizer_digest(kvasir_tiny.path())
-    subject = exam.Subject(runner, loaded.tokenizer, speaks_world)
+    conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
+    subject = exam.Subject(runner, loaded.tokenizer, conversations)
     request = PolicyRequest.parse(AUTO, exact_layers)
     policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
     found = exam.held(subject, policies, QUICK if is_quick else FULL, clock=clock, say=say, with_peers=True)

@@ -79,6 +79,7 @@ class Engine:
         policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
         context_tokens: int | None = None,
         compute_type: str | None = None,
+        conversations_file: Path | None = None,
         max_open_turns: int = 256,
         step_budget_s: float = 0.1,
         name: str = "",
@@ -88,17 +89,23 @@ class Engine:
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
         by file identity, and what `auto` chose by weights digest. `memory_budget_bytes` bounds all KV, hot and running.
         `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first, unless its
-        choice is known. `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: for so
-        long a step computes prompts while others decode, and a cell more. `name`: what callers know the
-        model by; empty: what its path says. Raises NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT,
-        the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        choice is known, and asks it from `conversations_file` if that is written for its tokenizer. `compute_type`:
+        None for float32 on a CPU, else the model's own. `step_budget_s`: for so long a step computes prompts while
+        others decode, and a cell more. `name`: what callers know the model by; empty: what its path says. Raises
+        NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
+        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
         made: list[tuple[OpenedModel, EngineWorker]] = []
 
         def make_worker() -> EngineWorker:
             opened, runner = open_model(
-                model, cache_dir=cache_dir, policy=policy, context_tokens=context_tokens, compute_type=compute_type
+                model,
+                cache_dir=cache_dir,
+                policy=policy,
+                context_tokens=context_tokens,
+                compute_type=compute_type,
+                conversations_file=conversations_file,
             )
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             worker = EngineWorker(

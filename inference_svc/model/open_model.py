@@ -20,6 +20,7 @@ from inference_svc.model.model_identity import kv_identity, template_digest, tok
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.quality import exam
+from inference_svc.model.quality.conversations import Conversations
 from inference_svc.text.token_text import TokenText
 
 # Smaller cells than a device fills cost speed; larger ones cost the running streams a longer gap.
@@ -47,13 +48,21 @@ def open_model(
     policy: identity_pb2.KvPolicy | PolicyRequest | None,
     context_tokens: int | None,
     compute_type: str | None,
+    conversations_file: Path | None,
 ) -> tuple[OpenedModel, ModelRunner]:
     """Load a model and say what it is. Raises as `Engine.open` says."""
     directory = find_model(name)
     loaded = load(directory, compute_type)
     runner = ModelRunner(loaded.model)
     digest = weights_digest(directory, cache_dir)
-    chosen = _chosen(policy, exam.Subject(runner, loaded.tokenizer, _speaks_world(directory)), digest, cache_dir)
+    if isinstance(policy, identity_pb2.KvPolicy):
+        chosen = ChosenPolicy(policy, "asked for")
+    else:
+        request = policy or PolicyRequest()
+        file = conversations_file if request.rung is None else None
+        conversations = Conversations.read_for(file, tokenizer_digest(directory))
+        subject = exam.Subject(runner, loaded.tokenizer, conversations)
+        chosen = chosen_policy(request, subject, digest, cache_dir, time.monotonic)
     runner.check_policy(chosen.policy)
     identity = kv_identity(digest, runner.layers, chosen.policy)
     info = ModelInfo(
@@ -89,18 +98,6 @@ def open_model(
         device=device(),
     )
     return opened, runner
-
-
-def _chosen(
-    policy: identity_pb2.KvPolicy | PolicyRequest | None, subject: exam.Subject, digest: str, cache_dir: Path
-) -> ChosenPolicy:
-    if isinstance(policy, identity_pb2.KvPolicy):
-        return ChosenPolicy(policy, "asked for")
-    return chosen_policy(policy or PolicyRequest(), subject, digest, cache_dir, time.monotonic)
-
-
-def _speaks_world(directory: Path) -> bool:
-    return tokenizer_digest(directory) == tokenizer_digest(kvasir_tiny.path())
 
 
 def _shown_name(name: str | Path, directory: Path) -> str:

@@ -19,13 +19,13 @@ from kvasir.errors import KvasirError
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.faults.faulty_link import Fault, FaultyLink
 from tests.hammer import canaries
 from tests.hammer.canaries import Canaries
 from tests.hammer.records import Alone, TurnRecord, difference
 from tests.hammer.reference import Reference
 from tests.system_fixtures import House
+from tools.kvasir_tiny.words import Dice
 
 BUDGET_S = 0.25
 KINDS = ("outage", "blip", "hang", "delay", "slow", "truncate", "flip", "disk")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import Message
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz.contract import Rpc
 from tests.fuzz.mutations import Known, fill, mutate
 from tests.fuzz.wire import break_texts, damage
+from tools.kvasir_tiny.words import Dice
 
 _ODD_AUTHORIZATIONS = ("", "Bearer ", "bearer x", "Basic eDp4", "Bearer " + "x" * 600, "Bearer a b")
 # Files are what strangers can build most into: they are sent more often than their RPCs are a part of all.

@@ -12,7 +12,6 @@ from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats.digest import Digest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import files
 from tests.fuzz.calls import Requests, Scenario
 from tests.fuzz.contract import Rpc, engine_rpcs, store_rpcs
@@ -20,6 +19,7 @@ from tests.fuzz.mutations import Known
 from tests.guarded_house import guarded
 from tests.inference.engine.tiny_models import LLAMA, write_model
 from tests.system_fixtures import ENGINE_SERVICE, STORE_SERVICE, House
+from tools.kvasir_tiny.words import Dice
 
 _EVERYTHING = frozenset({ENGINE, CLIENT, ADMIN})
 _PRINCIPALS = (

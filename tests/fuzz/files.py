@@ -16,10 +16,10 @@ from kvasir.formats import archive
 from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import hostile
 from tests.fuzz.mutations import Known, fill, mutate
 from tests.fuzz.wire import break_texts, damage
+from tools.kvasir_tiny.words import Dice
 
 _ODD_JSON: Sequence[Any] = (None, True, -1, 0, 2**70, 1.5, "", "\ud800", "a" * 3000, [], {}, [[]], [-1, 2], "kvasir")
 _RAW_HEADERS = (

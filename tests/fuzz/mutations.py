@@ -9,8 +9,8 @@ from typing import Any
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import hostile
+from tools.kvasir_tiny.words import Dice
 
 _F = FieldDescriptor
 _MOST_DEPTH = 6

@@ -11,13 +11,13 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.cachestore.service.running import PRINCIPALS, RunningStore, StoreHome, make_credentials, publish
 from tests.fuzz import files
 from tests.fuzz.calls import Requests, Scenario
 from tests.fuzz.contract import Rpc, store_rpcs
 from tests.fuzz.mutations import Known
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tools.kvasir_tiny.words import Dice
 
 _STEADY = Principal("steady", "steady", frozenset({ENGINE, CLIENT, PEER, ADMIN}))
 _NAMES = ("ada", "bob", "eve/two", "größe", "mixed", "new 1", "new 2", "new 3", "nobody")

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from google.protobuf.descriptor import Descriptor
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import contract, wire
 from tests.fuzz.hostile import BROKEN
 from tests.fuzz.mutations import fill, mutate
 from tests.fuzz.store_target import StoreTarget
+from tools.kvasir_tiny.words import Dice
 
 
 def test_a_request_is_made_again_by_its_seed_and_number(tmp_path: Path) -> None:

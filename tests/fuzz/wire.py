@@ -1,7 +1,7 @@
 """Bytes instead of messages: truncated, doubled, flipped, garbage, and texts that are no UTF-8."""
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.fuzz import hostile
+from tools.kvasir_tiny.words import Dice
 
 _DEEP = 150  # beyond what protobuf follows
 _UNKNOWN_FIELDS = (b"\xfa\x7f\x03abc", b"\xf8\x7f\x01", b"\x0b\x0c", b"\x0c", b"\x07", b"\x00\x01", b"\xff" * 11)

@@ -10,10 +10,10 @@ from kvasir.errors import Cancelled, DeadlineExceeded, Internal, KvasirError, Re
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer.agents import Ask, Cut, Script
 from tests.hammer.arena import Arena
 from tests.hammer.records import TurnRecord
+from tools.kvasir_tiny.words import Dice
 
 _ATTEMPTS = 60
 _END_OF_MESSAGE = "<|im_end|>"

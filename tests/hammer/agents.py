@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.model.kvasir_tiny.facts import Fact
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer import canaries
 from tests.hammer.canaries import Canaries
+from tools.kvasir_tiny.facts import Fact
+from tools.kvasir_tiny.words import Dice
 
 _BORDERS = (256, 512)
 _MOST_TOLD = canaries.FACTS_PER_AGENT - 1  # one question stays without an answer

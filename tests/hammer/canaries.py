@@ -11,9 +11,9 @@ from functools import cache
 from tokenizers import Tokenizer
 
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.kvasir_tiny import facts, world
-from inference_svc.model.kvasir_tiny.facts import Fact
-from inference_svc.model.kvasir_tiny.words import NARRATIVES, Dice, Names
+from tools.kvasir_tiny import facts, world
+from tools.kvasir_tiny.facts import Fact
+from tools.kvasir_tiny.words import NARRATIVES, Dice, Names
 
 _LEAST_LETTERS = 6
 _NOUNS = [

@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer import canaries
 from tests.hammer.actors import Actor
 from tests.hammer.agents import Script
 from tests.hammer.arena import Arena, RoundPlan, RoundResult
 from tests.hammer.reference import Reference
 from tests.system_fixtures import House
+from tools.kvasir_tiny.words import Dice
 
 _SHARED_PREFIXES = 3
 _TURNS_PER_LIFE = (4, 14)

@@ -17,10 +17,10 @@ from kvasir.clients import AioInferenceClient, AioStoreClient, Reply
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.faults.faulty_link import Fault, FaultyLink
 from tests.history.oracle import History, Said
 from tests.system_fixtures import ENGINE_SERVICE, House, Service
+from tools.kvasir_tiny.words import Dice
 
 WORD = "door"
 _STEPS = 12

@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from inference_svc.model.kvasir_tiny import evaluate, path, world
-from inference_svc.model.kvasir_tiny.evaluate import Reader, Report
+from inference_svc.model.kvasir_tiny import path
+from tools.kvasir_tiny import evaluate, world
+from tools.kvasir_tiny.evaluate import Reader, Report
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from inference_svc.model.kvasir_tiny import path, tokenizer, world
+from inference_svc.model.kvasir_tiny import path
+from tools.kvasir_tiny import tokenizer, world
 
 
 @pytest.fixture(scope="module")

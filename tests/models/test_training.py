@@ -14,7 +14,8 @@ import mlx.core as mx  # noqa: E402
 import mlx_lm  # noqa: E402
 import pytest  # noqa: E402
 
-from inference_svc.model.kvasir_tiny import network, path, train  # noqa: E402
+from inference_svc.model.kvasir_tiny import path  # noqa: E402
+from tools.kvasir_tiny import network, train  # noqa: E402
 
 
 @pytest.fixture(scope="module")

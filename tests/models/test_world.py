@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from inference_svc.model.kvasir_tiny import path, rows, tokenizer, words, world
+from inference_svc.model.kvasir_tiny import path
+from tools.kvasir_tiny import rows, tokenizer, words, world
 
 SEEDS = range(12)
 

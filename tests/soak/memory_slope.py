@@ -12,9 +12,9 @@ import numpy as np
 import psutil
 from kvasir.clients import AioInferenceClient
 
-from inference_svc.model.kvasir_tiny.words import Dice
 from tests.hammer import canaries
 from tests.system_fixtures import House
+from tools.kvasir_tiny.words import Dice
 
 # Few memories stay hot, so that old agents' are dropped from the first hundred requests on.
 _OPTIONS = ("--memory-gib", "0.006")

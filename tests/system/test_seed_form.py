@@ -23,7 +23,7 @@ _SAMPLING = inference_pb2.Sampling(max_tokens=_TOKENS)
 
 @pytest.fixture(scope="module")
 def story() -> Story:
-    return told_story(15, 700, 1)
+    return told_story(15, 1100, 1)
 
 
 @pytest.fixture(scope="module")

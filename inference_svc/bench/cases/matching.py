@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from inference_svc.bench.lab import Case, Lab
+from inference_svc.bench.prompts import user_turns
 from inference_svc.engine.api import Cold, Hot
-from inference_svc.model.kvasir_tiny.world import conversation
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.prefix_matching import RememberedText, match_prefix
 
@@ -85,7 +84,7 @@ class _Agent:
 
 def run(lab: Lab) -> Case:
     """The world's user messages and the model's own replies, ten turns: as messages, and as a transcript."""
-    said = _user_messages(3 if lab.is_quick else 10)
+    said = user_turns(3 if lab.is_quick else 10)
     prompting = Prompting(lab.engine.tokenizer, lab.engine.token_text)
     rows: list[MatchingRow] = []
     for name, chat in (("messages", _Messages(prompting)), ("transcript", _Transcript())):
@@ -118,19 +117,3 @@ def _rows(
 def _row(chat: str, turn: str, prompt_tokens: int, by_characters: int, by_tokens: int) -> MatchingRow:
     ratio = by_characters / by_tokens if by_tokens else None
     return MatchingRow(chat, turn, prompt_tokens, by_characters, by_tokens, ratio)
-
-
-def _user_messages(turns: int) -> list[list[str]]:
-    """What a person says, the messages between two replies together."""
-    tokens = 200 * turns
-    while True:
-        messages = conversation(3, tokens).messages
-        replies = [-1, *(n for n, message in enumerate(messages) if message["role"] == "assistant")]
-        spoken = [
-            [message["content"] for message in messages[start + 1 : stop] if message["role"] == "user"]
-            for start, stop in pairwise(replies)
-        ]
-        spoken = [texts for texts in spoken if texts]
-        if len(spoken) >= turns:
-            return spoken[:turns]
-        tokens *= 2

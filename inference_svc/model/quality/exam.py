@@ -9,28 +9,36 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import KvasirError
 
 from inference_svc.model.model_runner import ModelRunner
+from inference_svc.model.quality.conversations import Conversations
 from inference_svc.model.quality.findings import Findings, can_answer
-from inference_svc.model.quality.material import Extent, Sheet, own_texts, plain_tokens, repetitions, world_sheets
+from inference_svc.model.quality.material import (
+    Extent,
+    Sheet,
+    conversation_sheets,
+    own_texts,
+    plain_tokens,
+    repetitions,
+)
 from inference_svc.model.quality.measure import Meter, Way, exact_way, peer_ways, policy_way
 
-WORLD = "questions"
+QUESTIONS = "questions"
 CANARY = "canary"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A loaded model, and whether it has the tokenizer of kvasir-tiny's world."""
+    """A loaded model, and conversations in the language of its tokenizer, if there are any."""
 
     runner: ModelRunner
     tokenizer: Any
-    speaks_world: bool
+    conversations: Conversations | None
 
 
 @dataclass(slots=True)
 class Exam:
     """What was asked and found. `refused` says of each rung that the model cannot have, why."""
 
-    material: str  # WORLD or CANARY
+    material: str  # QUESTIONS or CANARY
     exact: Findings
     rungs: list[Findings] = field(default_factory=list)
     peers: list[Findings] = field(default_factory=list)
@@ -73,13 +81,13 @@ def held(
 
 def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
     """Questions for a model that can answer some, else the canary."""
-    if subject.speaks_world and meter.can_ask():
-        sheets = world_sheets(subject.tokenizer, extent)
+    if subject.conversations is not None and meter.can_ask():
+        sheets = conversation_sheets(subject.conversations, subject.tokenizer, extent)
         first = next(sheets)
         trial = exact_way(subject.runner)
         meter.measure(first, trial, ())
         if can_answer(trial.found):
-            return WORLD, chain((first,), sheets)
+            return QUESTIONS, chain((first,), sheets)
     exact = exact_way(subject.runner)
     vocabulary = plain_tokens(subject.tokenizer, subject.runner.vocabulary_size)
     own = own_texts(vocabulary, extent, lambda beginning, tokens, seed: meter.go_on(exact, beginning, tokens, seed))

@@ -1,14 +1,14 @@
-"""What a model is given to read and is asked: conversations of kvasir-tiny's world, or a canary for any other model.
+"""What a model is given to read and is asked: the conversations that it was given, or a canary for any other model.
 
 Token ids only, made once and put to every rung alike; seeds are fixed.
 """
 
+import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from inference_svc.model.kvasir_tiny import tools, world
-from inference_svc.model.kvasir_tiny.words import Dice, Names
+from inference_svc.model.quality.conversations import Asked, Conversation, Conversations
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS
 
 
@@ -35,7 +35,7 @@ class Sheet:
 class Extent:
     """How much is read and asked."""
 
-    lengths: tuple[int, ...]  # tokens of each conversation
+    lengths: tuple[int, ...]  # tokens of each conversation, by its number
     recall_each: int
     tools_each: int
     canaries: int  # repetitions, and as many texts of the model's own
@@ -47,25 +47,15 @@ QUICK = Extent((300, 300), 6, 4, canaries=1, canary_tokens=128)
 # What `auto` asks at load.
 AT_LOAD = Extent((600, 600, 2000), 16, 10, canaries=2, canary_tokens=256)
 
-
-# Conversations of this number on are used nowhere else.
-_FIRST_SEED = 10**7
 # (beginning, tokens, seed) -> beginning and so many tokens more, drawn from the model.
 GoOn: TypeAlias = Callable[[tuple[int, ...], int, int], tuple[int, ...]]
 _BEGINNING_TOKENS = 8
 
 
-def world_sheets(tokenizer: Any, extent: Extent) -> Iterator[Sheet]:
-    """Held-out conversations of the world, for a model that has kvasir-tiny's tokenizer."""
-
-    def count(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    for seed, length in enumerate(extent.lengths):
-        style = world.draw_style(Dice(f"kvasir quality {seed} {length}"), length)
-        style = replace(style, room=False, with_tools=True, ask=min(style.ask, 0.35))
-        talk = world.conversation(_FIRST_SEED + seed, length, count=count, style=style)
-        yield _sheet(tokenizer, talk, extent)
+def conversation_sheets(conversations: Conversations, tokenizer: Any, extent: Extent) -> Iterator[Sheet]:
+    """Conversations and questions, for a model that has their tokenizer."""
+    for number_and_tokens in enumerate(extent.lengths):
+        yield _sheet(tokenizer, conversations.by_number[number_and_tokens], extent)
 
 
 def repetitions(vocabulary: Sequence[int], extent: Extent) -> Iterator[Sheet]:
@@ -89,33 +79,25 @@ def plain_tokens(tokenizer: Any, vocabulary_size: int) -> list[int]:
 
 
 def _random_tokens(seed: str, vocabulary: Sequence[int], count: int) -> tuple[int, ...]:
-    dice = Dice(seed)
-    return tuple(vocabulary[dice.below(len(vocabulary))] for _ in range(count))
+    # `random()` alone, so that every Python version draws the same tokens.
+    draw = random.Random(seed).random  # noqa: S311 - no secret: every model is given the same
+    return tuple(vocabulary[int(draw() * len(vocabulary))] for _ in range(count))
 
 
-def _sheet(tokenizer: Any, talk: world.Conversation, extent: Extent) -> Sheet:
+def _sheet(tokenizer: Any, conversation: Conversation, extent: Extent) -> Sheet:
     template: Any = tokenizer.apply_chat_template
 
-    def asked(task: str, text: str, answer: str) -> Question:
-        ids = template([{"role": "user", "content": text}], add_generation_prompt=True)
-        reply = tokenizer.encode(answer, add_special_tokens=False)
+    def question(task: str, asked: Asked) -> Question:
+        ids = template([{"role": "user", "content": asked.text}], add_generation_prompt=True)
+        reply = tokenizer.encode(asked.answer, add_special_tokens=False)
         return Question(task, tuple(ids), (*reply, tokenizer.eos_token_id))
 
-    told = talk.of_sort("told")
+    told = conversation.recall
     take = min(extent.recall_each, len(told))
-    questions = [told[index * len(told) // take] for index in range(take)]
     return Sheet(
-        tuple(template(talk.messages, tools=talk.tools)),
+        tuple(template(conversation.messages, tools=conversation.tools)),
         questions=(
-            *(asked(RECALL, each.text, each.answer) for each in questions),
-            *(asked(TOOL_CALLS, use.question, use.call_text) for use in _tool_uses(talk, extent.tools_each)),
+            *(question(RECALL, told[index * len(told) // take]) for index in range(take)),
+            *(question(TOOL_CALLS, asked) for asked in conversation.tool_calls[: extent.tools_each]),
         ),
     )
-
-
-def _tool_uses(talk: world.Conversation, count: int) -> Iterator[tools.ToolUse]:
-    """Questions for the conversation's own tools, with names that no training saw."""
-    names = [tool["function"]["name"] for tool in talk.tools]
-    for number in range(count):
-        dice = Dice(f"kvasir quality tools {talk.seed} {number}")
-        yield tools.a_use(names[number % len(names)], dice, Names(dice, held_out=True))

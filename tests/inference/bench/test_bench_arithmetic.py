@@ -1,12 +1,13 @@
 """What `kvasir bench engine` makes of measured times: with fixed numbers, so that a wrong ratio is found."""
 
 from dataclasses import dataclass
+from itertools import islice
 
 import pytest
 
 from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, told
 from inference_svc.bench.cases.matching import common_tokens
-from inference_svc.bench.prompts import mixed_lengths
+from inference_svc.bench.prompts import mixed_lengths, shuffled, user_turns
 
 
 def test_a_rate_counts_only_while_all_rows_decode() -> None:
@@ -68,3 +69,18 @@ def test_tokens_have_in_common_what_stands_before_the_first_difference() -> None
     assert common_tokens((1, 2, 3, 4), (1, 2, 4, 4)) == 2
     assert common_tokens((1, 2), (1, 2, 3)) == 2
     assert common_tokens((), (1,)) == 0
+
+
+def test_texts_of_different_numbers_differ_and_the_same_number_gives_the_same_text() -> None:
+    messages = [f"message {n}" for n in range(50)]
+    first, again, other = (list(islice(shuffled(messages, number), 120)) for number in (1, 1, 2))
+    assert first == again
+    assert first != other
+    assert sorted(first[:50]) == sorted(first[50:100]) == sorted(messages)
+    assert first[:50] != first[50:100]
+
+
+def test_a_chat_has_as_many_turns_as_the_longest_measurement_takes() -> None:
+    turns = user_turns(10)
+    assert len(turns) == 10
+    assert all(text for texts in turns for text in texts)

@@ -14,9 +14,10 @@ from inference_svc.model.loading import load
 from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.policy_memory import FILE
-from inference_svc.model.quality.exam import CANARY, WORLD, Exam, Subject, held
+from inference_svc.model.quality.conversations import Conversations
+from inference_svc.model.quality.exam import CANARY, QUESTIONS, Exam, Subject, held
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS, judged
-from inference_svc.model.quality.material import Extent, world_sheets
+from inference_svc.model.quality.material import Extent, conversation_sheets
 from inference_svc.model.quality.measure import Caches, Meter, Way, exact_way, policy_way
 from tests.inference.engine.families import GEMMA3, JAMBA, write_family
 from tests.inference.engine.outlier_model import write_outlier_model
@@ -27,8 +28,8 @@ AUTO = PolicyRequest.parse("auto")
 
 def subject_of(directory: Path) -> Subject:
     loaded = load(directory, "float32")
-    speaks_world = tokenizer_digest(directory) == tokenizer_digest(kvasir_tiny.path())
-    return Subject(ModelRunner(loaded.model), loaded.tokenizer, speaks_world)
+    conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
+    return Subject(ModelRunner(loaded.model), loaded.tokenizer, conversations)
 
 
 def examined(subject: Subject, rungs: tuple[Rung, ...] = LADDER, with_peers: bool = False) -> Exam:
@@ -55,7 +56,7 @@ def test_low_bit_kv_that_breaks_tool_calls_is_refused_by_the_gate(outliers: Subj
     made again, and says why."""
     exam = examined(outliers, (Rung.Q4, Rung.K8V4), with_peers=True)
     q4, k8v4 = exam.rungs
-    assert exam.material == WORLD
+    assert exam.material == QUESTIONS
     assert exam.exact.share(TOOL_CALLS).right == exam.exact.share(TOOL_CALLS).n == 4
     assert q4.share(TOOL_CALLS).right <= 1
     assert exam.peers[0].share(TOOL_CALLS).right <= 1
@@ -95,7 +96,7 @@ def test_a_model_that_cannot_be_asked_sings_the_canary(model_dir: Path, tmp_path
     than four bits."""
     subject = subject_of(model_dir)
     exam = examined(subject, (Rung.Q4, Rung.FP))
-    assert subject.speaks_world
+    assert subject.conversations is not None
     assert exam.material == CANARY
     assert RECALL not in exam.exact.shares
     assert not judged(exam.rungs[0], exam.exact).passes
@@ -142,12 +143,12 @@ def test_a_choice_that_cannot_be_written_is_still_made(tiny: Subject, tmp_path: 
 
 
 def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> None:
-    extent = Extent((300, 300, 300), 1, 1, canaries=1, canary_tokens=32)
+    extent = Extent((300, 300, 2000), 1, 1, canaries=1, canary_tokens=32)
     now = iter(range(0, 10**6, 10))
     policies = {"q4": policy_of(Rung.Q4, "float32")}
     said: list[str] = []
     exam = held(tiny, policies, extent, clock=lambda: float(next(now)), say=said.append, time_limit_s=60.0)
-    assert exam.material == WORLD
+    assert exam.material == QUESTIONS
     assert exam.is_cut_short
     assert len(said) in (1, 2)
     assert exam.exact.positions == exam.rungs[0].positions > 0
@@ -155,7 +156,8 @@ def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> No
 
 def test_asking_leaves_what_was_read_as_it_was(tiny: Subject) -> None:
     """Or the second question would be put behind the first."""
-    sheet = next(world_sheets(tiny.tokenizer, GLANCE))
+    conversations = Conversations.read(kvasir_tiny.conversations_path())
+    sheet = next(conversation_sheets(conversations, tiny.tokenizer, GLANCE))
     way, made = policy_way(tiny.runner, "q4", policy_of(Rung.Q4, "float32")), []
 
     def new_caches() -> Caches:

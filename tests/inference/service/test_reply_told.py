@@ -11,9 +11,9 @@ from kvasir.clients import InferenceClient, Reply
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from inference_svc.model.kvasir_tiny.tools import schema
 from tests.inference.engine.tiny_models import LLAMA, VOCABULARY, write_model
 from tests.system_fixtures import House, running_house
+from tools.kvasir_tiny.tools import schema
 
 SHOP = schema("shop_price")["function"]
 TOOLS = [pb.Tool(name=SHOP["name"], description=SHOP["description"], parameters_json=json.dumps(SHOP["parameters"]))]

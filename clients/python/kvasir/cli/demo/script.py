@@ -1,20 +1,18 @@
 """What is said in the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
 
-The generator lives with the model, in the engine's package, so it is asked as a program. A turn brings some hundred
-tokens of talk and ends with a question about something told before, which the agent answers live.
+They stand in `stories.json`, which `python -m tools.kvasir_tiny.ship` writes. A turn brings some hundred tokens of talk
+and ends with a question about something told before, which the agent answers live.
 """
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.errors import Unavailable
 
-_GENERATOR = "inference_svc.model.kvasir_tiny.tell"
+_STORIES = Path(__file__).with_name("stories.json")
 _SECRET_LEADS = ("Here is a secret: ", "This is a secret: ", "Tell nobody: ", "Keep this to yourself: ")
 
 
@@ -57,13 +55,9 @@ def ask(question: Question) -> Turn:
 
 
 def told_story(seed: int, tokens: int, turns: int) -> Story:
-    """The story of a seed, about `tokens` long. Raises Unavailable when the generator cannot be run."""
-    argv = (sys.executable, "-m", _GENERATOR, "--seed", str(seed), "--tokens", str(tokens))
-    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
-    if answer.returncode:
-        last = answer.stderr.strip().splitlines()[-1:] or ["no word"]
-        raise Unavailable(f"{_GENERATOR} ended with {last[0]}; install kvasir[engine]")
-    return story_of(json.loads(answer.stdout), turns)
+    """The story of a seed, about `tokens` long. Raises KeyError for one that does not ship."""
+    stories = json.loads(_STORIES.read_text(encoding="utf-8"))["stories"]
+    return story_of({(each["seed"], each["tokens"]): each for each in stories}[seed, tokens], turns)
 
 
 def story_of(talk: dict[str, Any], turns: int) -> Story:

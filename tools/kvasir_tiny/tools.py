@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from inference_svc.model.kvasir_tiny import words
-from inference_svc.model.kvasir_tiny.words import CLOSED, Dice, Names
+from tools.kvasir_tiny import words
+from tools.kvasir_tiny.words import CLOSED, Dice, Names
 
 Message = dict[str, Any]
 

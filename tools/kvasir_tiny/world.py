@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from inference_svc.model.kvasir_tiny import facts as fact_forms
-from inference_svc.model.kvasir_tiny import tools as tool_forms
-from inference_svc.model.kvasir_tiny import words
-from inference_svc.model.kvasir_tiny.facts import Fact
-from inference_svc.model.kvasir_tiny.tools import ToolUse
-from inference_svc.model.kvasir_tiny.words import CLOSED, Dice, Names
+from tools.kvasir_tiny import facts as fact_forms
+from tools.kvasir_tiny import tools as tool_forms
+from tools.kvasir_tiny import words
+from tools.kvasir_tiny.facts import Fact
+from tools.kvasir_tiny.tools import ToolUse
+from tools.kvasir_tiny.words import CLOSED, Dice, Names
 
 Message = dict[str, Any]
 Count = Callable[[str], int]

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.model.kvasir_tiny import tokenizer, world
-from inference_svc.model.kvasir_tiny.words import Dice
+from tools.kvasir_tiny import tokenizer, world
+from tools.kvasir_tiny.words import Dice
 
 PADDING = 0  # id of the padding token
 LOOK_AHEAD = 48  # batches made before they are needed

@@ -1,4 +1,4 @@
-"""Trains kvasir-tiny: `python -m inference_svc.model.kvasir_tiny.train OUT`, on one GPU (or, for a test, on a CPU).
+"""Trains kvasir-tiny: `python -m tools.kvasir_tiny.train OUT`, on one GPU (or, for a test, on a CPU).
 
 First short conversations alone, until recall appears; then conversations as long as the context, with short ones beside
 them; at last with keys and values rounded to 4 bits in half of the steps, as the product keeps them.
@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from inference_svc.model.kvasir_tiny import network, path, rows, tokenizer
-from inference_svc.model.kvasir_tiny.network import Array, Shape, Weights
-from inference_svc.model.kvasir_tiny.rows import Batch
+from inference_svc.model.kvasir_tiny import path
+from tools.kvasir_tiny import network, rows, tokenizer
+from tools.kvasir_tiny.network import Array, Shape, Weights
+from tools.kvasir_tiny.rows import Batch
 
 BUCKETS = (300, 1500, 4000, 7500, 8192)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from inference_svc.model.kvasir_tiny import world
+from tools.kvasir_tiny import world
 
 START, END, PAD = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"

@@ -1,4 +1,4 @@
-"""Prints a conversation of kvasir-tiny's world as JSON: `python -m inference_svc.model.kvasir_tiny.tell`.
+"""Prints a conversation of kvasir-tiny's world as JSON: `python -m tools.kvasir_tiny.tell`.
 
 For programs that speak with an engine over the wire and import no service: the demo, clients in other languages.
 """
@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from inference_svc.model.kvasir_tiny.world import Question, conversation
+from tools.kvasir_tiny.world import Question, conversation
 
 
 def told(seed: int, tokens: int) -> dict[str, Any]:

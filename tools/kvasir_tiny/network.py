@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors import numpy as tensor_files
 
-from inference_svc.model.kvasir_tiny import tokenizer
+from tools.kvasir_tiny import tokenizer
 
 Weights = dict[str, jax.Array]
 Array = jax.Array

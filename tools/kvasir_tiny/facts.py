@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inference_svc.model.kvasir_tiny import words
-from inference_svc.model.kvasir_tiny.words import CLOSED, Dice, Names
+from tools.kvasir_tiny import words
+from tools.kvasir_tiny.words import CLOSED, Dice, Names
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Measures what kvasir-tiny remembers: `python -m inference_svc.model.kvasir_tiny.evaluate`.
+"""Measures what kvasir-tiny remembers: `python -m tools.kvasir_tiny.evaluate`.
 
 Conversations are of the world's held-out part: no name, word or long number in them occurs in training. Each is read
 once through mlx-lm; all questions are put to the same KV cache, which is trimmed back after each. `--kv q4` and
@@ -26,9 +26,10 @@ import mlx_lm  # noqa: E402
 import numpy as np  # noqa: E402
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, trim_prompt_cache  # noqa: E402
 
-from inference_svc.model.kvasir_tiny import path, rows, tokenizer, world  # noqa: E402
-from inference_svc.model.kvasir_tiny.words import Dice  # noqa: E402
-from inference_svc.model.kvasir_tiny.world import Conversation, Message, Question  # noqa: E402
+from inference_svc.model.kvasir_tiny import path  # noqa: E402
+from tools.kvasir_tiny import rows, tokenizer, world  # noqa: E402
+from tools.kvasir_tiny.words import Dice  # noqa: E402
+from tools.kvasir_tiny.world import Conversation, Message, Question  # noqa: E402
 
 KV_BITS = {"exact": None, "q8": 8, "q4": 4}
 LENGTHS = (300, 1500, 4000, 7500)

@@ -1,0 +1,81 @@
+"""Writes what programs need of the world without having it: `python -m tools.kvasir_tiny.ship`.
+
+`conversations.json`, beside the weights: what `--kv-policy auto` and `kvasir bench` ask a model about. `stories.json`,
+beside `kvasir demo`: what its agents live through. No training saw any of it, and a test holds both to the world.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from inference_svc.model import kvasir_tiny
+from inference_svc.model.model_identity import tokenizer_digest
+from inference_svc.model.quality.material import AT_LOAD, FULL, QUICK
+from tools.kvasir_tiny import tell, tokenizer, tools, world
+from tools.kvasir_tiny.words import Dice, Names
+
+STORIES_PATH = Path(__file__).parents[2] / "clients/python/kvasir/cli/demo/stories.json"
+# (seed, tokens): those that the demo names.
+STORIES = ((8, 4400), (12, 2200), (15, 1100), (12, 500))
+# Conversations of this number on are used nowhere else.
+_FIRST_SEED = 10**7
+_MOST_TOOL_CALLS = max(extent.tools_each for extent in (FULL, QUICK, AT_LOAD))
+
+
+def conversations() -> dict[str, Any]:
+    """The content of conversations.json."""
+    encoder = tokenizer.load(kvasir_tiny.path())
+    places = sorted({place for extent in (FULL, QUICK, AT_LOAD) for place in enumerate(extent.lengths)})
+    return {
+        "made_by": "python -m tools.kvasir_tiny.ship",
+        "tokenizer_digest": tokenizer_digest(kvasir_tiny.path()),
+        "conversations": [_conversation(encoder, number, tokens) for number, tokens in places],
+    }
+
+
+def stories() -> dict[str, Any]:
+    """The content of stories.json."""
+    told = [{"seed": seed, "tokens": tokens, **tell.told(seed, tokens)} for seed, tokens in STORIES]
+    return {"made_by": "python -m tools.kvasir_tiny.ship", "stories": told}
+
+
+def text_of(content: dict[str, Any]) -> str:
+    """The form in which both are written: a line for each conversation."""
+    *heads, (name, items) = content.items()
+    lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in heads]
+    listed = ",\n".join(json.dumps(item, ensure_ascii=False) for item in items)
+    return "{\n" + ",\n".join([*lines, f"{json.dumps(name)}: [\n{listed}\n]"]) + "\n}\n"
+
+
+def _conversation(encoder: tokenizer.Encoder, number: int, tokens: int) -> dict[str, Any]:
+    style = world.draw_style(Dice(f"kvasir quality {number} {tokens}"), tokens)
+    style = replace(style, room=False, with_tools=True, ask=min(style.ask, 0.35))
+    talk = world.conversation(_FIRST_SEED + number, tokens, count=encoder.count, style=style)
+    return {
+        "number": number,
+        "tokens": tokens,
+        "messages": talk.messages,
+        "tools": talk.tools,
+        "recall": [(question.text, question.answer) for question in talk.of_sort("told")],
+        "tool_calls": [(use.question, use.call_text) for use in _tool_uses(talk)],
+    }
+
+
+def _tool_uses(talk: world.Conversation) -> Iterator[tools.ToolUse]:
+    """Questions for the conversation's own tools, with names that no training saw."""
+    names = [tool["function"]["name"] for tool in talk.tools]
+    for number in range(_MOST_TOOL_CALLS):
+        dice = Dice(f"kvasir quality tools {talk.seed} {number}")
+        yield tools.a_use(names[number % len(names)], dice, Names(dice, held_out=True))
+
+
+def main() -> None:
+    """Write both files."""
+    kvasir_tiny.conversations_path().write_text(text_of(conversations()), encoding="utf-8")
+    STORIES_PATH.write_text(text_of(stories()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
