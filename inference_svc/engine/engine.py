@@ -226,6 +226,7 @@ class Engine:
 
     def hot_memory(self, key: AgentKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""
+        self._worker.memories.expect_use(key)
         return self._worker.memories.described(key)
 
     def hot_tag(self, key: AgentKey) -> object:
@@ -330,7 +331,7 @@ class Engine:
 def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
     rules = Rules(cell_tokens=model.cell_tokens, budget_s=step_budget_s)
     # Layers that do not keep all tokens share nothing: who waited for a sibling would wait for nothing.
-    return replace(rules, gate_s=0) if model.has_states else rules
+    return replace(rules, prefix_wait_s=0) if model.has_states else rules
 
 
 def _closed() -> Unavailable:

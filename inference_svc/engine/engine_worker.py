@@ -57,7 +57,6 @@ class EngineWorker:
         self.memory_used_bytes = 0
         self.computed_tokens = 0  # that went through the model: what is reused is not among them
         self.preemptions = 0
-        self.decoded_bytes = 0
         self._runner = runner
         self._model = model
         self._clock = clock
@@ -68,7 +67,7 @@ class EngineWorker:
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._active: dict[Turn, ActiveSequence] = {}
         self._preempted = PreemptedTurns(runner, model, memory_budget_bytes // _UNSTORED_PART)
-        self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it spared
+        self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it protected
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
         self._listeners: dict[Turn, OnEvents] = {}
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
@@ -192,27 +191,26 @@ class EngineWorker:
         if any(self._make_room(turn) for turn in blocked):
             self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
 
-    def _try_begin(self, turn: Turn, spare: Collection[Hashable]) -> bool:
+    def _try_begin(self, turn: Turn, protected: Collection[Hashable]) -> bool:
         """Begin a waiting turn, or have the files of one that was preempted brought; False if there is no room yet."""
         extends = turn.memory_key is not None
         needed, key, namespace = self._needed_bytes(turn), turn.plan.key, turn.namespace
-        if not self.memories.reserve(turn, needed, key, extends=extends, spare=spare, namespace=namespace):
-            self._refused.setdefault(turn, spare)
+        if not self.memories.reserve(turn, needed, key, extends=extends, protected=protected, namespace=namespace):
+            self._refused.setdefault(turn, protected)
             return False
         if turn in self._preempted:
             turn.wanted()
             self._tell_one(turn, self._listeners[turn])
         else:
-            self._guarded(turn, lambda turn: self._begin(turn, spare))
+            self._guarded(turn, lambda turn: self._begin(turn, protected))
         return True
 
     def _make_room(self, blocked: Turn) -> bool:
         """Preempt turns for one that found no room; False if nobody was."""
         needed, extends = self._needed_bytes(blocked), blocked.memory_key is not None
-        spare = self._refused.get(blocked, ())
-        missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, spare=spare)
-        preemptions = self._scheduler.preemptions(blocked, missing)
-        turns = [preemption.turn for preemption in preemptions]
+        protected = self._refused.get(blocked, ())
+        missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, protected=protected)
+        turns = self._scheduler.preemptions(blocked, missing)
         if not self._preempted.have_room(turns):
             return False
         for turn in turns:
@@ -239,33 +237,35 @@ class EngineWorker:
         saved = max(0, memory.kv.length - memory.kv.start_before(turn.reusable_tokens)) if is_cut and memory else 0
         return turn_bytes(turn.plan, self._model) + saved * self._model.kv_bytes_per_token
 
-    def _begin(self, turn: Turn, spare: Collection[Hashable]) -> None:
+    def _begin(self, turn: Turn, protected: Collection[Hashable]) -> None:
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
-        active = self._shared(turn, spare) or begin(turn, memory, self._runner, self._model)
+        active = self._shared(turn, protected) or begin(turn, memory, self._runner, self._model)
         self._active[turn] = active
 
-    def _shared(self, turn: Turn, spare: Collection[Hashable]) -> ActiveSequence | None:
+    def _shared(self, turn: Turn, protected: Collection[Hashable]) -> ActiveSequence | None:
         """The turn with a fork of what another of its namespace prefilled, if that is worth more than its own plan."""
         if turn.namespace is None or self._model.has_states:
             return None
-        donor = self._scheduler.donor_of(turn, self.memories.idle(turn.namespace))
-        if donor is None:
+        prefix = self._scheduler.prefix_source_of(turn, self.memories.idle(turn.namespace))
+        if prefix is None:
             return None
-        source = donor.source
+        source = prefix.source
         owner = self._active[source] if isinstance(source, Turn) else self.memories.get(source)  # type: ignore[arg-type]
-        if owner is None or (turn.memory_key is not None and not self._leaves_its_memory(turn, spare)):
+        if owner is None or (turn.memory_key is not None and not self._leaves_its_memory(turn, protected)):
             return None
-        return ActiveSequence.sharing(turn, owner.kv, donor.shared_tokens)
+        return ActiveSequence.sharing(turn, owner.kv, prefix.shared_tokens)
 
-    def _leaves_its_memory(self, turn: Turn, spare: Collection[Hashable]) -> bool:
+    def _leaves_its_memory(self, turn: Turn, protected: Collection[Hashable]) -> bool:
         """Whether there is room for the turn beside the memory that it was to extend; that one is idle then."""
         key = turn.plan.key
         self.memories.release(turn)
         needed, namespace = turn_bytes(turn.plan, self._model), turn.namespace
-        if self.memories.reserve(turn, needed, spare={key, *spare}, namespace=namespace):
+        if self.memories.reserve(turn, needed, protected={key, *protected}, namespace=namespace):
             return True
         needed = self._needed_bytes(turn)
-        self.memories.reserve(turn, needed, key, extends=True, spare=spare, namespace=namespace)  # as it was before
+        self.memories.reserve(
+            turn, needed, key, extends=True, protected=protected, namespace=namespace
+        )  # as it was before
         return False
 
     # --- stepping ---
@@ -312,7 +312,7 @@ class EngineWorker:
     def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
         """Cells of prompts, as long as the scheduler says, `spent_s` of its time being spent; False if none waits."""
         began_s, cells = self._clock() - spent_s, 0
-        while (turn := self._scheduler.next_prefill(self._clock() - began_s)) is not None:
+        while (turn := self._scheduler.grant_prefill(self._clock() - began_s)) is not None:
             self._guarded(turn, self._prefill_cell)
             self._tell()
             cells += 1
@@ -445,4 +445,3 @@ class EngineWorker:
     def _count_bytes(self) -> None:
         active_bytes = sum(active.kv.allocated_bytes for active in self._active.values())
         self.memory_used_bytes = active_bytes + self.memories.ledger.resident_bytes
-        self.decoded_bytes = self._batch.scratch_bytes

@@ -77,13 +77,13 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling's prefix is used one cell too far",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "limit = min(shareable, turn.prompt_tokens - 1)",
         "limit = min(shareable + self.cell_tokens, turn.prompt_tokens - 1)",
     ),
     Mutant(
         "a sibling's rows are taken for equal whatever their tokens",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.cell_tokens * self.cell_tokens)",
         "return min(limit, min(len(turn.chain), len(chain)) * BLOCK_TOKENS // self.cell_tokens * self.cell_tokens)",
     ),

@@ -1,7 +1,7 @@
-"""Which namespaces have turns, or had some lately, and whose turn it is among them. Pure: seconds are told.
+"""Which namespaces have turns, or had some lately, and which of them comes next. Pure: callers pass in the time.
 
-Namespaces are served in turn: the one first that was served longest ago, and before all one that is new. A namespace
-is remembered for a while after its last turn, so that whoever comes once a second neither counts as new each time nor
+Namespaces are served in turn: first a new namespace, then the namespace that was served longest ago. A namespace is
+remembered for a while after its last turn. So a caller that comes once a second neither counts as new each time, nor
 leaves the others alone in between.
 """
 
@@ -13,14 +13,14 @@ Namespace = str | None
 
 @dataclass
 class Place:
-    """What is remembered of a namespace."""
+    """What is remembered about a namespace."""
 
-    turns: int = 0  # that wait or run
-    left_s: float = 0.0  # when it last had one
-    began: int = 0  # number of its last beginning, of all
-    served: int = 0  # number of its last cell, of all
+    turns: int = 0  # turns that wait or run
+    left_s: float = 0.0  # when its last turn ended
+    began: int = 0  # number of the turn that it began last, counted over all namespaces
+    served: int = 0  # number of the cell that it got last, counted over all namespaces
     was_warm: bool = False  # its last cell went to a warm turn out of order
-    owed_s: float = 0.0  # prefill beside others' decoding that is not made up for yet
+    owed_s: float = 0.0  # prefill beside others' decoding that it has not made up for yet
 
 
 class Company:
@@ -57,7 +57,7 @@ class Company:
         self._places[namespace].began = self._begun
 
     def forget_absent(self, now: float) -> None:
-        """Those that have had no turn for long."""
+        """Forget the namespaces that have had no turn for long."""
         self._places = {
             namespace: place
             for namespace, place in self._places.items()

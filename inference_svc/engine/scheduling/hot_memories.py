@@ -1,9 +1,10 @@
-"""The memories that the engine keeps between turns, and the budget that they and the running turns share. Pure.
+"""The memories that the engine keeps between turns, and the budget that they share with the running turns. Pure.
 
-What is dropped for room: first memories of namespaces that hold more than their share of the budget, and only as many
-as are above it, so that one namespace's crowd does not drop another's few; of these, and then of all, memories of
-background agents first, then by `expected_use`. Never one that a running turn extends, and nothing if it would not make
-enough room. Idle memories keep no turn waiting: when nobody with more than its share has any, the others' go.
+To make room, idle memories are dropped. Namespaces that hold more than their share of the budget lose memories first,
+and only as many as exceed the share, so that one namespace with many agents does not drop another's few. Then all
+namespaces lose some: an idle memory keeps no turn waiting. Within each group memories of background agents go first,
+then the order is that of `expected_use`. A memory that a running turn extends is never dropped, and none is dropped if
+that would not make enough room.
 """
 
 from collections import Counter
@@ -18,7 +19,7 @@ from inference_svc.text.sequence_state import SequenceState
 
 
 class Sized(Protocol):
-    """KV, as far as the budget looks at it."""
+    """What the budget must know of KV."""
 
     @property
     def allocated_bytes(self) -> int: ...
@@ -29,7 +30,7 @@ KvT = TypeVar("KvT", bound=Sized)
 
 @dataclass
 class ResidentMemory(Generic[KvT]):
-    """An agent's KV and what it is of. `chain` holds the chain hashes of the full blocks. Only the tag ever changes."""
+    """An agent's KV and its tokens. `chain` holds the chain hashes of the full blocks. Only the tag ever changes."""
 
     kv: KvT
     state: SequenceState
@@ -43,17 +44,17 @@ class ResidentMemory(Generic[KvT]):
 
 
 class HotMemories(Generic[KvT]):
-    """Memories by key, and the ledger of their bytes and the running turns'. Changed on the MLX thread only, but for
-    tags and uses.
+    """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
+    for tags and expected uses.
 
-    A turn's way through it: `reserve` before it begins; then `leave` (its memory is the key's now) or `release` (what
-    it extended is as it was before; after `drop` of it, gone).
+    A turn calls `reserve` before it begins. At its end it calls `leave`, which makes its memory the key's, or
+    `release`, which leaves the memory that it extended as it was (or gone, after `drop`).
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.ledger: MemoryLedger[Hashable, AgentKey] = MemoryLedger(budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory[KvT]] = {}
-        self._lent: dict[Hashable, AgentKey] = {}
+        self._borrowed: dict[Hashable, AgentKey] = {}
         self._namespaces: dict[Hashable, str | None] = {}  # of those that hold reservations
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()
 
@@ -67,21 +68,23 @@ class HotMemories(Generic[KvT]):
         return self._memories.get(key)
 
     def described(self, key: AgentKey) -> HotMemory | None:
-        """For planning a turn of the key: the memory is about to be used, and is dropped later than others. From any
-        thread.
-        """
+        """The key's memory without its KV. From any thread."""
         memory = self._memories.get(key)
-        if memory is None:
-            return None
-        self._expected.plans(key)
-        return HotMemory(memory.state, memory.tag)
+        return HotMemory(memory.state, memory.tag) if memory is not None else None
+
+    def expect_use(self, key: AgentKey) -> None:
+        """A turn of the key is being planned: drop its memory later than others. From any thread."""
+        if key in self._memories:
+            self._expected.plans(key)
 
     def put(self, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
-        """The key's memory, made outside a turn (a fork). Makes room for it; False, and the key keeps what it had, if
-        there is none.
+        """Keep a memory that no turn made (a fork). Drops others to make room; False, and the key keeps its memory, if
+        that is not enough.
         """
         before = self.ledger.residents.get(key, 0)
-        if self.ledger.is_lent(key) or not self._make_room(memory.kv.allocated_bytes - before, {key}, key.namespace):
+        if self.ledger.is_borrowed(key) or not self._make_room(
+            memory.kv.allocated_bytes - before, {key}, key.namespace
+        ):
             return False
         self._expected.took_turn(key)
         self._memories[key] = memory
@@ -94,24 +97,24 @@ class HotMemories(Generic[KvT]):
             memory.tag = tag
 
     def drop(self, key: AgentKey) -> bool:
-        """Forget it; True if there was one. The bytes of one that a running turn extends stay with the turn."""
+        """Forget the key's memory; True if there was one. If a running turn extends it, the turn keeps the bytes."""
         self.ledger.drop(key)
         return self._memories.pop(key, None) is not None
 
     def keys(self) -> set[AgentKey]:
-        """Whose memories there are. From any thread; not counted as a use."""
+        """Keys that have a memory. From any thread."""
         return set(self._memories)
 
     def sizes(self) -> dict[AgentKey, int]:
-        """Allocated bytes of each memory. From any thread; not counted as a use."""
+        """Allocated bytes of each memory. From any thread."""
         return {key: memory.kv.allocated_bytes for key, memory in list(self._memories.items())}
 
     def idle(self, namespace: str) -> list[tuple[AgentKey, str, ResidentMemory[KvT]]]:
-        """Memories of a namespace that no running turn extends, as `PrefixGate.donor_of` takes them."""
+        """Memories of a namespace that no running turn extends, in the form that `PrefixSharing` takes."""
         return [
             (key, namespace, memory)
             for key, memory in self._memories.items()
-            if key.namespace == namespace and not self.ledger.is_lent(key)
+            if key.namespace == namespace and not self.ledger.is_borrowed(key)
         ]
 
     # --- turns ---
@@ -123,24 +126,25 @@ class HotMemories(Generic[KvT]):
         key: AgentKey | None = None,
         *,
         extends: bool = False,
-        spare: Collection[Hashable] = (),
+        protected: Collection[Hashable] = (),
         namespace: str | None = None,
     ) -> bool:
         """Hold `needed_bytes` for a turn of `key`, which `extends` the key's hot memory or begins without it. Drops
-        idle memories, except those of `spare`, if that makes enough room. False, and nothing changed, if it does not.
+        idle memories that are not in `protected`, if that makes enough room. False, and nothing changed, if it does
+        not.
 
-        `needed_bytes`: the KV of all tokens that it may come to have, and what its plan holds besides (restored blobs,
-        saved rows). What would not fit an empty budget is held as if it just did: the turn runs, alone.
+        `needed_bytes`: the KV of all tokens that the turn may come to have, and the rows that it saves for an undo. A
+        turn that would not fit an empty budget holds the whole budget: it runs, alone.
         """
         needed_bytes = min(needed_bytes, self.budget_bytes)
-        lent = key if extends else None
-        kept = {*spare, *([lent] if lent is not None else [])}
-        if not self._make_room(self.ledger.charge(needed_bytes, lent)[1], kept, namespace):
+        borrowed = key if extends else None
+        kept = {*protected, *([borrowed] if borrowed is not None else [])}
+        if not self._make_room(self.ledger.charge(needed_bytes, borrowed)[1], kept, namespace):
             return False
-        self.ledger.reserve(owner, needed_bytes, lent)
+        self.ledger.reserve(owner, needed_bytes, borrowed)
         self._namespaces[owner] = namespace
-        if lent is not None and lent in self._memories:
-            self._lent[owner] = lent
+        if borrowed is not None and borrowed in self._memories:
+            self._borrowed[owner] = borrowed
         return True
 
     def missing_bytes(
@@ -149,38 +153,33 @@ class HotMemories(Generic[KvT]):
         key: AgentKey | None = None,
         *,
         extends: bool = False,
-        spare: Collection[Hashable] = (),
+        protected: Collection[Hashable] = (),
     ) -> int:
-        """What running turns would have to give up for a reservation that `reserve` refused; 0 if dropping idle
-        memories, but those of `spare`, is enough.
+        """Bytes that running turns would have to give up for a reservation that `reserve` refused; 0 if it is enough to
+        drop idle memories that are not in `protected`.
         """
-        lent = key if extends else None
-        missing = self.ledger.charge(min(needed_bytes, self.budget_bytes), lent)[1]
-        droppable = sum(size for idle, size in self.ledger.residents.items() if idle != lent and idle not in spare)
+        borrowed = key if extends else None
+        missing = self.ledger.charge(min(needed_bytes, self.budget_bytes), borrowed)[1]
+        droppable = sum(
+            size for idle, size in self.ledger.residents.items() if idle != borrowed and idle not in protected
+        )
         return max(0, missing - self.ledger.free_bytes - droppable)
 
-    def resize(self, owner: Hashable, needed_bytes: int) -> bool:
-        """Hold more or less for a turn that runs: less once its plan's blobs are gone, more if there is room or
-        dropping idle memories makes it. False, and nothing changed, if there is none.
-        """
-        more = needed_bytes - self.ledger.reserved_by(owner)
-        return self._make_room(more, (), self._namespaces.get(owner)) and self.ledger.resize(owner, needed_bytes)
-
     def release(self, owner: Hashable) -> None:
-        """The turn ended without a memory, was undone, or gave up its rows. What it extended is resident again, unless
-        it was dropped or its buffers grew so far that it does not fit any more: then it is gone.
+        """The turn ended without a memory, was undone, or was preempted. The memory that it extended is resident again,
+        unless it was dropped, or its buffers grew so far that it no longer fits: then it is gone.
         """
         self._forget(owner)
-        key = self._lent.pop(owner, None)
+        key = self._borrowed.pop(owner, None)
         if key is not None and (memory := self._memories.get(key)):
             self._keep(key, memory)
 
     def leave(self, owner: Hashable, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
-        """The turn ended, and `memory` is the key's now. False if it does not fit (the turn used more than it had
-        reserved, and nothing else can go): then the key has none.
+        """The turn ended, and `memory` is the key's now. False if it does not fit, because the turn used more than it
+        had reserved and no other memory can go: then the key has none.
         """
         self._forget(owner)
-        self._lent.pop(owner, None)
+        self._borrowed.pop(owner, None)
         self._expected.took_turn(key)
         return self._keep(key, memory)
 
@@ -199,7 +198,7 @@ class HotMemories(Generic[KvT]):
         return False
 
     def _make_room(self, missing_bytes: int, kept: Collection[Hashable], namespace: str | None) -> bool:
-        """Drop idle memories but those of `kept` until `missing_bytes` are free for a namespace, if that can be."""
+        """Drop idle memories that are not in `kept` until `missing_bytes` are free for a namespace, if that can be."""
         sizes = {key: size for key, size in self.ledger.residents.items() if key not in kept}
         if missing_bytes > self.ledger.free_bytes + sum(sizes.values()):
             return False

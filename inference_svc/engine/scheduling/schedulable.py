@@ -1,19 +1,19 @@
-"""What the scheduler must know of a turn, and the numbers that it goes by."""
+"""What the scheduler must know about a turn, and the numbers of the schedule."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
 from inference_svc.engine.api import Priority
-from inference_svc.engine.scheduling.prefix_gate import Sharing
+from inference_svc.engine.scheduling.prefix_sharing import Sharing
 
 
 class Schedulable(Sharing, Hashable, Protocol):
-    """What the scheduler must know of a turn."""
+    """What the scheduler must know about a turn."""
 
     @property
     def agent_key(self) -> Hashable | None:
-        """Turns of one agent run one after another; None runs beside everything."""
+        """Turns with one key run one after another; a turn without a key runs beside all others."""
         ...
 
     @property
@@ -26,12 +26,12 @@ class Schedulable(Sharing, Hashable, Protocol):
 
     @property
     def is_cancelled(self) -> bool:
-        """It is to end: it gets nothing more."""
+        """It must end: it gets no more cells and tokens."""
         ...
 
     @property
     def can_be_preempted(self) -> bool:
-        """It may be asked to give up its rows: they can be kept elsewhere meanwhile."""
+        """It may be asked to give up its rows, because they can be swapped out."""
         ...
 
     @property
@@ -78,19 +78,22 @@ class Rules:
     budget_s: float = 0.1
     """Prefill of a step ends with the first cell that ends after this, while any turn decodes."""
     ageing_s: float = 5.0
-    """Who has waited this long, to begin or for its next cell, counts as interactive: in its own namespace, and only
-    while no other has an interactive turn that could go on instead."""
-    gate_s: float = 10.0
-    """A turn waits at most this long for siblings to prefill what it shares; 0 never waits."""
+    """A turn that has waited this long, to begin or for its next cell, counts as interactive in its own namespace,
+    while no other namespace has an interactive turn that could go on instead."""
+    prefix_wait_s: float = 10.0
+    """A turn waits at most this long for siblings to prefill the prefix that it shares; 0: it never waits."""
     patience_s: float = 5.0
-    """A turn spares the hot memories that other waiting turns extend for this long; those may begin before it."""
+    """For this long a waiting turn does not drop hot memories that other waiting turns extend; those may begin first.
+    """
     max_running: int | None = None
     max_preemptions: int = 2
     """No turn is preempted more often."""
     company_s: float = 30.0
-    """A namespace counts as alone once no other has had a turn for this long. What follows holds in company only."""
+    """A namespace counts as alone once no other has had a turn for this long. The numbers below hold beside others
+    only.
+    """
     kept_part: int = 8
-    """One of so many parts of the KV is left to namespaces that hold nothing yet."""
+    """One of so many parts of the KV is left to namespaces that hold no bytes yet."""
     rows_beside: int = 4
     """Rows of one namespace that decode in a step. On a CPU a step of 4 rows takes 1.0 to 1.5 times as long as a step
     of one row, 8 rows take twice as long, 16 four times, 192 forty times (kvasir-tiny, two cores)."""

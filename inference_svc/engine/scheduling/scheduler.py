@@ -1,28 +1,37 @@
-"""Who runs in the next step: pure bookkeeping over turns. No tensors, no clock of its own, no bytes.
+"""Which turns run in the next step: pure bookkeeping over turns. No tensors, no clock of its own, no bytes.
 
-The life of a turn is waiting → running → gone, and after a preemption waiting once more; then, running again, it is
-restoring until its KV has been brought back. A step is what the worker does
-between two looks at its mailbox:
+The life of a turn is waiting → running → gone. A preempted turn waits once more; when it runs again, it is restoring
+until its KV has been brought back. A step is what the worker does between two looks at its mailbox:
 
-    end what scheduler.cancelled() says                 # remove(turn) each
+    end the turns of scheduler.cancelled()              # remove(turn) each
     blocked = scheduler.begin_waiting(now, try_begin)   # try_begin reserves bytes and gives the turn its KV
     for each of blocked: for each of scheduler.preemptions(blocked, missing_bytes):
         preempt it and free its rows; scheduler.preempted(turn, now)
-    decode one token for all of scheduler.begin_step(now); the others sit out
-    while (turn := scheduler.next_prefill(seconds since the first)) is not None:
-        one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
-    remove() what drew its last token
+    decode one token for each turn of scheduler.begin_step(now); the others sit out
+    while (turn := scheduler.grant_prefill(seconds since the first)) is not None:
+        compute one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
+    remove() the turns that drew their last token
 
-Rules within a namespace. Agents: turns of one agent run one after another. Priority: interactive before background, to
-begin and to prefill; who has waited `ageing_s` counts as interactive, and so does who an interactive turn waits for.
-Room: the first that finds none keeps all behind it waiting, so that nobody is overtaken for ever. Prefill: round robin;
-a warm turn whose rest is one cell goes first, but never twice in a row before those who wait longer. Pace: `pacing`.
-Siblings: a turn waits while another prefills a prefix that both need (`prefix_gate`), for `gate_s` at most.
+Rules within a namespace:
 
-Rules between namespaces. Order: one of each namespace after the other (`company`), in each class; no background turn,
-however long it waits, goes before another namespace's interactive one. Room: by shares (`room_shares`); who finds none
-keeps nobody else's turn waiting that stays within its namespace's share, and while it is up to others not even its
-own namespace's. Time: rows by seats (`seats`), prefill by `pacing`. A namespace alone is bound by none of it.
+- Agents: turns of one agent run one after another.
+- Priority: interactive turns begin and prefill before background turns. A turn counts as interactive after waiting
+  `ageing_s`, or when an interactive turn depends on it.
+- Room: admission is head-of-line. If the first turn does not fit in memory, no turn behind it is admitted, so that
+  large turns cannot starve.
+- Prefill: round robin. A warm turn with one cell left goes first, but never twice in a row before cold turns.
+- Pace: `pacing` says how many cells a step takes.
+- Siblings: a turn waits while another prefills a prefix that both need (`prefix_sharing`), for `prefix_wait_s` at most.
+
+Rules between namespaces:
+
+- Order: in each class, one turn of each namespace after the other (`company`). No background turn, however long it
+  waits, goes before another namespace's interactive turn.
+- Room: by shares (`room_shares`). A turn that does not fit never keeps another namespace's turn waiting that stays
+  within its share. While the room must come from other namespaces, it does not even keep its own namespace's waiting.
+- Time: rows by seats (`seats`), prefill by `pacing`.
+
+A namespace that is alone is bound by none of the second list.
 """
 
 from collections import Counter
@@ -34,7 +43,7 @@ from typing import Generic, TypeVar
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
-from inference_svc.engine.scheduling.prefix_gate import Donor, HotPrefix, PrefixGate
+from inference_svc.engine.scheduling.prefix_sharing import HotPrefix, PrefixSharing, PrefixSource
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
 from inference_svc.engine.scheduling.schedulable import Rules, Schedulable
 from inference_svc.engine.scheduling.seats import Seats
@@ -42,32 +51,24 @@ from inference_svc.engine.scheduling.seats import Seats
 TurnT = TypeVar("TurnT", bound=Schedulable)
 
 
-@dataclass(frozen=True)
-class Preempt(Generic[TurnT]):
-    """`turn` is to give up its rows so that `for_turn` may begin."""
-
-    turn: TurnT
-    for_turn: TurnT
-
-
 @dataclass
 class _Entry(Generic[TurnT]):
-    """What the scheduler remembers of a turn."""
+    """What the scheduler remembers about a turn."""
 
     number: int  # order of submission
-    waits_since_s: float  # for its beginning, or for its next cell
-    served: int = 0  # when it was last served: twice the cells served to all
-    awaits: Donor[TurnT] | None = None
-    gated_since_s: float | None = None
-    gate_is_over: bool = False
+    waits_since_s: float  # since then it waits to begin, or for its next cell
+    served: int = 0  # when it was last served: twice the number of cells that all turns had got by then
+    awaits: PrefixSource[TurnT] | None = None
+    prefix_wait_since_s: float | None = None
+    prefix_wait_is_over: bool = False
     began_aged: bool = False
     preemptions: int = 0
-    found_no_room: bool = False  # when it was tried last
+    found_no_room: bool = False  # at the last try
 
 
 @dataclass
 class Scheduler(Generic[TurnT]):
-    """Turns wait, run, and leave. Seconds are any clock's that never goes back."""
+    """Turns wait, run, and leave. Seconds come from any clock that never goes back."""
 
     room: Room[TurnT]
     rules: Rules = field(default_factory=Rules)
@@ -79,26 +80,26 @@ class Scheduler(Generic[TurnT]):
     _served: int = 0
     _now: float = 0.0
     _pace: StepPace = field(default_factory=lambda: StepPace(0.0))
-    _is_disturbed: bool = False  # somebody came during this step
+    _is_disturbed: bool = False  # a turn came during this step, or may begin now
 
     def __post_init__(self) -> None:
-        self._gate: PrefixGate[TurnT] = PrefixGate(self.rules.cell_tokens)
+        self._sharing: PrefixSharing[TurnT] = PrefixSharing(self.rules.cell_tokens)
         self._company = Company(self.rules.company_s)
         self._time = SharedTime()
         self._seats: dict[Namespace, Seats[TurnT]] = {}
-        self._most_rows: int | None = None  # of one namespace in a step
+        self._most_rows: int | None = None  # rows of one namespace in a step; None: all
 
     # --- coming and going ---
 
     def submit(self, turn: TurnT, now: float) -> None:
-        """The turn waits. Its bytes must fit the budget with all else gone."""
+        """The turn waits. Its bytes must fit the empty budget."""
         self._entries[turn] = _Entry(next(self._numbers), now)
         self._company.came(turn.namespace)
         self.waiting.append(turn)
         self._is_disturbed = True
 
     def remove(self, turn: TurnT) -> None:
-        """The turn is over, wherever it was. Without effect if it is gone already."""
+        """The turn is over, whether it waited or ran. Without effect if it is gone already."""
         if self._entries.pop(turn, None) is not None:
             self._company.went(turn.namespace, self._now)
         self._awaited.discard(turn)
@@ -107,8 +108,8 @@ class Scheduler(Generic[TurnT]):
                 turns.remove(turn)
 
     def preempted(self, turn: TurnT, now: float) -> None:
-        """A running turn gave up its rows. It waits at its old place in the order, but ages anew, so that it does not
-        take back what it was asked for.
+        """A running turn gave up its rows. It waits at its old place in the order, but ages from now on, so that it
+        does not take back at once the room that it gave up.
         """
         self.running.remove(turn)
         self._awaited.discard(turn)
@@ -116,11 +117,11 @@ class Scheduler(Generic[TurnT]):
         entry = self._entries[turn]
         entry.preemptions += 1
         entry.waits_since_s = now
-        entry.awaits = entry.gated_since_s = None
-        entry.gate_is_over = False
+        entry.awaits = entry.prefix_wait_since_s = None
+        entry.prefix_wait_is_over = False
 
     def cancelled(self) -> list[TurnT]:
-        """Turns that are to end now, waiting and running."""
+        """Cancelled turns, waiting or running: they must end now."""
         return [turn for turn in (*self.running, *self.waiting) if turn.is_cancelled]
 
     # --- beginning ---
@@ -131,12 +132,14 @@ class Scheduler(Generic[TurnT]):
         try_begin: Callable[[TurnT, Collection[Hashable]], bool],
         has_time: Callable[[], bool] = lambda: True,
     ) -> tuple[TurnT, ...]:
-        """Let waiting turns begin, in order. Returns those that found no room: of each namespace the first, and the
-        first that is up to others (`RoomShares.is_up_to_others`), which keeps none of its own namespace waiting.
+        """Let waiting turns begin, in order. Returns turns that found no room: the first of each namespace, and the
+        first of each namespace whose room is up to others (`RoomShares.is_up_to_others`). The latter keeps no turn of
+        its namespace waiting.
 
-        `try_begin(turn, spare)` says whether there is room, and if so has begun the turn. `spare`: keys of hot memories
-        that it must not drop for it, because waiting turns extend them. A turn that ended in it must be removed by it.
-        `has_time` is asked before each beginning but the first: one may restore a long memory while others decode.
+        `try_begin(turn, protected)` begins the turn and returns True if there is room. `protected`: keys of hot
+        memories that it must not drop, because waiting turns extend them. If a turn ends while it begins, `try_begin`
+        must remove it. `has_time` is asked before each turn but the first: to restore a long memory takes time, while
+        others decode.
         """
         self._now = now
         self._awaited = set()
@@ -149,9 +152,12 @@ class Scheduler(Generic[TurnT]):
             if turn.is_cancelled or turn not in self._entries:
                 continue
             ahead = blocked.get(turn.namespace)
-            # Who extends a memory that the one before it spares takes no room that it could have.
-            if ahead is not None and (turn.memory_key is None or turn.memory_key not in self._spared_by(ahead, shares)):
+            # A turn that extends a memory which the turn ahead protects takes no room from that turn.
+            if ahead is not None and (
+                turn.memory_key is None or turn.memory_key not in self._protected_from(ahead, shares)
+            ):
                 continue
+            self._look_for_sibling(turn)
             if self._waits_for_sibling(turn):
                 self._entries[turn].found_no_room = False
                 continue
@@ -164,25 +170,27 @@ class Scheduler(Generic[TurnT]):
                 waits = up_to_others if shares.is_up_to_others(turn, claimed) else blocked
                 waits.setdefault(turn.namespace, turn)
         found_no_room = (*blocked.values(), *up_to_others.values())
-        # While nobody runs, nobody will ever make room: then nothing is spared.
+        # While no turn runs, none will ever make room: then no memory is protected.
         for turn in found_no_room:
             if not self.running and self._begin(turn, None, try_begin):
                 return ()
         return found_no_room
 
-    def donor_of(
+    def prefix_source_of(
         self, turn: TurnT, hot: Iterable[tuple[Hashable, str, HotPrefix]] = ()
-    ) -> Donor[TurnT | Hashable] | None:
-        """Whose KV a turn should begin with instead of its plan's, if it would have a cell more: a running turn or the
-        key of a hot memory (`HotMemories.idle`). To be asked in `try_begin`.
+    ) -> PrefixSource[TurnT | Hashable] | None:
+        """The KV that a turn should begin with instead of its plan's, if that saves a cell or more: a running turn's,
+        or a hot memory's by its key (`HotMemories.idle`). `try_begin` asks it.
         """
-        return self._gate.donor_of(turn, self._with_kv(), hot)
+        return self._sharing.prefix_source_of(turn, self._with_kv(), hot)
 
-    def preemptions(self, blocked: TurnT, missing_bytes: int) -> tuple[Preempt[TurnT], ...]:
-        """Whom to preempt so that `blocked` finds `missing_bytes` more: nobody if that is not enough, or if `blocked`
-        is background itself. Background turns of its own namespace, the youngest first. If that holds less than its
-        share: before them background turns, and after them interactive ones, of namespaces that hold more than theirs,
-        as long as they do.
+    def preemptions(self, blocked: TurnT, missing_bytes: int) -> tuple[TurnT, ...]:
+        """The turns to preempt so that `blocked` finds `missing_bytes` more. None if they would not give enough, or if
+        `blocked` is a background turn.
+
+        Background turns of its own namespace give way, the youngest first. If its namespace holds less than its share,
+        namespaces that hold more than theirs give way too, as long as they do: their background turns before, their
+        interactive turns after those of its own namespace.
         """
         if blocked.priority is not Priority.INTERACTIVE:
             return ()
@@ -198,12 +206,14 @@ class Scheduler(Generic[TurnT]):
                 chosen.append(turn)
                 shares.gives_up(turn)
                 missing_bytes -= self.room.held_bytes(turn)
-        return tuple(Preempt(turn, blocked) for turn in chosen) if missing_bytes <= 0 else ()
+        return tuple(chosen) if missing_bytes <= 0 else ()
 
     # --- a step ---
 
     def begin_step(self, now: float) -> tuple[TurnT, ...]:
-        """Who decodes one token now; who else decodes sits out this step. Then ask for prefills."""
+        """Begin a step. Returns the turns that decode one token now; other decoding turns sit out. Then ask for
+        prefills.
+        """
         self._now = now
         self._pace = StepPace(self.rules.budget_s)
         self._is_disturbed = False
@@ -211,16 +221,18 @@ class Scheduler(Generic[TurnT]):
         self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
         return tuple(self._seated(decoding))
 
-    def next_prefill(self, spent_s: float) -> TurnT | None:
-        """Who gets the step's next cell; None when its prefill is over. `spent_s`: what its prefill took so far.
+    def grant_prefill(self, spent_s: float) -> TurnT | None:
+        """Give the step's next cell to a turn, which counts as served; None when the step's prefill is over.
 
-        The first cell is always given if anybody prefills who owes nothing to others. More follow while the time
-        lasts (if somebody decodes), the table allows, and nobody was submitted, was cancelled, or may begin with what a
-        sibling has prefilled by now.
+        `spent_s`: seconds that the step's prefill took so far. The first cell is always granted if a turn prefills
+        whose namespace owes nothing. More cells follow while the time lasts (it binds only while turns decode), while
+        the table allows, and while no turn was submitted, was cancelled, or may begin with a sibling's prefix.
         """
         self._time.spent(spent_s)
-        if self._pace.has_begun and self._is_disturbed_now():
-            return None
+        if self._pace.has_begun:
+            self._end_prefix_waits()
+            if self._must_look_up():
+                return None
         turn = self._next_in_round()
         if turn is None:
             return None
@@ -265,27 +277,28 @@ class Scheduler(Generic[TurnT]):
         return [turn for *_, turn in sorted(ordered, key=lambda one: one[:-1])]
 
     def _is_pressing(self, turn: TurnT, urgent_agents: Collection[Hashable]) -> bool:
-        """A person waits for it."""
+        """Whether a person waits for the turn."""
         return turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents or turn in self._awaited
 
     def _is_urgent(
         self, turn: TurnT, urgent_agents: Collection[Hashable], pressing: Collection[Namespace] = ()
     ) -> bool:
-        """`pressing`: namespaces that have a turn for which a person waits. Before others' age does not count."""
+        """`pressing`: namespaces that have a turn for which a person waits. Age does not count against such others."""
         is_aged = self._now - self._entries[turn].waits_since_s >= self.rules.ageing_s
         return self._is_pressing(turn, urgent_agents) or (is_aged and not {*pressing} - {turn.namespace})
 
     def _urgent_agents(self) -> set[Hashable]:
-        """Agents of which an interactive turn waits: who is before it there is waited for."""
+        """Agents of which an interactive turn waits: their earlier turns are urgent too."""
         return {
             turn.agent_key
             for turn in self.waiting
             if turn.priority is Priority.INTERACTIVE and turn.agent_key is not None
         }
 
-    def _spared_by(self, turn: TurnT, shares: RoomShares[TurnT]) -> set[Hashable]:
-        """Hot memories that waiting turns of at least its urgency extend. Agents that take turns would otherwise drop
-        each other's memory just before it is used. Those of other namespaces only a turn beyond its share spares.
+    def _protected_from(self, turn: TurnT, shares: RoomShares[TurnT]) -> set[Hashable]:
+        """Keys of the hot memories that the turn must not drop: waiting turns of at least its urgency extend them.
+        Otherwise agents that take turns would drop each other's memory just before its use. A turn within its
+        namespace's share may drop other namespaces' memories.
         """
         if self._now - self._entries[turn].waits_since_s >= self.rules.patience_s:
             return set()
@@ -305,31 +318,39 @@ class Scheduler(Generic[TurnT]):
         return RoomShares(self.room, self.running, self.waiting, self.rules.kept_part, is_shared=is_shared)
 
     def _claimed(self) -> set[Namespace]:
-        """Namespaces with a turn that found no room."""
+        """Namespaces that have a turn without room."""
         return {turn.namespace for turn in self.waiting if self._entries[turn].found_no_room}
 
     def _waits_for_sibling(self, turn: TurnT) -> bool:
-        """Somebody is prefilling what it needs too. Once it waits, it looks again only when that is over."""
+        """Whether another turn prefills what this one needs too, as `_look_for_sibling` found last."""
         entry = self._entries[turn]
-        if self.rules.gate_s <= 0 or entry.gate_is_over or entry.preemptions:  # who goes on begins with its own
-            return False
+        return entry.awaits is not None and not entry.prefix_wait_is_over
+
+    def _look_for_sibling(self, turn: TurnT) -> None:
+        """Note whether another turn prefills what this one needs. While it waits, look again only when that is over."""
+        entry = self._entries[turn]
+        # A preempted turn goes on with its own KV.
+        if self.rules.prefix_wait_s <= 0 or entry.prefix_wait_is_over or entry.preemptions:
+            return
         awaited = entry.awaits
         if awaited is None or awaited.source not in self.running or awaited.source.shareable >= awaited.shared_tokens:
-            awaited = entry.awaits = self._gate.awaited_by(turn, self._with_kv())
+            awaited = entry.awaits = self._sharing.awaited_by(turn, self._with_kv())
         if awaited is None:
-            return False
-        entry.gated_since_s = self._now if entry.gated_since_s is None else entry.gated_since_s
-        entry.gate_is_over = self._now - entry.gated_since_s >= self.rules.gate_s
-        if turn.priority is Priority.INTERACTIVE and not entry.gate_is_over:
+            return
+        entry.prefix_wait_since_s = self._now if entry.prefix_wait_since_s is None else entry.prefix_wait_since_s
+        entry.prefix_wait_is_over = self._now - entry.prefix_wait_since_s >= self.rules.prefix_wait_s
+        if turn.priority is Priority.INTERACTIVE and not entry.prefix_wait_is_over:
             self._awaited.add(awaited.source)
-        return not entry.gate_is_over
 
-    def _is_disturbed_now(self) -> bool:
-        is_cancelled = any(turn.is_cancelled for turn in self._entries)
+    def _end_prefix_waits(self) -> None:
+        """Let turns begin whose awaited prefix is there now: they disturb the step."""
         for entry in map(self._entries.__getitem__, self.waiting):
             if entry.awaits is not None and entry.awaits.source.shareable >= entry.awaits.shared_tokens:
                 entry.awaits, self._is_disturbed = None, True
-        return self._is_disturbed or is_cancelled
+
+    def _must_look_up(self) -> bool:
+        """Whether a turn came, was cancelled, or may begin since the step began."""
+        return self._is_disturbed or any(turn.is_cancelled for turn in self._entries)
 
     def _begin(
         self,
@@ -337,8 +358,8 @@ class Scheduler(Generic[TurnT]):
         shares: RoomShares[TurnT] | None,
         try_begin: Callable[[TurnT, Collection[Hashable]], bool],
     ) -> bool:
-        """Without `shares` nothing is spared."""
-        has_room = try_begin(turn, () if shares is None else self._spared_by(turn, shares))
+        """Try to begin a turn; whether it had room. Without `shares` no memory is protected."""
+        has_room = try_begin(turn, () if shares is None else self._protected_from(turn, shares))
         entry = self._entries.get(turn)
         if entry is None or turn not in self.waiting:
             return has_room
@@ -346,7 +367,7 @@ class Scheduler(Generic[TurnT]):
         if has_room:
             entry.began_aged = self._now - entry.waits_since_s >= self.rules.ageing_s
             entry.waits_since_s = self._now
-            entry.served = self._served - 1  # before who was served last, behind all others
+            entry.served = self._served - 1  # before the turn that was served last, behind all others
             self.waiting.remove(turn)
             self.running.append(turn)
             self._company.began(turn.namespace)
@@ -359,7 +380,7 @@ class Scheduler(Generic[TurnT]):
         return self.rules.max_running is not None and len(self.running) >= self.rules.max_running
 
     def _preemptible_for(self, blocked: TurnT) -> list[TurnT]:
-        """Whom to look at, in order, if `blocked` is to have room."""
+        """Turns that may give way to `blocked`, in the order in which they do."""
         agents = self._urgent_agents()
         turns = [turn for turn in self.running if self._is_preemptible(turn)]
         turns.sort(key=lambda turn: self._entries[turn].number, reverse=True)
@@ -377,7 +398,7 @@ class Scheduler(Generic[TurnT]):
         )
 
     def _gives_way(self, turn: TurnT, urgent_agents: Collection[Hashable]) -> bool:
-        """To interactive turns of its own namespace."""
+        """Whether it gives way to interactive turns of its own namespace."""
         return (
             turn.priority is Priority.BACKGROUND
             and not self._entries[turn].began_aged
@@ -393,7 +414,9 @@ class Scheduler(Generic[TurnT]):
         return not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring
 
     def _seated(self, decoding: Collection[TurnT]) -> list[TurnT]:
-        """In company so many of each namespace; of one that is alone again twice as many in each step, then all."""
+        """The turns that decode in this step. Beside other namespaces each has `rows_beside` rows. A namespace that is
+        alone again gets twice as many in each step, until all decode.
+        """
         rows = self.rules.rows_beside
         most = rows if self._company.is_shared else 2 * (self._most_rows or len(decoding))
         self._most_rows = most if self._company.is_shared or most < len(decoding) else None
@@ -413,8 +436,9 @@ class Scheduler(Generic[TurnT]):
         return [turn for turn in decoding if turn in chosen]
 
     def _next_in_round(self) -> TurnT | None:
-        """Of the most urgent class the namespace that was served longest ago; of this its warm turn with one cell left,
-        if its last cell was not given so, else its turn that was served longest ago.
+        """The turn that gets the next cell. From the most urgent class choose the namespace that was served longest
+        ago. Of its turns choose a warm one with one cell left, unless its last cell went to such a turn out of order;
+        else the turn that was served longest ago.
         """
         agents = self._urgent_agents()
         prefilling = [turn for turn in self._with_kv() if turn.is_prefilling and not turn.is_cancelled]
@@ -432,7 +456,7 @@ class Scheduler(Generic[TurnT]):
         return min(lane, key=lambda turn: self._entries[turn].served)
 
     def _owes(self, turn: TurnT) -> bool:
-        """Its namespace has taken more of others' time than it may, and they decode."""
+        """Whether its namespace has taken more of others' time than it may, while they decode."""
         return self._company.of(turn.namespace).owed_s > 0 and self._is_beside_others(turn)
 
     def _is_beside_others(self, turn: TurnT) -> bool:

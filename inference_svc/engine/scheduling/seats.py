@@ -1,7 +1,7 @@
 """Which rows of one namespace decode in a step, when not all may: so many at a time, each for so many steps. Pure.
 
-A row that joins the batch has its whole context decoded into it, so a seat is kept for many steps; and it is given up
-only to somebody who waits for it. Urgent rows are seated first, then those that have waited longest.
+A row that joins the batch has its whole context decoded into it, so a seat is kept for many steps; a row gives it up
+only to a row that waits for it. Urgent rows are seated first, then those that have waited longest.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -16,7 +16,7 @@ class Seats(Generic[TurnT]):
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._now = 0
-        self._seated: dict[TurnT, int] = {}  # who has a seat: steps since
+        self._seated: dict[TurnT, int] = {}  # rows that have a seat: steps since they sat down
         self._waits_since: dict[TurnT, int] = {}
 
     def seat(

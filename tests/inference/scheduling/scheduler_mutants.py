@@ -5,7 +5,7 @@ from pathlib import Path
 from tests.mutation.mutant import Mutant, Suite
 
 ORDER, TURN = "scheduler", "scheduler_turn"
-HISTORY, GATE, MEMORY = "scheduler_history", "scheduler_gate", "scheduler_memory"
+HISTORY, PREFIX_WAIT, MEMORY = "scheduler_history", "scheduler_prefix_wait", "scheduler_memory"
 FAIRNESS = "scheduler_fairness"
 
 MUTANTS = (
@@ -49,7 +49,7 @@ MUTANTS = (
     Mutant(
         "a cancel is not looked at before the step's end",
         "scheduler.py",
-        "return self._is_disturbed or is_cancelled",
+        "return self._is_disturbed or any(turn.is_cancelled for turn in self._entries)",
         "return self._is_disturbed",
         ORDER,
     ),
@@ -137,7 +137,9 @@ MUTANTS = (
     Mutant(
         "a small turn overtakes one without room",
         "scheduler.py",
-        "if ahead is not None and (turn.memory_key is None or turn.memory_key not in self._spared_by(ahead, shares)):",
+        "if ahead is not None and (\n"
+        "                turn.memory_key is None or turn.memory_key not in self._protected_from(ahead, shares)\n"
+        "            ):",
         "if False:",
         ORDER,
     ),
@@ -163,78 +165,96 @@ MUTANTS = (
         ORDER,
     ),
     # Siblings
-    Mutant("siblings do not wait", "scheduler.py", "return not entry.gate_is_over\n", "return False\n", GATE),
+    Mutant(
+        "siblings do not wait",
+        "scheduler.py",
+        "return entry.awaits is not None and not entry.prefix_wait_is_over\n",
+        "return False\n",
+        PREFIX_WAIT,
+    ),
     Mutant(
         "siblings wait for ever",
         "scheduler.py",
-        "entry.gate_is_over = self._now - entry.gated_since_s >= self.rules.gate_s",
-        "entry.gate_is_over = False",
-        GATE,
+        "entry.prefix_wait_is_over = self._now - entry.prefix_wait_since_s >= self.rules.prefix_wait_s",
+        "entry.prefix_wait_is_over = False",
+        PREFIX_WAIT,
     ),
     Mutant(
         "a sibling that waits never looks again",
         "scheduler.py",
         "if awaited is None or awaited.source not in self.running or ",
         "if awaited is None or False and ",
-        GATE,
+        PREFIX_WAIT,
     ),
     Mutant(
         "a sibling waits for the other's whole prompt",
         "scheduler.py",
         "entry.awaits, self._is_disturbed = None, True",
         "pass",
-        GATE,
+        PREFIX_WAIT,
     ),
     Mutant(
         "who an interactive sibling waits for stays in the background",
         "scheduler.py",
         "turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents or turn in self._awaited",
         "turn.priority is Priority.INTERACTIVE or turn.agent_key in urgent_agents",
-        GATE,
+        PREFIX_WAIT,
     ),
     Mutant(
         "namespaces share",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "if turn.namespace is None or namespace != turn.namespace:",
         "if False:",
-        GATE,
+        PREFIX_WAIT,
     ),
     Mutant(
         "turns without a namespace share",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "if turn.namespace is None or namespace != turn.namespace:",
         "if namespace != turn.namespace:",
-        GATE,
+        PREFIX_WAIT,
     ),
-    Mutant("the last prompt token is shared", "prefix_gate.py", "turn.prompt_tokens - 1)", "turn.prompt_tokens)", GATE),
+    Mutant(
+        "the last prompt token is shared",
+        "prefix_sharing.py",
+        "turn.prompt_tokens - 1)",
+        "turn.prompt_tokens)",
+        PREFIX_WAIT,
+    ),
     Mutant(
         "what is not computed yet is given away",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "other.chain, other.shareable))",
         "other.chain, other.final_shareable))",
-        f"{GATE} {HISTORY}",
+        f"{PREFIX_WAIT} {HISTORY}",
     ),
     Mutant(
         "less than a cell is worth waiting for",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "best.shared_tokens >= have + self.cell_tokens",
         "best.shared_tokens > have",
-        GATE,
+        PREFIX_WAIT,
     ),
-    Mutant("the shared prefix is a block too long", "prefix_gate.py", "    return low\n", "    return low + 1\n", GATE),
+    Mutant(
+        "the shared prefix is a block too long",
+        "prefix_sharing.py",
+        "    return low\n",
+        "    return low + 1\n",
+        PREFIX_WAIT,
+    ),
     Mutant(
         "hot memories are not looked at",
-        "prefix_gate.py",
+        "prefix_sharing.py",
         "            for key, namespace, memory in hot\n",
         "            for key, namespace, memory in ()\n",
-        GATE,
+        PREFIX_WAIT,
     ),
     # Bytes
     Mutant(
         "a reservation is not asked for room", "memory_ledger.py", "if missing > self.free_bytes:", "if False:", MEMORY
     ),
     Mutant(
-        "a lent memory counts twice",
+        "a borrowed memory counts twice",
         "memory_ledger.py",
         "return held, held - own",
         "return held, held",
@@ -254,13 +274,6 @@ MUTANTS = (
         "a memory that does not fit is kept",
         "memory_ledger.py",
         "if size_bytes > self.free_bytes:",
-        "if False:",
-        MEMORY,
-    ),
-    Mutant(
-        "a turn grows without room",
-        "memory_ledger.py",
-        "if needed_bytes - self._reserved[owner] > self.free_bytes:",
         "if False:",
         MEMORY,
     ),
@@ -314,21 +327,21 @@ MUTANTS = (
         MEMORY,
     ),
     Mutant(
-        "memories that waiting turns extend are not spared",
+        "memories that waiting turns extend are not protected",
         "scheduler.py",
         "if other is not turn\n            and",
         "if False\n            and",
         MEMORY,
     ),
     Mutant(
-        "memories are spared for ever",
+        "memories are protected for ever",
         "scheduler.py",
         "if self._now - self._entries[turn].waits_since_s >= self.rules.patience_s:",
         "if False:",
         MEMORY,
     ),
     Mutant(
-        "two that spare each other wait while nobody runs",
+        "two that protect each other wait while nobody runs",
         "scheduler.py",
         "if not self.running and self._begin(turn, None, try_begin):",
         "if False:",
@@ -366,8 +379,8 @@ MUTANTS = (
     Mutant(
         "turns give way without use",
         "scheduler.py",
-        "for turn in chosen) if missing_bytes <= 0 else ()",
-        "for turn in chosen)",
+        "        return tuple(chosen) if missing_bytes <= 0 else ()",
+        "        return tuple(chosen)",
         MEMORY,
     ),
     Mutant(
@@ -406,10 +419,10 @@ MUTANTS = (
         MEMORY,
     ),
     Mutant(
-        "what is spared counts as room",
+        "what is protected counts as room",
         "hot_memories.py",
-        "if idle != lent and idle not in spare)",
-        "if idle != lent)",
+        "if idle != borrowed and idle not in protected\n",
+        "if idle != borrowed\n",
         MEMORY,
     ),
     Mutant(

@@ -138,6 +138,7 @@ class World:
 
     def turn(self, name: object, tokens: int, reply: int = 1, **fields: object) -> Job:
         """A turn of an agent that goes on where its hot memory ends, if it has one."""
+        self.memories.expect_use(key_of(name))
         described = self.memories.described(key_of(name))
         known = self.memories.sizes()[key_of(name)] if described else 0
         plan = {"prompt_tokens": known + tokens, "reply_tokens": reply, "reusable_tokens": known, "key": key_of(name)}
@@ -195,10 +196,10 @@ class World:
         mine = [job for job in self.scheduler.running if job.namespace == namespace]
         return sum(map(self.memories.ledger.reserved_by, mine))
 
-    def _try_begin(self, job: Job, spare: Collection[Hashable]) -> bool:
+    def _try_begin(self, job: Job, protected: Collection[Hashable]) -> bool:
         extends = job.memory_key is not None
         needed, namespace = job.needed_bytes, job.namespace
-        if not self.memories.reserve(job, needed, job.key, extends=extends, spare=spare, namespace=namespace):
+        if not self.memories.reserve(job, needed, job.key, extends=extends, protected=protected, namespace=namespace):
             return False
         if extends and job.key not in self.memories.sizes():
             job.lost_memory = True
@@ -212,19 +213,17 @@ class World:
             return True
         job.cached = job.computed = min(job.reusable_tokens, job.prompt_tokens - 1)
         hot = self.memories.idle(job.namespace) if job.namespace is not None else []
-        if donor := self.scheduler.donor_of(job, hot):
-            assert donor.shared_tokens <= (donor.source.shareable if isinstance(donor.source, Job) else 1 << 40)
-            job.began_from, job.cached = donor.source, donor.shared_tokens
-            job.shareable = job.computed = donor.shared_tokens
+        if prefix := self.scheduler.prefix_source_of(job, hot):
+            assert prefix.shared_tokens <= (prefix.source.shareable if isinstance(prefix.source, Job) else 1 << 40)
+            job.began_from, job.cached = prefix.source, prefix.shared_tokens
+            job.shareable = job.computed = prefix.shared_tokens
         return True
 
     def _preempt_for(self, blocked: Job) -> bool:
         extends = blocked.memory_key is not None
         missing = self.memories.missing_bytes(blocked.needed_bytes, blocked.key, extends=extends)
         preempted = self.scheduler.preemptions(blocked, missing)
-        for preempt in preempted:
-            assert preempt.for_turn is blocked
-            job = preempt.turn
+        for job in preempted:
             if job.namespace == blocked.namespace:
                 assert job.priority is BACKGROUND
             else:
@@ -271,7 +270,7 @@ class World:
         starts: dict[Job, int] = {}
         computing = [job for job in self.scheduler.running if not job.is_restoring]
         waits = any(job.is_prefilling and not job.is_cancelled for job in computing)
-        while (job := self.scheduler.next_prefill(spent)) is not None:
+        while (job := self.scheduler.grant_prefill(spent)) is not None:
             assert not job.is_cancelled
             assert not job.is_restoring
             decodes = any(not other.is_prefilling for other in self.scheduler.running if not other.is_restoring)

@@ -106,9 +106,9 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
     world.submit(long, other)
     world.scheduler.begin_waiting(0.0, lambda _job, _spare: True)
     world.scheduler.begin_step(0.0)
-    assert world.scheduler.next_prefill(0.0) is long
+    assert world.scheduler.grant_prefill(0.0) is long
     long.is_cancelled = True
-    assert world.scheduler.next_prefill(0.1) is None
+    assert world.scheduler.grant_prefill(0.1) is None
     assert world.scheduler.cancelled() == [long]
 
 
@@ -120,7 +120,7 @@ def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> Non
     world.step()
     doomed.is_cancelled = True
     assert world.scheduler.begin_step(world.now) == (decoding,)
-    assert world.scheduler.next_prefill(0.0) is other
+    assert world.scheduler.grant_prefill(0.0) is other
     decoding.is_cancelled = True
     assert world.scheduler.begin_step(world.now) == ()
 

@@ -61,15 +61,15 @@ def test_no_background_prompt_is_computed_before_another_namespaces_interactive_
     first: list[Job], later: dict[int, Job]
 ) -> None:
     world = World(rules=Rules(ageing_s=0.0), cell_s=0.0)
-    next_prefill = world.scheduler.next_prefill
+    grant_prefill = world.scheduler.grant_prefill
 
     def checked(spent_s: float) -> Job | None:
         people = {job.namespace for job in world.scheduler.running if job.is_prefilling and job.priority is INTERACTIVE}
-        job = next_prefill(spent_s)
+        job = grant_prefill(spent_s)
         assert job is None or job.priority is INTERACTIVE or people <= {job.namespace}
         return job
 
-    world.scheduler.next_prefill = checked  # type: ignore[method-assign]
+    world.scheduler.grant_prefill = checked  # type: ignore[method-assign]
     world.arrivals = {after: [job] for after, job in later.items()}
     world.submit(*first)
     world.run()

@@ -18,7 +18,7 @@ from tests.inference.scheduling.scheduling_world import (
 )
 
 BUDGET = 12 * CELL
-RULES = Rules(budget_s=0.1, ageing_s=3.0, gate_s=2.0, patience_s=1.0, max_running=5, max_preemptions=2)
+RULES = Rules(budget_s=0.1, ageing_s=3.0, prefix_wait_s=2.0, patience_s=1.0, max_running=5, max_preemptions=2)
 AGENTS = st.integers(0, 4)
 PRIORITIES = st.sampled_from([INTERACTIVE, INTERACTIVE, BACKGROUND])
 
@@ -71,23 +71,13 @@ class History(RuleBasedStateMachine):
         turns = [*self.world.scheduler.waiting, *self.world.scheduler.running]
         data.draw(st.sampled_from(turns)).is_cancelled = True
 
-    @precondition(lambda self: self.world.scheduler.running)
-    @rule(data=st.data(), more=st.integers(-CELL, CELL))
-    def grows(self, data: st.DataObject, more: int) -> None:
-        """A turn finds that it holds more, or less, besides its KV."""
-        job = data.draw(st.sampled_from(self.world.scheduler.running))
-        more = max(more, -job.extra_bytes)
-        reserved = self.world.memories.ledger.reserved_by(job)
-        if self.world.memories.resize(job, reserved + more):
-            job.extra_bytes += more
-
     @rule(agent=AGENTS, size=st.integers(1, 2 * CELL))
     def is_forked(self, agent: int, size: int) -> None:
         self.world.memories.put(key_of(agent), memory(size))
 
     @rule(agent=AGENTS)
     def is_dropped(self, agent: int) -> None:
-        if not self.world.memories.ledger.is_lent(key_of(agent)):
+        if not self.world.memories.ledger.is_borrowed(key_of(agent)):
             self.world.memories.drop(key_of(agent))
 
     @rule(steps=st.integers(1, 4))

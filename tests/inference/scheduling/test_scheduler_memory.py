@@ -36,7 +36,7 @@ class LedgerHistory(RuleBasedStateMachine):
         super().__init__()
         self.ledger: MemoryLedger[int, int] = MemoryLedger(100)
         self.held: dict[str, int] = {}  # "owner 1" or "key 1"
-        self.lent: dict[int, int] = {}
+        self.borrowed: dict[int, int] = {}
 
     def free(self) -> int:
         return 100 - sum(self.held.values())
@@ -52,22 +52,14 @@ class LedgerHistory(RuleBasedStateMachine):
         assert self.ledger.reserve(owner, size, extends) is fits
         if fits:
             if self.held.pop(f"key {extends}", None) is not None and extends is not None:
-                self.lent[extends] = owner
+                self.borrowed[extends] = owner
             self.held[f"owner {owner}"] = max(size, own)
-
-    @rule(owner=st.integers(0, 3), size=st.integers(0, 120))
-    def resize(self, owner: int, size: int) -> None:
-        if f"owner {owner}" in self.held:
-            fits = size - self.held[f"owner {owner}"] <= self.free()
-            assert self.ledger.resize(owner, size) is fits
-            if fits:
-                self.held[f"owner {owner}"] = size
 
     @rule(owner=st.integers(0, 3))
     def release(self, owner: int) -> None:
         self.ledger.release(owner)
         self.held.pop(f"owner {owner}", None)
-        self.lent = {key: lender for key, lender in self.lent.items() if lender != owner}
+        self.borrowed = {key: borrower for key, borrower in self.borrowed.items() if borrower != owner}
 
     @rule(key=st.integers(0, 2), size=st.integers(0, 120))
     def keep(self, key: int, size: int) -> None:
@@ -87,7 +79,7 @@ class LedgerHistory(RuleBasedStateMachine):
         assert ledger.free_bytes + ledger.reserved_bytes + ledger.resident_bytes == ledger.total_bytes == 100
         assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
         assert ledger.free_bytes == self.free()
-        assert all(ledger.is_lent(key) is (key in self.lent) for key in range(3))
+        assert all(ledger.is_borrowed(key) is (key in self.borrowed) for key in range(3))
 
 
 def test_free_and_reserved_and_resident_bytes_are_the_total_after_any_calls() -> None:
@@ -96,7 +88,7 @@ def test_free_and_reserved_and_resident_bytes_are_the_total_after_any_calls() ->
 
 def test_a_turn_that_extends_a_memory_needs_room_only_for_what_is_new() -> None:
     memories = hot(100, a=70)
-    assert not memories.reserve("turn", 95, key_of("b"), spare={key_of("a")})
+    assert not memories.reserve("turn", 95, key_of("b"), protected={key_of("a")})
     assert memories.reserve("turn", 95, key_of("a"), extends=True)
     assert (memories.ledger.free_bytes, memories.ledger.resident_bytes) == (5, 0)
 
@@ -106,15 +98,6 @@ def test_a_turn_that_goes_back_far_holds_all_of_its_memory() -> None:
     memories = hot(100, a=70)
     assert memories.reserve("turn", 20, key_of("a"), extends=True)
     assert memories.ledger.free_bytes == 30
-
-
-def test_what_a_plan_holds_besides_its_kv_counts_until_it_is_given_back() -> None:
-    memories = hot(100)
-    assert memories.reserve("turn", 40 + 50, key_of("a"))
-    assert not memories.reserve("other", 20, key_of("b"))
-    assert memories.resize("turn", 40)
-    assert memories.reserve("other", 20, key_of("b"))
-    assert not memories.resize("turn", 90)
 
 
 def test_a_turn_that_holds_more_than_there_is_runs_alone_instead_of_never() -> None:
@@ -130,7 +113,7 @@ def test_a_turn_that_is_undone_leaves_its_memory_where_it_was() -> None:
     memories = hot(100, a=30)
     assert memories.reserve("turn", 60, key_of("a"), extends=True)
     memories.release("turn")
-    assert (names(memories), memories.ledger.free_bytes, memories.ledger.is_lent(key_of("a"))) == ({"a"}, 70, False)
+    assert (names(memories), memories.ledger.free_bytes, memories.ledger.is_borrowed(key_of("a"))) == ({"a"}, 70, False)
 
 
 def test_a_memory_that_failed_under_its_turn_is_gone_and_so_are_its_bytes() -> None:
@@ -181,7 +164,7 @@ def test_background_memories_go_first() -> None:
 
 def test_a_memory_that_a_turn_is_being_planned_with_goes_last() -> None:
     memories = hot(100, planned=30, young=30)
-    assert memories.described(key_of("planned")) is not None
+    memories.expect_use(key_of("planned"))
     assert memories.reserve("turn", 50, key_of("new"))
     assert names(memories) == {"planned"}
 
@@ -215,6 +198,7 @@ def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
     for start in range(0, len(agents), at_once):
         jobs = []
         for agent in agents[start : start + at_once]:
+            world.memories.expect_use(key_of(agent))
             is_hot = world.memories.described(key_of(agent)) is not None
             jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * 200))
         world.submit(*jobs)
@@ -263,7 +247,7 @@ def test_many_agents_at_random_find_as_much_as_least_recently_used_would() -> No
     assert sum(hits(agents, room=5)) >= 0.9 * lru
 
 
-# --- whose memory is spared ---
+# --- whose memory is protected ---
 
 
 def test_a_turn_lets_those_begin_whose_memory_it_would_have_to_drop() -> None:
@@ -281,7 +265,7 @@ def test_a_turn_lets_those_begin_whose_memory_it_would_have_to_drop() -> None:
     assert large.ended_s == max(job.ended_s for job in world.ended if job.ended_s is not None)
 
 
-def test_a_turn_spares_others_memories_only_for_so_long() -> None:
+def test_a_turn_protects_others_memories_only_for_so_long() -> None:
     world = World(budget_bytes=4 * CELL, rules=Rules(patience_s=2.0))
     for agent in (1, 2):
         world.turn(agent, 10)
@@ -296,7 +280,7 @@ def test_a_turn_spares_others_memories_only_for_so_long() -> None:
         assert world.now < 4.0, "it waits for ever"
 
 
-def test_two_that_spare_each_other_do_not_wait_while_nobody_runs() -> None:
+def test_two_that_protect_each_other_do_not_wait_while_nobody_runs() -> None:
     world = World(budget_bytes=4 * CELL)
     for agent in (1, 2):
         world.turn(agent, 2 * CELL - 30, 20)
@@ -399,7 +383,7 @@ def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(gener
     assert young.generated == young.reply_tokens
 
 
-def test_what_an_interactive_turn_spares_is_not_counted_as_its_room() -> None:
+def test_what_an_interactive_turn_protects_is_not_counted_as_its_room() -> None:
     """Else others would be preempted for it, and it would wait all the same."""
     world, jobs = busy_world(BACKGROUND, BACKGROUND, BACKGROUND)
     jobs[0].is_cancelled = True
@@ -408,7 +392,7 @@ def test_what_an_interactive_turn_spares_is_not_counted_as_its_room() -> None:
     assert world.memories.put(key, memory(BUSY // 3 - 10))
     free = world.memories.ledger.free_bytes
     assert world.memories.missing_bytes(free + 20) == 0
-    assert world.memories.missing_bytes(free + 20, spare={key}) == 20
+    assert world.memories.missing_bytes(free + 20, protected={key}) == 20
     assert world.memories.missing_bytes(free + 20, key, extends=True) == 0
 
 

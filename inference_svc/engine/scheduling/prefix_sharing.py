@@ -13,7 +13,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 
 class Sharing(Protocol):
-    """What the gate must know of a turn."""
+    """What sharing must know of a turn."""
 
     @property
     def namespace(self) -> str | None:
@@ -59,7 +59,7 @@ SourceT = TypeVar("SourceT")
 
 
 @dataclass(frozen=True)
-class Donor(Generic[SourceT]):
+class PrefixSource(Generic[SourceT]):
     """Whose KV a turn may begin with: a running turn or the key of a hot memory, and how many leading tokens of it."""
 
     source: SourceT
@@ -67,40 +67,41 @@ class Donor(Generic[SourceT]):
 
 
 @dataclass(frozen=True)
-class PrefixGate(Generic[TurnT]):
+class PrefixSharing(Generic[TurnT]):
     """`cell_tokens` is the least that is worth sharing, and its unit."""
 
     cell_tokens: int
 
-    def donor_of(
+    def prefix_source_of(
         self,
         turn: TurnT,
         running: Iterable[TurnT],
         hot: Iterable[tuple[Hashable, str, HotPrefix]] = (),
-    ) -> Donor[TurnT | Hashable] | None:
+    ) -> PrefixSource[TurnT | Hashable] | None:
         """Whose computed KV `turn` should begin with now; None when nobody's is at least a cell more than its plan
         reuses. `hot`: idle memories as (key, namespace, memory). Of equals a running turn is preferred.
         """
-        ready: list[Donor[TurnT | Hashable]] = [
-            Donor(other, self._shared(turn, other.namespace, other.chain, other.shareable)) for other in running
+        ready: list[PrefixSource[TurnT | Hashable]] = [
+            PrefixSource(other, self._shared(turn, other.namespace, other.chain, other.shareable)) for other in running
         ]
         ready += [
-            Donor(key, self._shared(turn, namespace, memory.chain, memory.shareable_tokens))
+            PrefixSource(key, self._shared(turn, namespace, memory.chain, memory.shareable_tokens))
             for key, namespace, memory in hot
         ]
-        best = max(ready, key=lambda donor: donor.shared_tokens, default=None)
+        best = max(ready, key=lambda prefix: prefix.shared_tokens, default=None)
         return best if best is not None and self._is_worth(turn, best.shared_tokens) else None
 
-    def awaited_by(self, turn: TurnT, running: Collection[TurnT]) -> Donor[TurnT] | None:
+    def awaited_by(self, turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] | None:
         """The running turn that is prefilling a cell or more which `turn` needs and nobody has computed yet, and what
         they share once it is computed.
         """
-        now = self.donor_of(turn, running)
+        now = self.prefix_source_of(turn, running)
         have = max(turn.reusable_tokens, now.shared_tokens if now else 0)
         coming = (
-            Donor(other, self._shared(turn, other.namespace, other.chain, other.final_shareable)) for other in running
+            PrefixSource(other, self._shared(turn, other.namespace, other.chain, other.final_shareable))
+            for other in running
         )
-        best = max(coming, key=lambda donor: donor.shared_tokens, default=None)
+        best = max(coming, key=lambda prefix: prefix.shared_tokens, default=None)
         return best if best is not None and best.shared_tokens >= have + self.cell_tokens else None
 
     def _is_worth(self, turn: TurnT, tokens: int) -> bool:

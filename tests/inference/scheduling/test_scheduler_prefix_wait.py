@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inference_svc.engine.scheduling.prefix_gate import PrefixGate, common_blocks
+from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing, common_blocks
 from inference_svc.engine.scheduling.schedulable import Rules
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of, memory
 
@@ -121,8 +121,8 @@ def test_only_rows_on_the_grid_are_given_away() -> None:
     assert (late.began_from, late.begun_s is not None) == (None, True)
 
 
-def test_a_sibling_waits_no_longer_than_the_gate_allows() -> None:
-    world = World(rules=Rules(gate_s=1.0, budget_s=0.0), cell_s=0.4)
+def test_a_sibling_waits_no_longer_than_the_prefix_wait_allows() -> None:
+    world = World(rules=Rules(prefix_wait_s=1.0, budget_s=0.0), cell_s=0.4)
     world.submit(Job(1, 1000, namespace="home"), sibling(*range(20)), sibling(*range(20)))
     second = world.scheduler.waiting[-1]
     while second.begun_s is None:
@@ -131,8 +131,8 @@ def test_a_sibling_waits_no_longer_than_the_gate_allows() -> None:
     assert second.cached >= 2 * CELL, "what was computed by then is used"
 
 
-def test_the_gate_can_be_off() -> None:
-    world = World(rules=Rules(gate_s=0.0))
+def test_the_prefix_wait_can_be_off() -> None:
+    world = World(rules=Rules(prefix_wait_s=0.0))
     world.submit(sibling("a", "b"), sibling("a", "b"))
     world.step()
     assert not world.scheduler.waiting
@@ -153,8 +153,8 @@ def test_background_work_that_an_interactive_sibling_waits_for_is_not_put_off() 
 @given(st.lists(st.tuples(blocks, st.integers(1, 300)), min_size=1, max_size=6), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_waiting_sibling_always_goes_on(prompts: list[tuple[list[int], int]], data: st.DataObject) -> None:
-    """Whoever is cancelled, and whenever; and within the gate's time, when there is room."""
-    world = World(rules=Rules(gate_s=1.0, budget_s=0.0))
+    """Whoever is cancelled, and whenever; and within the prefix wait, when there is room."""
+    world = World(rules=Rules(prefix_wait_s=1.0, budget_s=0.0))
     jobs = [sibling(*content, rest=rest) for content, rest in prompts]
     doomed = data.draw(st.dictionaries(st.integers(0, 12), st.sampled_from(jobs), max_size=3))
     world.submit(*jobs)
@@ -188,15 +188,17 @@ def test_two_prompts_share_their_common_beginning(one: list[int], other: list[in
     st.sampled_from([1, 2]),
 )
 @settings(max_examples=100, deadline=None)
-def test_the_donor_is_the_one_that_has_most(
-    donors: list[tuple[list[int], int]], wanted: list[int], own: int, cell_blocks: int
+def test_the_prefix_source_is_the_one_that_has_most(
+    sources: list[tuple[list[int], int]], wanted: list[int], own: int, cell_blocks: int
 ) -> None:
-    running = [sibling(*content, shareable=min(done, len(content)) * CELL) for content, done in donors]
+    running = [sibling(*content, shareable=min(done, len(content)) * CELL) for content, done in sources]
     turn = sibling(*wanted, reusable_tokens=min(own, len(wanted) * CELL + 8))
-    gate: PrefixGate[Job] = PrefixGate(cell_blocks * CELL)
+    sharing: PrefixSharing[Job] = PrefixSharing(cell_blocks * CELL)
     best = 0
     for other in running:
         common = common_blocks(other.chain, turn.chain) * CELL
-        best = max(best, min(common, other.shareable) // gate.cell_tokens * gate.cell_tokens)
-    donor = gate.donor_of(turn, running)
-    assert (donor.shared_tokens if donor else 0) == (best if best >= turn.reusable_tokens + gate.cell_tokens else 0)
+        best = max(best, min(common, other.shareable) // sharing.cell_tokens * sharing.cell_tokens)
+    prefix = sharing.prefix_source_of(turn, running)
+    assert (prefix.shared_tokens if prefix else 0) == (
+        best if best >= turn.reusable_tokens + sharing.cell_tokens else 0
+    )
