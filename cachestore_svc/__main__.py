@@ -90,9 +90,8 @@ async def serve(settings: StoreSettings) -> None:
     threads = StoreThreads()
     collecting: asyncio.Task[None] | None = None
     try:
-        cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(  # type: ignore[no-untyped-call]
-            _service(settings, store, threads, peers, edge.stopping), edge.grpc
-        )
+        service = _service(settings, store, threads, peers, edge.stopping)
+        edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
         await edge.start()
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
@@ -252,6 +251,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--log-format", choices=("console", "json"))
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
+    serve_.add_argument("--engine-listen", help="unix:/path for engines of this machine, beside --listen")
     for name in ("credentials", "tls-cert", "tls-key", "tls-client-ca", "peers"):
         serve_.add_argument(f"--{name}-file", type=Path)
     for name in ("quota-bytes", "free-disk-reserve-bytes", "max-blob-bytes", "retained-versions", "read-buffer-bytes"):

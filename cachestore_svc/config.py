@@ -31,6 +31,8 @@ class StoreSettings(BaseSettings):
     """Where everything is kept. Made (0700) when it does not exist."""
     listen: str = ""
     """unix:/path, host:port or [v6]:port. Needed to serve."""
+    engine_listen: str = ""
+    """unix:/path, a second address for the engines of this machine: their calls wait behind no crowd at the first."""
     credentials_file: Path | None = None
     """Who may call, and as whom. Needed beyond a Unix socket."""
     tls_cert_file: Path | None = None
@@ -91,6 +93,7 @@ class StoreSettings(BaseSettings):
             tls_cert_file=self.tls_cert_file,
             tls_key_file=self.tls_key_file,
             tls_client_ca_file=self.tls_client_ca_file,
+            second_address=self.engine_listen,
         )
 
 

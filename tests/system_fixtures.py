@@ -101,10 +101,11 @@ class House:
         sockets = Path(self._sockets.name)
         self.data_dir = root / "data"
         self.store = Service("store", "cachestore_svc", STORE_SERVICE, sockets / "s", root / "store.log")
-        self.store.options = ["--data-dir", str(self.data_dir)]
+        engines = f"unix:{sockets / 'i'}"  # as `kvasir up` has it
+        self.store.options = ["--data-dir", str(self.data_dir), "--engine-listen", engines]
         self.engine = Service("engine", "inference_svc", ENGINE_SERVICE, sockets / "e", root / "engine.log")
         self.engine.options = [
-            *("--store", self.store.address, "--model", str(self.model), "--state-dir", str(root / "state")),
+            *("--store", engines, "--model", str(self.model), "--state-dir", str(root / "state")),
             # A machine that runs other tests besides is slow, not wrong: who tests the budget gives its own.
             *("--store-budget-ms", "5000", "--commit-wait-s", "10"),
             *engine_options,

@@ -41,7 +41,7 @@ SHARED = (
         "clients/python/kvasir/server/serving.py: MAX_RPCS_AT_ALL",
         ("kvasir.server.serving:MAX_RPCS_AT_ALL", 8192),
         "none: their callers are not known yet",
-        "as they came, each method by itself",
+        "as they came, each address and method by itself",
         "RESOURCE_EXHAUSTED, in gRPC's words",
     ),
     Shared(

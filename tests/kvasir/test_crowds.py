@@ -222,3 +222,69 @@ def test_a_connection_that_says_nothing_is_closed(tmp_path: Path, monkeypatch: p
                 assert await asyncio.to_thread(until_closed, server.edge.address, says) < 8
 
     run(test())
+
+
+class SlowService(Service):
+    """Each call keeps the event loop, as calls of Python do: a crowd of them is a queue."""
+
+    def __init__(self) -> None:
+        self.answered = 0
+
+    async def GetCapabilities(self, request: Any, context: Any) -> Any:  # noqa: N802
+        time.sleep(0.002)  # noqa: ASYNC251  it shall not make way for others
+        self.answered += 1
+        return pb.GetCapabilitiesResponse(namespace=current_principal().namespace)
+
+
+def test_a_call_at_the_second_address_waits_behind_no_crowd_at_the_first(tmp_path: Path) -> None:
+    """Counted in calls and not in seconds: how many of the crowd were answered while one call was."""
+    crowd = 120
+    first, second = (f"unix:{tmp_path}/{name}" for name in ("first", "second"))
+    tmp_path.chmod(0o700)
+
+    async def test() -> None:
+        edge = EdgeServer(
+            Listening(first, second_address=second),
+            [NAME],
+            {f"/{NAME}/GetCapabilities": frozenset({"client"})},
+            new_request_id=lambda: "r",
+        )
+        service = SlowService()
+        edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
+        await edge.start()
+        overtaken: dict[str, int] = {}
+        async with AsyncExitStack() as exits:
+            for address in (first, second):
+                options = [("grpc.use_local_subchannel_pool", 1)]
+                stubs: list[Any] = [
+                    cachestore_pb2_grpc.CacheStoreServiceStub(  # type: ignore[no-untyped-call]
+                        await exits.enter_async_context(grpc.aio.insecure_channel(where, options=options))
+                    )
+                    for where in (first, address)
+                ]
+                for stub in stubs:
+                    await stub.GetCapabilities(pb.GetCapabilitiesRequest())  # connected
+                many = [stubs[0].GetCapabilities(pb.GetCapabilitiesRequest()) for _ in range(crowd)]
+                asked = [asyncio.ensure_future(_awaited(call)) for call in many]
+                before = service.answered
+                await stubs[1].GetCapabilities(pb.GetCapabilitiesRequest())
+                overtaken[address] = service.answered - before
+                await asyncio.gather(*asked)
+            for server in edge._servers:
+                await server.stop(0)
+        assert 4 * overtaken[second] < overtaken[first], overtaken
+
+    run(test())
+
+
+async def _awaited(call: Any) -> Any:
+    return await call
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:0", "unix:relative", "unix:{first}"])
+def test_a_second_address_that_cannot_be_is_refused(tmp_path: Path, address: str) -> None:
+    first = tmp_path / "first"
+    with pytest.raises(serving.RefusedToStart):
+        EdgeServer(
+            Listening(f"unix:{first}", second_address=address.format(first=first)), [NAME], {}, new_request_id=str
+        )

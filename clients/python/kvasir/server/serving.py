@@ -1,8 +1,11 @@
-"""How both services are served: where they may listen, and the one grpc.aio server they run in.
+"""How both services are served: where they may listen, and the grpc.aio servers that they run in.
 
 A Unix socket (0600 in a directory 0700), or loopback TCP with a credential file, or anything else with TLS and a
 credential file; otherwise the service does not start and says what to do. The server has caps on everything that a peer
 could make grow: message and metadata size, streams, idle time. It stops gracefully on SIGTERM and SIGINT.
+
+gRPC hands calls over in the order of their arrival, before anybody can know whose they are: a crowd at an address
+delays every caller there. So a store can have a second address, served by a gRPC server of its own, for its engines.
 """
 
 import asyncio
@@ -75,10 +78,16 @@ class Listening:
     tls_key_file: Path | None = None
     # Certificates of the clients that may connect (mutual TLS).
     tls_client_ca_file: Path | None = None
+    # A second address, "unix:/path" or none: its calls wait behind no crowd at the first.
+    second_address: str = ""
 
 
 class EdgeServer:
-    """One grpc.aio server under Kvasir's rules. Register servicers on `.grpc`, then start() and run_until_stopped()."""
+    """A service under Kvasir's rules: add() its servicer, then start() and run_until_stopped().
+
+    Each address has a grpc.aio server of its own; `.grpc` is that of the first. Who may call what, and how much, is
+    counted for both together.
+    """
 
     def __init__(
         self,
@@ -96,20 +105,31 @@ class EdgeServer:
         self._listening = listening
         self._service_names = tuple(service_names)
         self._address, credentials = check_listening(listening)
+        self._second_path = _second_path(listening, self._address)
         self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
-        self.grpc = grpc.aio.server(
-            interceptors=(Errors(new_request_id), self.authentication),
-            options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
-            maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
-        )
+        self._servers = [
+            grpc.aio.server(
+                interceptors=(Errors(new_request_id), self.authentication),
+                options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
+                maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
+            )
+            for _ in range(1 if self._second_path is None else 2)
+        ]
+        self.grpc = self._servers[0]
         self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.grpc)
-        reflection.enable_server_reflection(
-            (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), self.grpc
-        )
+        self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
+        for server in self._servers:
+            reflection.enable_server_reflection(
+                (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+            )
         # Set when a stop was asked for: streams without an end of their own watch it.
         self.stopping = asyncio.Event()
         self.address = str(self._address)
+
+    def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
+        """Serve it at every address. `register`: the generated `add_…Servicer_to_server`."""
+        for server in self._servers:
+            register(servicer, server)
 
     async def start(self) -> None:
         """Listen. Live at once (health ""); ready at set_ready(True). Raises RefusedToStart if the address is taken."""
@@ -117,8 +137,11 @@ class EdgeServer:
         if self._address.socket_path is None:
             self.address = str(self._bind_tcp())
         else:
-            self._bind_socket(self._address.socket_path)
-        await self.grpc.start()
+            self._bind_socket(self.grpc, self._address.socket_path)
+        if self._second_path is not None:
+            self._bind_socket(self._servers[1], self._second_path)
+        for server in self._servers:
+            await server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -136,9 +159,10 @@ class EdgeServer:
             await self.stopping.wait()
         finally:
             await self._health.enter_graceful_shutdown()
-            await self.grpc.stop(grace_s)
-            if self._address.socket_path is not None:
-                self._address.socket_path.unlink(missing_ok=True)
+            await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+            for path in (self._address.socket_path, self._second_path):
+                if path is not None:
+                    path.unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Ask for a graceful stop. Safe to repeat."""
@@ -155,12 +179,12 @@ class EdgeServer:
             raise RefusedToStart(f"cannot listen on {self._address}: is another process there?") from None
         return Address(host=self._address.host, port=port)
 
-    def _bind_socket(self, path: Path) -> None:
+    def _bind_socket(self, server: grpc.aio.Server, path: Path) -> None:
         prepare_socket_path(path)
         # The directory keeps others out already; the mask leaves no moment in which the socket itself is open.
         before = os.umask(0o177)
         try:
-            self.grpc.add_insecure_port(f"unix:{path}")
+            server.add_insecure_port(f"unix:{path}")
         except RuntimeError:
             raise RefusedToStart(f"cannot listen on unix:{path}") from None
         finally:
@@ -177,6 +201,18 @@ def check_listening(listening: Listening) -> tuple[Address, Credentials | None]:
         return address, None if file is None else read_credentials(file)
     except (AddressError, CredentialFileError) as error:
         raise RefusedToStart(str(error)) from None
+
+
+def _second_path(listening: Listening, first: Address) -> Path | None:
+    if not listening.second_address:
+        return None
+    try:
+        path = parse_address(listening.second_address).socket_path
+    except AddressError as error:
+        raise RefusedToStart(str(error)) from None
+    if path is None or path == first.socket_path:
+        raise RefusedToStart(f"{listening.second_address}: the second address must be a Unix socket of its own")
+    return path
 
 
 def _check_protection(listening: Listening, address: Address) -> None:

@@ -93,7 +93,7 @@ class Home:
 
     def make(self) -> None:
         """Make the directories, 0700. Raises InvalidArgument when a socket's path would be too long."""
-        longest = os.fsencode(self.run / "engine.sock")
+        longest = os.fsencode(self.run / "engines.sock")
         if len(longest) > MAX_SOCKET_PATH_BYTES:
             raise InvalidArgument(
                 f"{self.root}: a Unix socket below it would need {len(longest)} bytes of path, and the system allows "

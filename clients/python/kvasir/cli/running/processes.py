@@ -26,6 +26,7 @@ class StoreProcess:
     listen: str
     endpoint: Endpoint  # how it is reached from here
     log_file: Path
+    engine_listen: str = ""  # a second address, for its engine
     credentials_file: Path | None = None
     peers_file: Path | None = None  # read if it exists
     tls_cert_file: Path | None = None
@@ -35,6 +36,7 @@ class StoreProcess:
         return (
             *(sys.executable, "-m", "cachestore_svc", "serve"),
             *("--data-dir", str(self.data_dir), "--listen", self.listen),
+            *_option("--engine-listen", self.engine_listen),
             *_option("--credentials-file", self.credentials_file),
             *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
             *_option("--tls-cert-file", self.tls_cert_file),

@@ -128,6 +128,7 @@ def plan_of(
         listen=store_listen or store_endpoint.address,
         endpoint=store_endpoint,
         log_file=home.logs / "store.log",
+        engine_listen=home.socket_address("engines"),
         credentials_file=credentials,
         peers_file=home.peers_file,
         tls_cert_file=tls_cert if store_listen else None,
@@ -136,7 +137,7 @@ def plan_of(
     engine = EngineProcess(
         listen=listen or engine_endpoint.address,
         endpoint=engine_endpoint,
-        store=store_endpoint,
+        store=Endpoint(home.socket_address("engines"), store_endpoint.token_file),
         log_file=home.logs / "engine.log",
         state_dir=home.engine_state,
         model=models[0] if models else "",
