@@ -5,13 +5,20 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
+.PHONY: test check demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
-test: install lint ## Everything CI runs: lint, types, contract, walls, tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+test: install lint ## Everything CI runs: lint, types, contract, walls, tests; at its end the slowest twenty
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+
+# What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
+CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \
+  tests/kvasir tests/mutation tests/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py
+
+check: install lint ## While you work, a minute: lint, types, contract, walls, pure tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(CHECKED)
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
