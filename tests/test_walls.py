@@ -370,3 +370,33 @@ def test_a_folder_holds_no_more_files_than_one_sees_at_a_glance(package: str) ->
 
 def test_sql_stands_in_one_folder() -> None:
     assert [path for path in statements_of_sql(ROOT) if "/index/sqlite/" not in path] == []
+
+
+def class_names(trees: dict[str, ast.Module], package: str) -> dict[str, list[str]]:
+    """Files of a package by the name of each class that they define at their top level, private ones included."""
+    files: dict[str, list[str]] = {}
+    for path, tree in trees.items():
+        if path.startswith(f"{package}/"):
+            for node in tree.body:
+                if isinstance(node, ast.ClassDef):
+                    files.setdefault(node.name, []).append(path)
+    return files
+
+
+def shared_names(trees: dict[str, ast.Module], package: str) -> dict[str, list[str]]:
+    return {name: paths for name, paths in class_names(trees, package).items() if len(paths) > 1}
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_two_classes_of_one_name_do_not_exist(package: str, trees: dict[str, ast.Module]) -> None:
+    assert shared_names(trees, package) == {}
+
+
+def test_a_planted_second_class_of_a_name_is_seen() -> None:
+    planted = {
+        "inference_svc/engine/engine.py": ast.parse("class _Row:\n    pass"),
+        "inference_svc/turns/turn_flow.py": ast.parse("class _Row:\n    pass"),
+        "cachestore_svc/store.py": ast.parse("class _Row:\n    pass"),
+    }
+    assert list(shared_names(planted, "inference_svc")) == ["_Row"]
+    assert shared_names(planted, "cachestore_svc") == {}
