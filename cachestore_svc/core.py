@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, NamespaceBlobs
 from cachestore_svc.blobs.ballast import Ballast
-from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.space import Space
@@ -72,7 +72,7 @@ class Core:
     disk: Disk
     ballast: Ballast
     catalog: Catalog
-    files: BlobFiles
+    blobs: BlobBackend
     space: Space
     writers: Writers
     history: History
@@ -81,6 +81,7 @@ class Core:
     leases: LiveLeases
     counters: Counters = field(default_factory=Counters)
     watchers: Watchers = field(default_factory=Watchers)
+    asides: set[Aside] = field(default_factory=set)  # bytes that were set aside, now or before the start
 
     @property
     def grace_ms(self) -> int:
@@ -132,17 +133,17 @@ class Core:
         """As read_blob, but not counted as served."""
         self._listed_whole(namespace, digest)
         try:
-            return self.files.read(namespace, digest)
+            return self.blobs.of(namespace).read(digest)
         except (FileNotFoundError, Damaged):
             # Since the look-up it may have been swept, and written again: what is there now decides.
-            with self.files.naming(namespace, digest.hash):
+            with self.blobs.of(namespace).naming(digest.hash):
                 return self._read_or_quarantine(namespace, digest)
 
     def _read_or_quarantine(self, namespace: str, digest: Digest) -> memoryview:
         """Read while nobody can give the name to another file or take it away."""
         self._listed_whole(namespace, digest)
         try:
-            return self.files.read(namespace, digest)
+            return self.blobs.of(namespace).read(digest)
         except FileNotFoundError:
             raise self._found_damaged(namespace, digest, "its file is missing") from None
         except Damaged as error:
@@ -160,15 +161,19 @@ class Core:
             self.catalog.write(namespace, work, frees_space=True)
             self.counters.add(namespace, "blobs_damaged", len(wanted))
 
+    def set_aside(self, blobs: NamespaceBlobs, hash_: str) -> None:
+        """Keep bytes that nothing lists for a grace period, under a name that no reader asks for."""
+        self.asides.add(blobs.set_aside(hash_, self.now_unix_ms()))
+
     def remove_files(self, namespace: str, digests: Iterable[Digest]) -> int:
         """Remove the files of blobs that are not listed any more; bytes freed. A blob that was written again stays."""
         freed = 0
         for digest in digests:
-            with self.files.naming(namespace, digest.hash):
+            with self.blobs.of(namespace).naming(digest.hash):
                 self.space.freed(namespace, digest.size_bytes)
                 if self._find(namespace, digest) is None:
                     try:
-                        self.files.remove(namespace, digest.hash)
+                        self.blobs.of(namespace).remove(digest.hash)
                     except OSError:
                         # Unlisted already: the sweep at the next start tries again.
                         self.counters.add(namespace, "files_not_removed")

@@ -51,6 +51,11 @@ IMPORTS = (
         "the store speaks to the port index/catalog.py; which catalog it is, is decided where a directory is opened",
     ),
     Wall(
+        ("cachestore_svc.blobs.local_directory",),
+        ("cachestore_svc/recovery/opening.py", "cachestore_svc/recovery/recovering.py"),
+        "the store speaks to the port blobs/backend.py; paths and descriptors stay below it",
+    ),
+    Wall(
         ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "kvasir.*_pb2_grpc", "google.rpc"),
         (
             "*/edge/service.py",
@@ -248,7 +253,7 @@ def test_clock_and_randomness_are_passed_in(trees: dict[str, ast.Module]) -> Non
         (f"{SDK}/cli/up.py", "from inference_svc import engine", "inference_svc"),
         (f"{SDK}/clients/store_client.py", "import pickle", "pickle"),
         (f"{SDK}/clients/store_client.py", "from rich.table import Table", "typer"),
-        ("cachestore_svc/blobs/blob_files.py", "import numpy as np", "numpy"),
+        ("cachestore_svc/blobs/local_directory.py", "import numpy as np", "numpy"),
     ],
 )
 def test_a_planted_import_is_caught(path: str, source: str, caught_by: str) -> None:

@@ -1,1 +1,2 @@
-"""Blobs as files: how they are written, verified, read and removed. Knows nothing of agents."""
+"""Where blobs' bytes lie and how they get there: `backend` is the port, `local_directory` the one implementation, with
+`Disk` below it. Knows nothing of agents."""

@@ -14,9 +14,9 @@ from typing import Protocol, Self
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest, Hasher
 
+from cachestore_svc.blobs.backend import BlobBackend, Part
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for, check_size
-from cachestore_svc.blobs.blob_files import BlobFiles
-from cachestore_svc.blobs.disk import Disk, refusal
+from cachestore_svc.blobs.disk import refusal
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.records import BlobKind
 
@@ -74,9 +74,8 @@ class _Part:
 class Writers:
     """Every blob being written or interrupted, so that each has one writer at a time. Used from any thread."""
 
-    def __init__(self, files: BlobFiles, disk: Disk, space: Space, now_unix_ms: Callable[[], int]) -> None:
-        self.files = files
-        self.disk = disk
+    def __init__(self, backend: BlobBackend, space: Space, now_unix_ms: Callable[[], int]) -> None:
+        self.backend = backend
         self._space = space
         self._now_unix_ms = now_unix_ms
         self._lock = threading.Lock()
@@ -146,7 +145,7 @@ class Writers:
             for key in old:
                 # One that cannot be removed stays counted.
                 with contextlib.suppress(OSError):
-                    self.files.remove_part(*key)
+                    self.backend.of(namespace).remove_part(key[1])
                     freed += self._parts.pop(key).size_bytes
             self._space.release(namespace, freed)
         return freed
@@ -192,18 +191,17 @@ class PartWriter:
         self.digest = digest
         self.received_bytes = 0
         self._writers = writers
-        self._files = writers.files
-        self._disk = writers.disk
+        self._blobs = writers.backend.of(namespace)
         self._register = register
         self._check = check_for(kind, digest.size_bytes)
         self._hasher = Hasher()
-        self._descriptor: int | None = None
+        self._part: Part | None = None
         self._is_ended = False
 
     def resume(self) -> None:
         """Open the part, and read again what it holds. Raises OSError; InvalidArgument when it is of another kind."""
-        self._descriptor = self._files.open_part(self.namespace, self.digest.hash)
-        for piece in self._disk.read_back(self._descriptor):
+        self._part = self._blobs.begin(self.digest.hash)
+        for piece in self._part.pieces():
             self._check.feed(piece)
             self._hasher.update(piece)
             self.received_bytes += len(piece)
@@ -256,7 +254,7 @@ class PartWriter:
             self._close()
             # What cannot be removed now goes at the next start, or is read again by whoever writes this blob.
             with contextlib.suppress(OSError):
-                self._files.remove_part(self.namespace, self.digest.hash)
+                self._blobs.remove_part(self.digest.hash)
             self._end(stored_bytes=0, left_bytes=0)
 
     def __enter__(self) -> Self:
@@ -276,13 +274,13 @@ class PartWriter:
             raise FailedPrecondition(f"the writer of {self.digest} has ended; open another", reason="WRITER_ENDED")
 
     def _append(self, data: bytes | memoryview) -> None:
-        assert self._descriptor is not None
+        assert self._part is not None
         try:
-            self._disk.write(self._descriptor, data)
+            self._part.append(data)
         except OSError as error:
             # Some of it may have been written: the part must be as long as what was accepted.
             try:
-                self._disk.truncate(self._descriptor, self.received_bytes)
+                self._part.cut(self.received_bytes)
             except OSError:
                 self.abandon()
             else:
@@ -301,24 +299,24 @@ class PartWriter:
         return self._check.finish()
 
     def _publish(self, facts: BlobFacts) -> None:
-        assert self._descriptor is not None
-        self._disk.fsync(self._descriptor)
+        assert self._part is not None
+        self._part.sync()
         self._close()
-        with self._files.naming(self.namespace, self.digest.hash):
-            self._files.publish(self.namespace, self.digest.hash)
+        with self._blobs.naming(self.digest.hash):
+            self._blobs.publish(self.digest.hash)
             try:
                 is_new = self._register.add(self.namespace, self.digest, facts)
             except BaseException:
                 # Unlisted, it would only wait for the next sweep. But somebody else may have listed it before us.
                 if not self._register.has(self.namespace, self.digest):
-                    self._files.remove(self.namespace, self.digest.hash)
+                    self._blobs.remove(self.digest.hash)
                 raise
         self._end(stored_bytes=self.digest.size_bytes if is_new else 0, left_bytes=0)
 
     def _close(self) -> None:
-        if self._descriptor is not None:
-            self._disk.close(self._descriptor)
-            self._descriptor = None
+        if self._part is not None:
+            self._part.close()
+            self._part = None
 
     def _end(self, stored_bytes: int, left_bytes: int) -> None:
         self._is_ended = True

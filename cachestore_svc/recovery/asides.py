@@ -9,7 +9,7 @@ import contextlib
 import structlog
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.blob_files import aside_since
+from cachestore_svc.blobs.backend import unknown_places
 from cachestore_svc.core import Core
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.records import GcReport
@@ -21,29 +21,28 @@ def sweep_at_start(core: Core) -> None:
     Nothing else runs yet, so one look is enough.
     """
     new = sum(_sweep(core, namespace) for namespace in core.sound_namespaces())
-    for directory in core.files.unknown_directories(core.known_namespaces()):
-        listing = core.files.listing_of(directory)
+    for blobs in unknown_places(core.blobs, core.known_namespaces()):
+        listing = blobs.list()
         for hash_ in listing.parts:
-            core.disk.remove(core.files.part_in(directory, hash_))
+            blobs.remove_part(hash_)
         for hash_ in listing.blobs:
-            core.files.set_aside(directory, hash_, core.now_unix_ms())
-        core.files.asides.update(listing.asides)
+            core.set_aside(blobs, hash_)
+        core.asides.update(listing.asides)
         new += len(listing.blobs)
-    if core.files.asides:
-        structlog.get_logger("cachestore").warning("blobs.set_aside", new=new, resting=len(core.files.asides))
+    if core.asides:
+        structlog.get_logger("cachestore").warning("blobs.set_aside", new=new, resting=len(core.asides))
 
 
 def collect(core: Core) -> GcReport:
     """Remove what was set aside a grace period ago."""
     until = core.now_unix_ms() - core.grace_ms
-    rested = [path for path in list(core.files.asides) if aside_since(path.name) <= until]
+    rested = [aside for aside in list(core.asides) if aside.since_unix_ms <= until]
     removed = freed = 0
-    for path in rested:
-        size_bytes = core.disk.size_bytes(path) or 0
+    for aside in rested:
         # What cannot be removed, such as a directory, stays; it is looked at again by the next start.
-        core.files.asides.discard(path)
+        core.asides.discard(aside)
         with contextlib.suppress(OSError):
-            core.disk.remove(path)
+            size_bytes = core.blobs.remove_aside(aside)
             removed, freed = removed + 1, freed + size_bytes
     return GcReport(0, removed, freed)
 
@@ -54,13 +53,14 @@ def _sweep(core: Core, namespace: str) -> int:
     def listed(view: CatalogView) -> tuple[list[Digest], list[Digest]]:
         return view.whole_blobs(namespace), view.damaged_blobs(namespace)
 
-    listing = core.files.listing(namespace)
+    blobs = core.blobs.of(namespace)
+    listing = blobs.list()
     whole, damaged = core.catalog.read(namespace, listed)
     for hash_ in listing.parts:
-        core.files.remove_part(namespace, hash_)
+        blobs.remove_part(hash_)
     unnamed = listing.blobs - {digest.hash for digest in (*whole, *damaged)}
     for hash_ in unnamed:
-        core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())
-    core.files.asides.update(listing.asides)
+        core.set_aside(blobs, hash_)
+    core.asides.update(listing.asides)
     core.quarantine(namespace, [digest for digest in whole if digest.hash not in listing.blobs])
     return len(unnamed)

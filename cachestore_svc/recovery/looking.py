@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvasir.errors import FailedPrecondition
 
-from cachestore_svc.blobs.blob_files import BlobFiles
+from cachestore_svc.blobs.backend import BlobBackend, has_any
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.index.damage import index_damaged
@@ -39,7 +39,7 @@ class Look:
     has_wrong_indexes: bool = False  # SQLite's own, of tables that are whole
 
 
-def look(database: Path, files: BlobFiles, disk: Disk) -> Look:
+def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
     """Look without changing anything. Raises FailedPrecondition (INDEX_MISSING, INDEX_BEHIND, INDEX_FOREIGN) and
     DataLoss (INDEX_DAMAGED), each of which says what to do."""
     path = database.with_name(journal.NAME)
@@ -47,14 +47,14 @@ def look(database: Path, files: BlobFiles, disk: Disk) -> Look:
         return Look(unchanged, "", unchanged.store, unchanged.position)
     found = journal.read(path, disk)
     if not disk.size_bytes(database):
-        if files.has_any() or (found and _tells(found)):
-            raise _missing(database, files)
+        if has_any(blobs) or (found and _tells(found)):
+            raise _missing(database, blobs)
         return Look()
     with looking_at(database, disk) as view:
         if view.is_too_new():
             # The migrations say so in words of their own.
             return Look()
-        return _look_inside(view, database, found, files, disk)
+        return _look_inside(view, database, found, blobs, disk)
 
 
 def words_of(damage: dict[str, str]) -> str:
@@ -70,18 +70,18 @@ def check_whole(view: CatalogView) -> None:
         raise index_damaged("its tables and their indexes differ")
 
 
-def _look_inside(view: CatalogView, database: Path, found: Parsed | None, files: BlobFiles, disk: Disk) -> Look:
+def _look_inside(view: CatalogView, database: Path, found: Parsed | None, blobs: BlobBackend, disk: Disk) -> Look:
     reached = view.journal_position() if view.has_tables() else None
     if reached is None:
-        return _look_at_first(view, found, files)
+        return _look_at_first(view, found, blobs)
     store, position = reached
     if found is None or not found.is_state_whole:
         check_whole(view)
-        _check_names_enough(view, files)
+        _check_names_enough(view, blobs)
         return Look(None, _why(found), store, position)
     if found.store != store:
         check_whole(view)
-        return _look_at_foreign(view, found, files, store, position)
+        return _look_at_foreign(view, found, blobs, store, position)
     if position.sequence > found.position.sequence:
         check_whole(view)
         return Look(None, "it ends before the index does", store, position)
@@ -104,7 +104,7 @@ def _look_inside(view: CatalogView, database: Path, found: Parsed | None, files:
     raise _foreign("its history is another than that of the journal")
 
 
-def _look_at_first(view: CatalogView, found: Parsed | None, files: BlobFiles) -> Look:
+def _look_at_first(view: CatalogView, found: Parsed | None, blobs: BlobBackend) -> Look:
     """The index never had a journal: it is new, or of an earlier Kvasir, or all that it had is lost."""
     has_tables = view.has_tables()
     if found is not None and _tells(found):
@@ -118,45 +118,45 @@ def _look_at_first(view: CatalogView, found: Parsed | None, files: BlobFiles) ->
         return Look(None, "", found.store, found.position)
     if has_tables:
         check_whole(view)
-        _check_names_enough(view, files)
-    elif files.has_any():
-        raise _names_less(0, len(list(_blob_files(files))))
+        _check_names_enough(view, blobs)
+    elif has_any(blobs):
+        raise _names_less(0, len(list(_all_hashes(blobs))))
     return Look()
 
 
-def _look_at_foreign(view: CatalogView, found: Parsed, files: BlobFiles, store: str, position: Position) -> Look:
+def _look_at_foreign(view: CatalogView, found: Parsed, blobs: BlobBackend, store: str, position: Position) -> Look:
     """Index and journal are of two stores: what lies in the directory says whose it is."""
-    if lies_here(view.state_anyway(), files) and not lies_here(found.state, files):
-        _check_names_enough(view, files)
+    if lies_here(view.state_anyway(), blobs) and not lies_here(found.state, blobs):
+        _check_names_enough(view, blobs)
         return Look(None, "it is another store's", store, position)
     raise _foreign("it is another store's than the journal")
 
 
-def lies_here(state: State, files: BlobFiles) -> bool:
+def lies_here(state: State, blobs: BlobBackend) -> bool:
     """Whether more than half of the manifests of a state are here, in their places or set aside."""
     there = asked = 0
     for namespace, space in state.items():
-        listing = files.listing(namespace)
-        names = listing.blobs | listing.asides_by_hash.keys()
+        listing = blobs.of(namespace).list()
+        names = listing.blobs | {aside.hash for aside in listing.asides}
         manifests = {version.manifest_hash for agent in space.agents.values() for version in agent.versions.values()}
         asked += len(manifests)
         there += len(manifests & names)
     return there * 2 > asked
 
 
-def _check_names_enough(view: CatalogView, files: BlobFiles) -> None:
+def _check_names_enough(view: CatalogView, blobs: BlobBackend) -> None:
     """Without a journal nothing says whether the index lost commits. One that names less than half of what lies there
     did, or all of that is garbage: a person must say."""
     named = view.all_hashes()
-    there = list(_blob_files(files))
+    there = list(_all_hashes(blobs))
     unnamed = sum(hash_ not in named for hash_ in there)
     if unnamed > _HANDFUL and unnamed * 2 > len(there):
         raise _names_less(len(there) - unnamed, len(there))
 
 
-def _blob_files(files: BlobFiles) -> Iterator[str]:
-    for directory in files.directories():
-        yield from files.listing_of(directory).blobs
+def _all_hashes(blobs: BlobBackend) -> Iterator[str]:
+    for each in blobs.all():
+        yield from each.list().blobs
 
 
 def _tells(found: Parsed) -> bool:
@@ -168,9 +168,9 @@ def _why(found: Parsed | None) -> str:
     return "it is missing" if found is None else f"{found.damaged_lines} of its lines are damaged"
 
 
-def _missing(database: Path, files: BlobFiles) -> FailedPrecondition:
+def _missing(database: Path, blobs: BlobBackend) -> FailedPrecondition:
     return FailedPrecondition(
-        f"the database {database} is missing, but {files.root} holds blobs: put the database back, or {RECOVER}; "
+        f"the database {database} is missing, but {blobs.where} holds blobs: put the database back, or {RECOVER}; "
         f"to begin anew, move {database.parent} away",
         reason="INDEX_MISSING",
     )

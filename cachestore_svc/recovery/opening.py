@@ -12,10 +12,11 @@ from pathlib import Path
 import structlog
 from kvasir.errors import Unavailable
 
+from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.ballast import Ballast
-from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.blob_writer import Writers
 from cachestore_svc.blobs.disk import NO_FILE, Disk, is_no_room, refusal
+from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.blobs.space import Space
 from cachestore_svc.core import Core
 from cachestore_svc.index.catalog import HOUSE, Catalog, History
@@ -107,19 +108,19 @@ def _open(
 
     ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
     path = config.data_dir / DATABASE
-    files = BlobFiles(config.data_dir / "namespaces", disk)
-    seen = looking.look(path, files, disk)
+    blobs = LocalDirectory(config.data_dir / "namespaces", disk)
+    seen = looking.look(path, blobs, disk)
     catalog = SqliteCatalog(path, disk, ballast, now)
     try:
-        log = _follow(catalog, seen, path, files, disk, ballast, token_hex)
+        log = _follow(catalog, seen, path, blobs, disk, ballast, token_hex)
         try:
             incarnation = _incarnation(catalog, path, token_hex)
             space = Space(config, disk, ballast, catalog.read(HOUSE, lambda view: view.stored_bytes()))
-            writers = Writers(files, disk, space, now)
+            writers = Writers(blobs, space, now)
             history = History(incarnation, config.event_history)
             live = LiveLeases(steady)
             catalog.read(HOUSE, lambda view: view.load_leases(live))
-            return Core(config, disk, ballast, catalog, files, space, writers, history, log, now, live)
+            return Core(config, disk, ballast, catalog, blobs, space, writers, history, log, now, live)
         except BaseException:
             log.close()
             raise
@@ -132,7 +133,7 @@ def _follow(
     catalog: Catalog,
     seen: looking.Look,
     database: Path,
-    files: BlobFiles,
+    blobs: BlobBackend,
     disk: Disk,
     ballast: Ballast,
     token_hex: Callable[[int], str],
@@ -157,7 +158,7 @@ def _follow(
             catalog.rebuild_indexes()
         if seen.forward:
             log.warning("index.rolled_forward", sequence=position.sequence)
-            catalog.write(HOUSE, lambda change: roll_forward(change, files, seen.forward, store, position))
+            catalog.write(HOUSE, lambda change: roll_forward(change, blobs, seen.forward, store, position))
         if catalog.is_migrated:
             # A step of the database's form may change what the journal tells. Of a damaged index it tells what it told.
             state = catalog.read(HOUSE, lambda view: view.state()) | {

@@ -16,10 +16,11 @@ from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
 from kvasir.formats.digest import Digest, is_hash
 
+from cachestore_svc.blobs.backend import has_any, unknown_places
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.blob_checks import BlobFacts, schema_text
-from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.journal import journal, journal_lines
@@ -45,7 +46,7 @@ class _Space:
 
     name: str
     told: Namespace
-    files: salvage.Files
+    found: salvage.Found
     manifests: set[Digest] = field(default_factory=set)
     # Not the manifests themselves: all of them together may be more than fits in memory.
     named: dict[Digest, tuple[NamedBlob, str]] = field(default_factory=dict)  # and of which KV identity
@@ -84,17 +85,18 @@ class _Recovery:
         self._disk = disk
         self._say = say
         self._database = config.data_dir / DATABASE
-        self._files = BlobFiles(config.data_dir / "namespaces", disk)
+        self._blobs = LocalDirectory(config.data_dir / "namespaces", disk)
         self._store = token_hex(8)
 
     def run(self, namespaces: Sequence[str]) -> RecoverReport:
-        told = salvage.what_was_told(self._database, self._files, self._disk)
+        told = salvage.what_was_told(self._database, self._blobs, self._disk)
         if not told.is_whole:
             known = {*namespaces, *_USUAL, *self._config.namespace_quota_bytes, *told.namespaces}
             self._check_all_named(known)
-            told.state |= {name: Namespace() for name in sorted(known - told.state.keys()) if self._has_files(name)}
+            unnamed = (name for name in sorted(known - told.state.keys()) if self._blobs.of(name).exists())
+            told.state |= {name: Namespace() for name in unnamed}
             told.sources.append("manifests")
-        if not told.state and not self._files.has_any():
+        if not told.state and not has_any(self._blobs):
             raise FailedPrecondition(f"{self._data_dir} holds nothing to recover", reason="NOTHING_TO_RECOVER")
         spaces = [self._space(name, told.state[name], told.is_whole) for name in sorted(told.state)]
         new = self._database.with_name(DATABASE + _NEW_SUFFIX)
@@ -103,21 +105,18 @@ class _Recovery:
         return RecoverReport(" and ".join(told.sources), tuple(map(_told_of, spaces)), kept, told.is_whole)
 
     def _check_all_named(self, known: set[str]) -> None:
-        unknown = [path.name for path in self._files.unknown_directories(known) if self._files.listing_of(path).blobs]
+        unknown = [blobs.place for blobs in unknown_places(self._blobs, known) if blobs.list().blobs]
         if unknown:
             raise FailedPrecondition(
-                f"{self._files.root / unknown[0]} holds blobs of a namespace whose name neither journal nor index can "
+                f"{self._blobs.where}/{unknown[0]} holds blobs of a namespace whose name neither journal nor index can "
                 "tell any more: name it with --namespace, or move the directory away",
                 reason="NAMESPACE_UNKNOWN",
             )
 
-    def _has_files(self, namespace: str) -> bool:
-        return self._files.directory(namespace).is_dir()
-
     # --- what there is ---
 
     def _space(self, name: str, told: Namespace, is_whole: bool) -> _Space:
-        space = _Space(name, told, salvage.Files(self._files, self._disk, name))
+        space = _Space(name, told, salvage.Found(self._blobs.of(name)))
         if not is_whole:
             self._name_anew(space)
         versions = list(_versions_of(told))
@@ -134,8 +133,8 @@ class _Recovery:
 
     def _name_anew(self, space: _Space) -> None:
         self._say(f"files of {space.name}", 0, 1)
-        for agent, version in salvage.unnamed_versions(space.files, space.told).items():
-            facts = space.files.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))
+        for agent, version in salvage.unnamed_versions(space.found, space.told).items():
+            facts = space.found.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))
             assert facts is not None
             made = version._replace(origin=int(Origin.IMPORT), created_unix_ms=self._now)
             space.told.agents[agent] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
@@ -147,7 +146,7 @@ class _Recovery:
             return "its manifest's digest is damaged"
         digest = Digest(version.manifest_hash, version.manifest_size_bytes)
         if digest not in space.manifests:
-            facts = space.files.manifest(digest)
+            facts = space.found.manifest(digest)
             if facts is None:
                 return f"its manifest {digest.hash} is missing or damaged"
             space.manifests.add(digest)
@@ -187,7 +186,7 @@ class _Recovery:
     def _facts_of(self, space: _Space, digest: Digest) -> BlobFacts:
         """What a blob is; one that is not whole is noted as damaged, and is what the manifest that names it says."""
         named = space.named.get(digest)
-        found = space.files.whole(digest, BlobKind.TENSORS if named else BlobKind.MANIFEST)
+        found = space.found.whole(digest, BlobKind.TENSORS if named else BlobKind.MANIFEST)
         if found is not None:
             return found
         assert named is not None, "manifests were read before"
@@ -242,7 +241,7 @@ class _Recovery:
 
 def _hold(space: _Space, batch: "list[tuple[str, VersionKey, Version]]", change: CatalogChange) -> None:
     def read(_: str, digest: Digest) -> ManifestFacts:
-        facts = space.files.manifest(digest)
+        facts = space.found.manifest(digest)
         assert facts is not None, "it was read before"
         if not space.damaged.isdisjoint(blob.digest for blob in facts.named):
             space.with_damaged.add((agent, key[1]))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.blob_files import BlobFiles, Damaged
+from cachestore_svc.blobs.backend import BlobBackend, Damaged
 from cachestore_svc.index.catalog import CatalogChange, Unheld
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change
@@ -13,13 +13,13 @@ from cachestore_svc.manifests import ManifestFacts, read_manifest
 
 
 def roll_forward(
-    change: CatalogChange, files: BlobFiles, changes: Iterable[Change], store: str, position: Position
+    change: CatalogChange, backend: BlobBackend, changes: Iterable[Change], store: str, position: Position
 ) -> None:
     """Repeat the changes of the journal's last group. The event history gets a new name, so that watchers learn that
     they missed something. Raises FailedPrecondition (INDEX_BEHIND)."""
 
     def read(namespace: str, digest: Digest) -> ManifestFacts:
-        return read_manifest(files.read(namespace, digest))
+        return read_manifest(backend.of(namespace).read(digest))
 
     try:
         change.apply_changes(read, changes)

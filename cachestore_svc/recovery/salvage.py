@@ -5,17 +5,15 @@ names then come back under names of their own, because a manifest says what was 
 """
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from blake3 import blake3
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
+from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
-from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.sqlite.looking import looking_at
@@ -36,16 +34,16 @@ class Told:
     namespaces: set[str] = field(default_factory=set)  # names that anybody knows
 
 
-def what_was_told(database: Path, files: BlobFiles, disk: Disk) -> Told:
+def what_was_told(database: Path, blobs: BlobBackend, disk: Disk) -> Told:
     """Ask the journal, and the old index where the journal is not whole."""
     told = Told()
     found = journal.read(database.with_name(journal.NAME), disk, salvages=True)
-    if found is not None and found.is_readable and (not found.state or looking.lies_here(found.state, files)):
+    if found is not None and found.is_readable and (not found.state or looking.lies_here(found.state, blobs)):
         told.state, lost = found.state, _lost(found, database, disk)
         told.is_whole = not lost
         told.sources.append(f"the journal{lost}")
     if not told.is_whole:
-        _ask_index(told, database, files, disk)
+        _ask_index(told, database, blobs, disk)
     told.namespaces |= told.state.keys()
     return told
 
@@ -65,7 +63,7 @@ def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
     return ""
 
 
-def _ask_index(told: Told, database: Path, files: BlobFiles, disk: Disk) -> None:
+def _ask_index(told: Told, database: Path, blobs: BlobBackend, disk: Disk) -> None:
     if not disk.size_bytes(database):
         return
     try:
@@ -74,7 +72,7 @@ def _ask_index(told: Told, database: Path, files: BlobFiles, disk: Disk) -> None
             names = set(view.namespaces_anyway())
     except KvasirError:
         return
-    if state and looking.lies_here(state, files):
+    if state and looking.lies_here(state, blobs):
         told.sources.append("the old index")
         told.namespaces |= names
         _add(told.state, state)
@@ -91,24 +89,22 @@ def _add(state: State, found: State) -> None:
             known.versions = agent.versions | known.versions
 
 
-class Files:
-    """The blob files of one namespace, those set aside among them."""
+class Found:
+    """The blobs of one namespace as they were found, those set aside among them."""
 
-    def __init__(self, files: BlobFiles, disk: Disk, namespace: str) -> None:
-        self._disk = disk
-        self._shelves = files.directory(namespace)
-        listing = files.listing(namespace)
-        self._asides = listing.asides_by_hash
-        self._names = listing.blobs | self._asides.keys()
+    def __init__(self, blobs: NamespaceBlobs) -> None:
+        self._blobs = blobs
+        listing = blobs.list()
+        self._hashes = listing.blobs | {aside.hash for aside in listing.asides}
 
     def hashes(self) -> list[str]:
-        return sorted(self._names)
+        """Every hash that a blob has or had as its name."""
+        return sorted(self._hashes)
 
     def whole(self, digest: Digest, kind: BlobKind) -> BlobFacts | None:
-        """What a blob is, if its file is whole. One that was set aside gets its name back."""
-        for path in self._paths(digest.hash):
-            data = self._read(path, digest.size_bytes)
-            if data is None or Digest.of(data) != digest:
+        """What a blob is, if its bytes are whole. One that was set aside gets its name back."""
+        for data, aside in self._blobs.unverified(digest.hash, digest.size_bytes):
+            if Digest.of(data) != digest:
                 continue
             try:
                 check = check_for(kind, digest.size_bytes)
@@ -116,16 +112,15 @@ class Files:
                 facts = check.finish()
             except InvalidArgument:
                 continue
-            if path.name != digest.hash:
-                self._disk.rename(path, path.with_name(digest.hash))
+            if aside is not None:
+                self._blobs.restore(aside)
             return facts
         return None
 
     def manifest(self, digest: Digest) -> ManifestFacts | None:
         """What a manifest names, if its bytes are here and whole."""
-        for path in self._paths(digest.hash):
-            data = self._read(path, digest.size_bytes)
-            if data is not None and Digest.of(data) == digest:
+        for data, _ in self._blobs.unverified(digest.hash, digest.size_bytes):
+            if Digest.of(data) == digest:
                 try:
                     return read_manifest(data)
                 except InvalidArgument:
@@ -133,33 +128,20 @@ class Files:
         return None
 
     def as_manifest(self, hash_: str) -> Digest | None:
-        """The digest of a file that is a whole manifest; None for every other."""
-        for path in self._paths(hash_):
-            size = self._disk.size_bytes(path) or 0
-            data = self._read(path, size) if size <= MAX_MANIFEST_BYTES else None
-            if data is not None and blake3(data).hexdigest() == hash_ and self.manifest(Digest(hash_, size)):
-                return Digest(hash_, size)
+        """The digest of a blob that is a whole manifest; None for every other."""
+        for data, _ in self._blobs.unverified(hash_, MAX_MANIFEST_BYTES):
+            digest = Digest.of(data)
+            if digest.hash == hash_ and self.manifest(digest):
+                return digest
         return None
 
-    def _paths(self, hash_: str) -> Iterator[Path]:
-        yield self._shelves / hash_[:2] / hash_
-        if hash_ in self._asides:
-            yield self._asides[hash_]
 
-    def _read(self, path: Path, size_bytes: int) -> memoryview | None:
-        try:
-            data = self._disk.read(path, size_bytes + 1)
-        except OSError:
-            return None
-        return data if len(data) == size_bytes else None
-
-
-def unnamed_versions(files: Files, space: Namespace) -> dict[str, Version]:
+def unnamed_versions(found_blobs: Found, space: Namespace) -> dict[str, Version]:
     """Versions for manifests that no version is, by the names of agents that they get. Their rest is unknown."""
     named = {version.manifest_hash for agent in space.agents.values() for version in agent.versions.values()}
     found: dict[str, Version] = {}
-    for hash_ in files.hashes():
-        digest = files.as_manifest(hash_) if hash_ not in named and is_hash(hash_) else None
+    for hash_ in found_blobs.hashes():
+        digest = found_blobs.as_manifest(hash_) if hash_ not in named and is_hash(hash_) else None
         if digest is not None:
             found[_free_name(hash_, {*space.agents, *found})] = Version(
                 0, digest.hash, digest.size_bytes, 0, "recovered from its manifest", 0, ""

@@ -6,12 +6,11 @@ what they find is looked up again under the blob's lock before it is called wron
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 
 from kvasir.errors import DataLoss, InvalidArgument, KvasirError, NotFound, Unavailable
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.blob_files import Damaged
+from cachestore_svc.blobs.backend import Damaged, NamespaceBlobs, unknown_places
 from cachestore_svc.core import Core
 from cachestore_svc.index.catalog import HOUSE, CatalogChange, CatalogView
 from cachestore_svc.index.damage import reading_damage
@@ -27,7 +26,7 @@ def check(core: Core, repair: bool) -> CheckReport:
     """See cachestore_svc.store.Store.check."""
     names = core.sound_namespaces()
     with reading_damage():
-        findings = [*_database(core), *_kept_out(core), *_unknown_directories(core, repair)]
+        findings = [*_database(core), *_kept_out(core), *_unknown_places(core, repair)]
     blobs = snapshots = 0
     for namespace in names:
         findings += _damaged(core, namespace, repair)
@@ -36,7 +35,7 @@ def check(core: Core, repair: bool) -> CheckReport:
         counts = core.catalog.read(namespace, partial(_counts, namespace))
         blobs += counts[0]
         snapshots += counts[1]
-    set_aside = sum(len(core.files.listing_of(directory).asides) for directory in core.files.directories())
+    set_aside = sum(len(blobs.list().asides) for blobs in core.blobs.all())
     return CheckReport(tuple(findings), len(names), blobs, snapshots, set_aside)
 
 
@@ -86,34 +85,35 @@ def _differences(core: Core, view: CatalogView) -> dict[str, dict[str, str]]:
     return replay.differences(told.state, view.state_anyway())
 
 
-def _unknown_directories(core: Core, repair: bool) -> Iterator[Finding]:
-    for directory in core.files.unknown_directories(core.known_namespaces()):
+def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
+    for blobs in unknown_places(core.blobs, core.known_namespaces()):
         # A part may be the first blob of a new namespace, on its way.
-        for hash_ in sorted(core.files.listing_of(directory).blobs):
-            if _is_unowned(core, directory, hash_, repair):
+        for hash_ in sorted(blobs.list().blobs):
+            if _is_unowned(core, blobs, hash_, repair):
                 yield Finding("ORPHAN_FILE", "", hash_, repair)
 
 
-def _is_unowned(core: Core, directory: Path, hash_: str, repair: bool) -> bool:
-    with core.files.naming_in(directory, hash_):
-        is_unowned = directory in core.files.unknown_directories(core.known_namespaces())
+def _is_unowned(core: Core, blobs: NamespaceBlobs, hash_: str, repair: bool) -> bool:
+    with blobs.naming(hash_):
+        unknown = {each.place for each in unknown_places(core.blobs, core.known_namespaces())}
+        is_unowned = blobs.place in unknown
         if is_unowned and repair:
-            core.files.set_aside(directory, hash_, core.now_unix_ms())
+            core.set_aside(blobs, hash_)
     return is_unowned
 
 
 def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
     """Files without rows, rows without files, files of a wrong size."""
-    listing = core.files.listing(namespace)
+    listing = core.blobs.of(namespace).list()
     digests = core.catalog.read(namespace, lambda view: view.whole_blobs(namespace))
     listed = {digest.hash: digest for digest in digests}
     for hash_ in sorted(listing.blobs - set(listed)):
         if _is_orphan(core, namespace, hash_, repair):
             yield Finding("ORPHAN_FILE", namespace, hash_, repair)
-    for path in listing.strange:
-        yield Finding("STRANGE_FILE", namespace, path.name)
+    for name in listing.strange:
+        yield Finding("STRANGE_FILE", namespace, name)
     for digest in digests:
-        size = core.files.size_bytes(namespace, digest.hash)
+        size = core.blobs.of(namespace).size_bytes(digest.hash)
         if size != digest.size_bytes and _has_wrong_size(core, namespace, digest, repair):
             problem = "MISSING_FILE" if size is None else "WRONG_SIZE"
             yield Finding(problem, namespace, f"{digest.hash}: expected {digest.size_bytes}, found {size}", repair)
@@ -121,18 +121,20 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 
 def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
     """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
-    with core.files.naming(namespace, hash_):
+    blobs = core.blobs.of(namespace)
+    with blobs.naming(hash_):
         if core.catalog.read(namespace, lambda view: view.has_hash(namespace, hash_)):
             return False
         if repair:
-            core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())
-        return core.files.size_bytes(namespace, hash_) is not None or repair
+            core.set_aside(blobs, hash_)
+        return blobs.size_bytes(hash_) is not None or repair
 
 
 def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) -> bool:
     """Whether a row's file still is not of its size, looked up while nobody can sweep it or write it again."""
-    with core.files.naming(namespace, digest.hash):
-        is_right = core.files.size_bytes(namespace, digest.hash) == digest.size_bytes
+    blobs = core.blobs.of(namespace)
+    with blobs.naming(digest.hash):
+        is_right = blobs.size_bytes(digest.hash) == digest.size_bytes
         if is_right or not _is_listed(core, namespace, digest):
             return False
         if repair:
@@ -169,7 +171,7 @@ def _damaged(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 
 def _is_readable(core: Core, namespace: str, digest: Digest) -> bool:
     try:
-        core.files.read(namespace, digest)
+        core.blobs.of(namespace).read(digest)
     except (Damaged, FileNotFoundError, Unavailable):
         return False
     return True

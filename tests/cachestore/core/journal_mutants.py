@@ -4,21 +4,21 @@ JOURNAL_MUTANTS = (
     (
         "journal: the start leaves unlisted files",
         "asides.py",
-        "        core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())\n",
-        "        pass\n",
+        "    for hash_ in unnamed:\n        core.set_aside(blobs, hash_)\n",
+        "    for _ in unnamed:\n        pass\n",
         "care",
     ),
     (
         "journal: the start removes unlisted files",
         "asides.py",
-        "        core.files.set_aside(core.files.directory(namespace).parent, hash_, core.now_unix_ms())\n",
-        "        core.files.remove(namespace, hash_)\n",
+        "    for hash_ in unnamed:\n        core.set_aside(blobs, hash_)\n",
+        "    for hash_ in unnamed:\n        blobs.remove(hash_)\n",
         "care",
     ),
     (
         "journal: what is set aside goes at once",
         "asides.py",
-        "if aside_since(path.name) <= until]",
+        "if aside.since_unix_ms <= until]",
         "if True]",
         "index_damage",
     ),
@@ -151,8 +151,8 @@ JOURNAL_MUTANTS = (
     (
         "journal: a recovery believes damaged blobs",
         "salvage.py",
-        "            if data is None or Digest.of(data) != digest:\n",
-        "            if data is None:\n",
+        "            if Digest.of(data) != digest:\n",
+        "            if len(data) != digest.size_bytes:\n",
         "recovering",
     ),
     (

@@ -9,13 +9,13 @@ MUTANTS = (
     Mutant(
         "a blob's bytes are not synced before the rename",
         "blob_writer.py",
-        "        self._disk.fsync(self._descriptor)\n",
+        "        self._part.sync()\n",
         "",
         "power_loss",
     ),
     Mutant(
         "the directory is not synced after the rename",
-        "blob_files.py",
+        "local_directory.py",
         "        self._disk.fsync_directory(path.parent)\n",
         "",
         "power_loss",
@@ -29,32 +29,32 @@ MUTANTS = (
     ),
     Mutant(
         "no rename: a blob is written under its final name",
-        "blob_files.py",
+        "local_directory.py",
         "return path.with_name(path.name + PART_SUFFIX)",
         "return path",
         "blobs",
     ),
     Mutant(
         "the rename is left out",
-        "blob_files.py",
-        "        self._disk.rename(self.part_path(namespace, hash_), path)\n",
+        "local_directory.py",
+        "        self._disk.rename(self._part_path(hash_), path)\n",
         "",
         "blobs",
     ),
     Mutant(
         "the row is written before the rename",
         "blob_writer.py",
-        "            self._files.publish(self.namespace, self.digest.hash)\n            try:\n"
+        "            self._blobs.publish(self.digest.hash)\n            try:\n"
         "                is_new = self._register.add(self.namespace, self.digest, facts)\n",
         "            is_new = self._register.add(self.namespace, self.digest, facts)\n            try:\n"
-        "                self._files.publish(self.namespace, self.digest.hash)\n",
+        "                self._blobs.publish(self.digest.hash)\n",
         "kill power_loss",
     ),
     Mutant(
         "a sweep removes bytes before it removes rows",
         "collecting.py",
         "        change.remove_blobs([blob_id for blob_id, _ in batch])\n",
-        "        [core.files.remove(namespace, digest.hash) for _, digest in batch]\n"
+        "        [core.blobs.of(namespace).remove(digest.hash) for _, digest in batch]\n"
         "        change.remove_blobs([blob_id for blob_id, _ in batch])\n",
         "kill power_loss",
     ),
@@ -229,8 +229,8 @@ MUTANTS = (
     ),
     Mutant(
         "a sweep and a writer of the same blob are not kept apart",
-        "blob_files.py",
-        "        return self._locks[directory][int(hash_[:2], 16) % _LOCKS]\n",
+        "local_directory.py",
+        "        return self._locks[int(hash_[:2], 16) % _LOCKS]\n",
         "        return threading.Lock()\n",
         "garbage kill",
     ),
@@ -278,7 +278,7 @@ MUTANTS = (
     ),
     Mutant(
         "a digest is not verified when a blob is read",
-        "blob_files.py",
+        "local_directory.py",
         "        if blake3(data).hexdigest() != digest.hash:\n",
         "        if False:\n",
         "flips blobs",
@@ -293,7 +293,7 @@ MUTANTS = (
     Mutant(
         "a write that ran out of room is not cut back",
         "blob_writer.py",
-        "                self._disk.truncate(self._descriptor, self.received_bytes)\n",
+        "                self._part.cut(self.received_bytes)\n",
         "                pass\n",
         "full_disk",
     ),

@@ -10,8 +10,8 @@ import pytest
 from kvasir.errors import InvalidArgument, ResourceExhausted
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.blob_files import BlobFiles
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.edge.messages import write_agent
 from cachestore_svc.index import listing
 from cachestore_svc.index.sqlite import agents
@@ -161,13 +161,13 @@ def test_a_write_that_found_no_room_names_no_directory(lab: Lab) -> None:
 
 
 def test_a_namespace_waits_for_no_other_to_name_a_blob(tmp_path: Path) -> None:
-    files, hash_, entered = BlobFiles(tmp_path, Disk()), "ab" * 32, threading.Event()
+    blobs, hash_, entered = LocalDirectory(tmp_path, Disk()), "ab" * 32, threading.Event()
 
     def name(namespace: str) -> None:
-        with files.naming(namespace, hash_):
+        with blobs.of(namespace).naming(hash_):
             entered.set()
 
-    with files.naming("a", hash_):
+    with blobs.of("a").naming(hash_):
         threading.Thread(target=name, args=("b",), daemon=True).start()
         assert entered.wait(5)
         entered.clear()

@@ -259,7 +259,7 @@ def test_a_blob_that_another_writer_listed_first_survives_our_failure_to_list_it
     [(digest, data)] = content.new_blobs.items()
     with lab.open(disk) as store:
         stale = store.open_writer(NS, digest, BlobKind.TENSORS)
-        catalog = stale._catalog  # type: ignore[attr-defined]
+        catalog = stale._register  # type: ignore[attr-defined]
         with stale:
             pass
         done = publish(store, "a", content, 0)

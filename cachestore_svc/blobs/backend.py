@@ -1,0 +1,130 @@
+"""The port to where blobs' bytes lie: what the store may ask of a directory, or of whatever else keeps bytes by name.
+
+A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and asks for one thing at
+a time under `naming`. Where the medium fails, each method raises OSError.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from kvasir.formats.digest import Digest
+
+
+class Damaged(Exception):
+    """The bytes are not those of the digest, or the medium lost them."""
+
+
+class Aside(NamedTuple):
+    """Bytes that the catalog did not list: they rest under a name of their own, and then go."""
+
+    place: str  # of which namespace; see NamespaceBlobs.place
+    hash: str
+    since_unix_ms: int
+
+
+@dataclass
+class Listing:
+    """What lies in a namespace's place."""
+
+    blobs: set[str] = field(default_factory=set)  # hashes
+    parts: set[str] = field(default_factory=set)  # hashes of blobs that are not whole yet
+    asides: set[Aside] = field(default_factory=set)
+    strange: list[str] = field(default_factory=list)  # names that the store never gives
+
+
+class Part(Protocol):
+    """A blob's bytes on their way in. They stay when the process ends, whole or not."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """What an interrupted write left, from the start."""
+
+    def append(self, data: bytes | memoryview) -> None:
+        """Add bytes. When this raises, some of them may have been added: then cut."""
+
+    def cut(self, size_bytes: int) -> None:
+        """Take back what was added beyond this size."""
+
+    def sync(self) -> None:
+        """All bytes survive a loss of power on return."""
+
+    def close(self) -> None:
+        """Let go of the part. It stays, to be gone on with or published."""
+
+
+class NamespaceBlobs(Protocol):
+    """The blobs of one namespace. From any thread."""
+
+    @property
+    def place(self) -> str:
+        """Names the namespace in the backend. The namespace's own name cannot be told from it."""
+
+    def exists(self) -> bool:
+        """Whether anything was ever kept here."""
+
+    def begin(self, hash_: str) -> Part:
+        """Begin the blob's part, or go on with it."""
+
+    def publish(self, hash_: str) -> None:
+        """Make a synced part the blob, durably. Replaces a blob that has the hash."""
+
+    def read(self, digest: Digest) -> memoryview:
+        """The blob's bytes, verified. Raises Damaged, FileNotFoundError, and Unavailable: nothing is known of them now.
+
+        A sweep and a new write during the call can make the first two untrue; see `naming`.
+        """
+
+    def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
+        """Bytes that lie here as the blob, and as an aside of it. What is longer or cannot be read is left out."""
+
+    def size_bytes(self, hash_: str) -> int | None:
+        """Size of the blob; None when there is none."""
+
+    def remove(self, hash_: str) -> None:
+        """Remove the blob, if it is here."""
+
+    def remove_part(self, hash_: str) -> None:
+        """Remove the blob's part, if there is one."""
+
+    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+        """Give a blob a name that no reader asks for."""
+
+    def restore(self, aside: Aside) -> None:
+        """Give the blob its name back."""
+
+    def list(self) -> Listing:
+        """Everything that lies here."""
+
+    def naming(self, hash_: str) -> AbstractContextManager[object]:
+        """Held from publishing a blob to listing it in the catalog, and from looking it up there to removing it: else a
+        sweep could remove a blob that was just written again. Nothing else is locked inside but the catalog. No
+        namespace waits for another."""
+
+
+class BlobBackend(Protocol):
+    """The blobs of all namespaces. From any thread."""
+
+    @property
+    def where(self) -> str:
+        """Where the blobs lie, in words for people."""
+
+    def of(self, namespace: str) -> NamespaceBlobs:
+        """The blobs of a namespace, which may have none."""
+
+    def all(self) -> Sequence[NamespaceBlobs]:
+        """The places of all namespaces, whatever their names are."""
+
+    def remove_aside(self, aside: Aside) -> int:
+        """Remove bytes that were set aside; how many."""
+
+
+def unknown_places(backend: BlobBackend, namespaces: set[str]) -> list[NamespaceBlobs]:
+    """Places that belong to none of these namespaces."""
+    known = {backend.of(namespace).place for namespace in namespaces}
+    return [blobs for blobs in backend.all() if blobs.place not in known]
+
+
+def has_any(backend: BlobBackend) -> bool:
+    """Whether there is any blob, of whatever namespace."""
+    return any(blobs.list().blobs for blobs in backend.all())

@@ -1,0 +1,222 @@
+"""Blobs as files in one local directory: where they lie, how their bytes are read and verified, and how they go.
+
+A path is made of the namespace's own hash and of a digest's 64 hex digits; no name from outside is ever part of one.
+"""
+
+import builtins
+import errno
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+from blake3 import blake3
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.backend import Aside, Damaged, Listing
+from cachestore_svc.blobs.disk import NO_FILE, Disk, refusal
+
+PART_SUFFIX = ".part"
+_DIRECTORY_NAME = re.compile(r"[0-9a-f]{32}")
+_BLOB_NAME = re.compile(r"[0-9a-f]{64}")
+_ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
+_SHELF_NAME = re.compile(r"[0-9a-f]{2}")
+_LOCKS = 64
+# What these say will be so the next time: the device lost the bytes, or something else lies where they should.
+_LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
+
+
+class LocalDirectory:
+    """See cachestore_svc.blobs.backend.BlobBackend."""
+
+    def __init__(self, root: Path, disk: Disk) -> None:
+        self.root = root
+        self.disk = disk
+        self._opened: dict[str, LocalBlobs] = {}
+
+    @property
+    def where(self) -> str:
+        """See BlobBackend."""
+        return str(self.root)
+
+    def of(self, namespace: str) -> "LocalBlobs":
+        """See BlobBackend."""
+        return self._at(blake3(namespace.encode()).hexdigest()[:32])
+
+    def all(self) -> list["LocalBlobs"]:
+        """See BlobBackend. Whatever else people and their systems leave there (.DS_Store) is not ours."""
+        return [self._at(name) for name in self.disk.names(self.root) if _DIRECTORY_NAME.fullmatch(name)]
+
+    def remove_aside(self, aside: Aside) -> int:
+        """See BlobBackend."""
+        path = self._at(aside.place).aside_path(aside)
+        size_bytes = self.disk.size_bytes(path) or 0
+        self.disk.remove(path)
+        return size_bytes
+
+    def _at(self, name: str) -> "LocalBlobs":
+        # One object for a directory: its locks are in it.
+        if name not in self._opened:
+            self._opened.setdefault(name, LocalBlobs(self.root / name, self.disk))
+        return self._opened[name]
+
+
+class LocalBlobs:
+    """The files of one namespace; see cachestore_svc.blobs.backend.NamespaceBlobs."""
+
+    def __init__(self, directory: Path, disk: Disk) -> None:
+        self._directory = directory
+        self._shelves = directory / "blobs"
+        self._disk = disk
+        self._durable_directories: set[Path] = set()
+        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+
+    @property
+    def place(self) -> str:
+        """See NamespaceBlobs."""
+        return self._directory.name
+
+    def exists(self) -> bool:
+        """See NamespaceBlobs."""
+        return self._shelves.is_dir()
+
+    def begin(self, hash_: str) -> "LocalPart":
+        """See NamespaceBlobs. The part is made where the blob will lie, so that the rename stays in one directory."""
+        path = self._part_path(hash_)
+        shelf = path.parent
+        for directory in (self._directory.parent, self._directory, self._shelves, shelf):
+            if directory not in self._durable_directories:
+                self._disk.make_directory(directory)
+                self._durable_directories.add(directory)
+        return LocalPart(self._disk, self._disk.open_append(path))
+
+    def publish(self, hash_: str) -> None:
+        """See NamespaceBlobs."""
+        path = self._path(hash_)
+        self._disk.rename(self._part_path(hash_), path)
+        self._disk.fsync_directory(path.parent)
+
+    def read(self, digest: Digest) -> memoryview:
+        """See NamespaceBlobs."""
+        try:
+            data = self._disk.read(self._path(digest.hash), digest.size_bytes + 1)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in _LASTING:
+                raise Damaged(f"cannot be read: {error.strerror}") from error
+            raise refusal(error, f"{digest}") from error
+        if len(data) != digest.size_bytes:
+            raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
+        if blake3(data).hexdigest() != digest.hash:
+            raise Damaged("its bytes have another digest")
+        return data
+
+    def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
+        """See NamespaceBlobs."""
+        if (data := self._read_unless_longer(self._path(hash_), most_bytes)) is not None:
+            yield data, None
+        for aside in self._asides(hash_):
+            if (data := self._read_unless_longer(self.aside_path(aside), most_bytes)) is not None:
+                yield data, aside
+
+    def size_bytes(self, hash_: str) -> int | None:
+        """See NamespaceBlobs."""
+        return self._disk.size_bytes(self._path(hash_))
+
+    def remove(self, hash_: str) -> None:
+        """See NamespaceBlobs."""
+        self._disk.remove(self._path(hash_))
+
+    def remove_part(self, hash_: str) -> None:
+        """See NamespaceBlobs."""
+        self._disk.remove(self._part_path(hash_))
+
+    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+        """See NamespaceBlobs."""
+        aside = Aside(self.place, hash_, now_unix_ms)
+        self._disk.rename(self._path(hash_), self.aside_path(aside))
+        return aside
+
+    def restore(self, aside: Aside) -> None:
+        """See NamespaceBlobs."""
+        self._disk.rename(self.aside_path(aside), self._path(aside.hash))
+
+    def list(self) -> Listing:
+        """See NamespaceBlobs."""
+        listing = Listing()
+        for shelf in self._disk.names(self._shelves):
+            if _SHELF_NAME.fullmatch(shelf) is None:
+                listing.strange.append(shelf)
+                continue
+            for name in self._disk.names(self._shelves / shelf):
+                self._list_file(listing, shelf, name)
+        return listing
+
+    def naming(self, hash_: str) -> AbstractContextManager[object]:
+        """See NamespaceBlobs."""
+        return self._locks[int(hash_[:2], 16) % _LOCKS]
+
+    def aside_path(self, aside: Aside) -> Path:
+        """Where the file of an aside lies: beside the blob that it was."""
+        path = self._path(aside.hash)
+        return path.with_name(f"{aside.hash}.aside-{aside.since_unix_ms}")
+
+    def _read_unless_longer(self, path: Path, most_bytes: int) -> memoryview | None:
+        with suppress(OSError):
+            size = self._disk.size_bytes(path)
+            if size is not None and size <= most_bytes:
+                return self._disk.read(path, size + 1)
+        return None
+
+    def _path(self, hash_: str) -> Path:
+        return self._shelves / hash_[:2] / hash_
+
+    def _part_path(self, hash_: str) -> Path:
+        path = self._path(hash_)
+        return path.with_name(path.name + PART_SUFFIX)
+
+    def _asides(self, hash_: str) -> builtins.list[Aside]:
+        names = self._disk.names(self._path(hash_).parent)
+        found = [_ASIDE_NAME.fullmatch(name) for name in names if name.startswith(f"{hash_}.")]
+        return [Aside(self.place, hash_, int(match[2])) for match in found if match]
+
+    def _list_file(self, listing: Listing, shelf: str, name: str) -> None:
+        hash_ = name.removesuffix(PART_SUFFIX)
+        if (aside := _ASIDE_NAME.fullmatch(name)) and name[:2] == shelf:
+            listing.asides.add(Aside(self.place, aside[1], int(aside[2])))
+        elif _BLOB_NAME.fullmatch(hash_) is None or hash_[:2] != shelf:
+            listing.strange.append(name)
+        elif hash_ == name:
+            listing.blobs.add(name)
+        else:
+            listing.parts.add(hash_)
+
+
+class LocalPart:
+    """An open part; see cachestore_svc.blobs.backend.Part."""
+
+    def __init__(self, disk: Disk, descriptor: int) -> None:
+        self._disk = disk
+        self._descriptor = descriptor
+
+    def pieces(self) -> Iterator[bytes]:
+        """See Part."""
+        return self._disk.read_back(self._descriptor)
+
+    def append(self, data: bytes | memoryview) -> None:
+        """See Part."""
+        self._disk.write(self._descriptor, data)
+
+    def cut(self, size_bytes: int) -> None:
+        """See Part."""
+        self._disk.truncate(self._descriptor, size_bytes)
+
+    def sync(self) -> None:
+        """See Part."""
+        self._disk.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """See Part."""
+        self._disk.close(self._descriptor)
