@@ -56,7 +56,7 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	@touch $@
 
-campaigns: install ## The long forms of sampled tests: thousands of kills and flips; hours on two cores
+campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on two cores
 	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000
 	$(BIN)/python -m tests.cachestore.core.damage_campaign --stores 500
@@ -68,10 +68,10 @@ campaigns: install ## The long forms of sampled tests: thousands of kills and fl
 campaign-fairness: install ## One namespace does its worst while another works, for every shared resource; an hour
 	$(BIN)/python -m tests.fairness.campaign $(FAIRNESS)
 
-campaign-history: install ## 500 random lives over two engines and one store: no turn knows what was taken back
+campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/history
 
-hammer: install ## 10,000 requests of many agents, each turn held against the same turn alone; goes on where it was ended
+hammer: install ## Many agents at once, each turn held against the same turn alone; goes on where it was ended
 	$(BIN)/python -m tests.hammer $(HAMMER)
 
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
