@@ -1,7 +1,8 @@
-"""All layers' KV of one sequence: cut, fork, put back, and tensor files.
+"""All layers' KV of one sequence: how it is cut, forked, put back, and turned into tensor files.
 
-Layers that keep all their tokens can be cut anywhere. The others can only go back to a *point*: a moment at which they
-were copied whole. So a sequence that has such layers goes back to its points, to its beginning, and nowhere else.
+Layers that keep all their tokens can be cut anywhere. The other layers can only go back to a *rewind point*: a moment
+at which they were copied whole. So a sequence that has such layers goes back to its rewind points or to its beginning,
+and nowhere else.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -12,15 +13,15 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 
 from inference_svc.kv.capacity import capacity_rows
-from inference_svc.kv.codec import EncodedRows, layer_codecs
+from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.layers import AnyLayerKV, StatefulKV, new_layer
 from inference_svc.kv.tensor_files import Array, CheckedFile, gathered, state_arrays
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """The layers that do not keep all tokens, as they were after `tokens` tokens. They are never written again."""
+class RewindPoint:
+    """The layers that do not keep all tokens, as they were after `tokens` tokens. These copies are never written."""
 
     tokens: int
     layers: tuple[StatefulKV, ...]
@@ -32,30 +33,25 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class SavedRows:
-    """What is taken out of a sequence so that it can be put back: rows from `start` on, layer by layer, K then V, and
-    the points that there were.
+    """Rows taken out of a sequence so that they can be put back: from `start` on, layer by layer, K then V. With them
+    the rewind points of that moment.
     """
 
     start: int
     rows: tuple[EncodedRows, ...]
-    points: tuple[Point, ...] = ()
+    points: tuple[RewindPoint, ...] = ()
 
 
 class SequenceKV:
     """KV of the first `length` tokens of a sequence."""
 
-    def __init__(self, layers: Sequence[AnyLayerKV], points: Iterable[Point] = ()) -> None:
+    def __init__(self, layers: Sequence[AnyLayerKV], points: Iterable[RewindPoint] = ()) -> None:
         self.layers = list(layers)
         self._points = list(points)
 
     @classmethod
-    def empty(cls, policy: identity_pb2.KvPolicy, layer_count: int) -> "SequenceKV":
-        """Of a model whose layers all keep all their tokens."""
-        return cls([LayerKV(*layer_codecs(policy, index)) for index in range(layer_count)])
-
-    @classmethod
     def of(cls, identity: identity_pb2.KvIdentity) -> "SequenceKV":
-        """Of any layout; nothing is remembered yet."""
+        """An empty sequence of any layout."""
         return cls([new_layer(identity, index) for index in range(len(identity.layers))])
 
     @classmethod
@@ -66,8 +62,8 @@ class SequenceKV:
         keep: int,
         states: Sequence[CheckedFile] = (),
     ) -> "SequenceKV":
-        """The first `keep` tokens of files that cover them from position 0, and its points. The last of them is at
-        `keep`, if the model has states at all.
+        """The first `keep` tokens of files that cover them from position 0, with its rewind points. If the model has
+        states, the last rewind point is at `keep`.
 
         Rows go straight to their places in the buffers, not through a long concatenation. Raises DataLoss before MLX
         sees a value that is not finite.
@@ -96,7 +92,7 @@ class SequenceKV:
 
     @property
     def stateful_layers(self) -> list[StatefulKV]:
-        """The layers that do not."""
+        """The layers that do not keep all their tokens."""
         return [layer for layer in self.layers if not isinstance(layer, LayerKV)]
 
     @property
@@ -106,7 +102,7 @@ class SequenceKV:
 
     @property
     def rewind_points(self) -> tuple[int, ...]:
-        """Token counts, ascending, that it can go back to if not to every one."""
+        """Token counts that the sequence can go back to, ascending. Without stateful layers it can go to any count."""
         return tuple(point.tokens for point in self._points)
 
     @property
@@ -116,7 +112,7 @@ class SequenceKV:
 
     @property
     def allocated_bytes(self) -> int:
-        """What lies at a point is counted there, also while the layers still are what they were then."""
+        """Bytes of all arrays. Layers that still share the last rewind point's arrays are counted once, there."""
         at_point = self._points[-1].tokens if self._points else -1
         live = sum(layer.nbytes for layer in self.layers if isinstance(layer, LayerKV) or layer.offset != at_point)
         return live + sum(point.nbytes for point in self._points)
@@ -124,20 +120,20 @@ class SequenceKV:
     # --- back in time ---
 
     def mark(self) -> None:
-        """Make a point of the present moment. Evaluates. Without effect if every layer keeps all its tokens."""
+        """Make a rewind point of the present moment. Evaluates. Without effect if every layer keeps all its tokens."""
         if self.stateful_layers and self.length not in self.rewind_points:
             layers = tuple(layer.compacted() for layer in self.stateful_layers)
             mx.eval([layer.state for layer in layers])
-            self._points.append(Point(self.length, layers))
-            # From here on they share what the point holds, and let go of what it was a part of.
+            self._points.append(RewindPoint(self.length, layers))
+            # From here on the layers share the copies, so that the arrays that these were cut from can be freed.
             self._become(layers)
 
     def keep_rewind_points(self, tokens: Collection[int]) -> None:
-        """Forget all points but those at these token counts."""
+        """Forget all rewind points except those at these token counts."""
         self._points = [point for point in self._points if point.tokens in tokens]
 
     def start_before(self, length: int) -> int:
-        """The last token count, at most `length`, that the next token can be computed from."""
+        """The largest token count, at most `length`, from which the next token can be computed."""
         if self.can_go_on_from(length):
             return length
         return max((point for point in self.rewind_points if point <= length), default=0)
@@ -147,10 +143,10 @@ class SequenceKV:
         return not self.stateful_layers or length == 0 or length in self.rewind_points or self._is_whole_at(length)
 
     def trim_to(self, length: int) -> None:
-        """Forget what lies behind `length` tokens. Rows are freed, not erased: nothing reads them.
+        """Forget everything behind `length` tokens. Rows are freed, not erased: nothing reads them.
 
-        Layers that do not keep all tokens go back to the last point that is no later. If that is earlier than `length`,
-        the sequence is a memory only: it must be trimmed to where `can_go_on_from` before it goes on.
+        Layers that do not keep all tokens go back to the last rewind point at or before `length`. If that is earlier,
+        the sequence can be stored but not continued: trim it first to a length for which `can_go_on_from` holds.
         """
         self._points = [point for point in self._points if point.tokens <= length]
         if self.stateful_layers and not self._is_whole_at(length):
@@ -159,12 +155,12 @@ class SequenceKV:
             layer.trim(layer.offset - length)
 
     def fork(self) -> "SequenceKV":
-        """The same memory; rows are shared until one side writes, points for ever."""
+        """A second sequence with the same KV. Rows are shared until one side writes, rewind points for ever."""
         return SequenceKV([layer.fork() for layer in self.layers], self._points)
 
     def fork_of(self, length: int) -> "SequenceKV":
-        """A fork of the first `length` tokens. What it writes copies as much as they need, not the whole of a longer
-        sequence. Evaluates.
+        """A fork of the first `length` tokens, with buffers of that size: writing to it copies no more than that.
+        Evaluates.
         """
         forked = self.fork()
         forked.trim_to(length)
@@ -173,13 +169,13 @@ class SequenceKV:
         return forked
 
     def release_spare(self) -> None:
-        """Keep no more room than the tokens need. Does not evaluate: a cell that was left half-way stays so."""
+        """Shrink the buffers to what the tokens need. Does not evaluate: a cell that was left half-way stays so."""
         for layer in self.row_layers:
             for buffer in layer.buffers:
                 buffer.shrink(layer.offset)
 
     def saved_rows(self, start: int) -> SavedRows:
-        """Copies of the rows from `start` on, and the points: all that a turn from there may change."""
+        """Copies of the rows from `start` on, and the rewind points: everything that a turn from there may change."""
         rows = tuple(
             tuple(mx.contiguous(part) for part in buffer.read(start, layer.offset))
             for layer in self.row_layers
@@ -189,8 +185,8 @@ class SequenceKV:
         return SavedRows(start, rows, tuple(self._points))
 
     def put_back(self, saved: SavedRows) -> None:
-        """Make the sequence again what it was when the rows were saved, to the bit. Layers that do not keep all tokens
-        are at its last point.
+        """Make the sequence what it was when the rows were saved, to the bit. Layers that do not keep all tokens go
+        back to its last rewind point.
         """
         rows = iter(saved.rows)
         for layer in self.row_layers:
@@ -205,8 +201,8 @@ class SequenceKV:
     # --- files ---
 
     def to_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
-        """Tensor file of rows [start, start + tokens), or of the state at a point, as the file's identity says. The
-        sequence must be evaluated. Raises ValueError for rows and points that there are not.
+        """The tensor file of rows [start, start + tokens), or of the state at a rewind point, as the file's identity
+        says. The sequence must be evaluated. Raises ValueError for rows or rewind points that it does not have.
         """
         if file_identity.kind == "state":
             return self._state_file(identity, file_identity)
@@ -219,26 +215,26 @@ class SequenceKV:
     def _state_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
         point = next((point for point in self._points if point.tokens == file_identity.tokens), None)
         if point is None:
-            raise ValueError(f"state: expected a point of {self.rewind_points}, asked for {file_identity.tokens}")
+            raise ValueError(f"state: rewind points are {self.rewind_points}, asked for {file_identity.tokens}")
         parts = [data for layer in point.layers for data in layer.to_bytes()]
         specs = expected_state_tensors(identity, file_identity.tokens)
         return encode(file_identity, list(zip(specs, parts, strict=True)))
 
-    def _point(self, tokens: int, arrays: Sequence[mx.array]) -> Point:
-        """The point that a state file's tensors are."""
+    def _point(self, tokens: int, arrays: Sequence[mx.array]) -> RewindPoint:
+        """The rewind point that a state file's tensors hold."""
         rest, layers = list(arrays), []
         for layer in self.stateful_layers:
             count, made = layer.part_count_after(tokens), layer.empty_like()
             made.put_parts(tokens, rest[:count])
             layers.append(made)
             del rest[:count]
-        return Point(tokens, tuple(layers))
+        return RewindPoint(tokens, tuple(layers))
 
     def _is_whole_at(self, length: int) -> bool:
         return all(layer.offset == length for layer in self.stateful_layers)
 
     def _become(self, stateful: Sequence[StatefulKV] | None) -> None:
-        """Go on from copies of these layers; from nothing if there are none."""
+        """Replace the stateful layers by forks of these, or by empty ones."""
         forks = iter([layer.fork() if stateful else layer.empty_like() for layer in stateful or self.stateful_layers])
         self.layers = [layer if isinstance(layer, LayerKV) else next(forks) for layer in self.layers]
 

@@ -12,8 +12,6 @@ from typing import Any
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.policy import Rung, policy_of
-
 # Fields of config.json that change no KV: where it came from, the type it was saved in, and how text is made from it.
 _NO_PART_OF_WEIGHTS = frozenset(
     {
@@ -60,11 +58,6 @@ def tokenizer_digest(directory: Path) -> str:
 def template_digest(template: object) -> str:
     """BLAKE3 of a chat template's text; empty when there is none."""
     return blake3(template.encode()).hexdigest() if isinstance(template, str) else ""
-
-
-def default_policy(compute_type: str) -> identity_pb2.KvPolicy:
-    """4 bits in groups of 64: the first rung of the ladder."""
-    return policy_of(Rung.Q4, compute_type)
 
 
 def kv_identity(

@@ -23,8 +23,8 @@ from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
-from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.kv.sequences import empty_rows, four_bits
 
 ResultT = TypeVar("ResultT")
 
@@ -40,7 +40,7 @@ def rows(count: int, seed: int) -> tuple[mx.array, mx.array]:
 
 def sequence(counts: list[int], seed: int = 0, policy: identity_pb2.KvPolicy | None = None) -> SequenceKV:
     """Two layers, fed in pieces."""
-    kv = SequenceKV.empty(policy or default_policy("float32"), 2)
+    kv = empty_rows(policy or four_bits(), 2)
     for piece, count in enumerate(counts):
         for index, layer in enumerate(kv.layers):
             layer.update_and_fetch(*rows(count, 1000 * seed + 10 * piece + index))
@@ -74,7 +74,7 @@ def poison(kv: SequenceKV) -> None:
 
 def test_attention_sees_the_stored_rows_and_nothing_else(engine: Engine) -> None:
     def work(_: EngineWorker) -> None:
-        kv = SequenceKV.empty(default_policy("float32"), 1)
+        kv = empty_rows(four_bits(), 1)
         seen: list[np.ndarray] = []
         for piece, count in enumerate((5, 300, 1, 700)):
             given = rows(count, piece)
@@ -167,7 +167,7 @@ def test_bytes_taken_off_do_not_change_when_the_sequence_goes_on(engine: Engine)
 @pytest.mark.parametrize("bits", [4, 8, 16])
 def test_files_and_live_rows_are_the_same_bytes(engine: Engine, scale_type: identity_pb2.ScaleType, bits: int) -> None:
     def work(_: EngineWorker) -> None:
-        policy = default_policy("float32")
+        policy = four_bits()
         policy.key_bits, policy.scale_type = bits, scale_type
         layout = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=2, key_dim=64, value_dim=64)
         identity = identity_pb2.KvIdentity(weights_digest="0" * 64, layers=[layout] * 2, policy=policy)
@@ -189,9 +189,7 @@ def test_a_file_read_by_any_safetensors_library_holds_each_layers_keys_and_value
     def work(_: EngineWorker) -> None:
         kv = sequence([300])
         layout = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=2, key_dim=64, value_dim=64)
-        identity = identity_pb2.KvIdentity(
-            weights_digest="0" * 64, layers=[layout] * 2, policy=default_policy("float32")
-        )
+        identity = identity_pb2.KvIdentity(weights_digest="0" * 64, layers=[layout] * 2, policy=four_bits())
         tensors = safetensors.numpy.load(kv.to_file(identity, FileIdentity("tail", "0" * 64, 256, 44, "0" * 64)))
         for index in range(2):
             for letter, given in zip("kv", rows(300, index), strict=True):
@@ -221,7 +219,7 @@ def test_freed_rows_full_of_poison_change_no_reply(driver: Driver) -> None:
 
 
 def test_a_layer_that_keeps_all_tokens_refuses_to_be_a_window(engine: Engine) -> None:
-    codec = SequenceKV.empty(default_policy("float32"), 1).layers[0].keys.codec
+    codec = empty_rows(four_bits(), 1).layers[0].keys.codec
     with pytest.raises(ValueError, match="window"):
         LayerKV(codec, codec).make_mask(5, window_size=3)
 

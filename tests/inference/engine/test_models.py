@@ -14,10 +14,11 @@ from kvasir.formats.block_hash import differing_field
 from inference_svc.engine.api import Hot
 from inference_svc.engine.engine import Engine
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.model_identity import default_policy, weights_digest
+from inference_svc.model.model_identity import weights_digest
 from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.test_restore import goes_on_equally
 from tests.inference.engine.tiny_models import LLAMA, NARROW_HEADS, QWEN2, QWEN3, write_model
+from tests.inference.kv.sequences import four_bits
 
 BUDGET = 64 << 20
 
@@ -68,7 +69,7 @@ def test_the_model_that_ships_is_restored(tmp_path: Path) -> None:
 def test_every_policy_that_is_offered_is_applied_and_restored(
     changes: dict[str, Any], model_dir: Path, tmp_path: Path
 ) -> None:
-    policy = default_policy("float32")
+    policy = four_bits()
     exact = changes.pop("exact_layers", [])
     policy.MergeFrom(identity_pb2.KvPolicy(exact_layers=exact))
     for name, value in changes.items():
@@ -82,7 +83,7 @@ def test_every_policy_that_is_offered_is_applied_and_restored(
 
 def test_another_policy_gives_other_replies(driver: Driver, model_dir: Path, tmp_path: Path) -> None:
     """A flag that is accepted is applied (LESSONS 17)."""
-    policy = default_policy("float32")
+    policy = four_bits()
     policy.key_bits = policy.value_bits = 16
     with opened(model_dir, tmp_path, policy=policy) as exact:
         prompt = tokens_of(600)
@@ -104,7 +105,7 @@ def test_another_policy_gives_other_replies(driver: Driver, model_dir: Path, tmp
 def test_a_policy_that_cannot_be_applied_is_refused(
     changes: dict[str, Any], field: str, model_dir: Path, tmp_path: Path
 ) -> None:
-    policy = default_policy("float32")
+    policy = four_bits()
     for name, value in changes.items():
         setattr(policy, name, value)
     with pytest.raises(InvalidArgument) as refused:

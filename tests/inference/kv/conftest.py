@@ -10,8 +10,8 @@ from inference_svc.kv import row_exact
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
-from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.inference.kv.sequences import empty_rows, four_bits
 
 
 @pytest.fixture(scope="session")
@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="session")
 def new_kv(model: Any) -> Callable[[], SequenceKV]:
-    policy = default_policy("float32")
-    return lambda: SequenceKV.empty(policy, len(model.layers))
+    policy = four_bits()
+    return lambda: empty_rows(policy, len(model.layers))
 
 
 @pytest.fixture(autouse=True, params=[None, 384])

@@ -19,7 +19,6 @@ from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.model.loading import load
-from inference_svc.model.model_identity import default_policy
 from tests.inference.engine.families import (
     DEEPSEEK_V3,
     FALCON_H1,
@@ -30,6 +29,7 @@ from tests.inference.engine.families import (
     write_family,
 )
 from tests.inference.kv import test_backends
+from tests.inference.kv.sequences import four_bits
 from tests.inference.kv.test_backends import tokens_of
 from tests.inference.kv.test_window_kv import Unrounded
 
@@ -55,7 +55,7 @@ class Family:
         self.model: Any = load(write_family(directory, config, seed=1), "float32").model
         make_row_exact(self.model)
         self.layout: Layout = probed_layout(self.model)
-        self.identity = identity_pb2.KvIdentity(layers=self.layout.entries, policy=default_policy("float32"))
+        self.identity = identity_pb2.KvIdentity(layers=self.layout.entries, policy=four_bits())
 
     def new(self) -> list[AnyLayerKV]:
         return [new_layer(self.identity, index) for index in range(len(self.layout.entries))]

@@ -13,8 +13,8 @@ from inference_svc.kv.batch.batch_window import BatchWindowKV
 from inference_svc.kv.capacity import live_state_bytes
 from inference_svc.kv.codec import EncodedRows, layer_codecs
 from inference_svc.kv.window_kv import WindowKV
-from inference_svc.model.model_identity import default_policy
 from tests.inference.kv.mlx_lm_batch import JudgedBatchWindowKV
+from tests.inference.kv.sequences import four_bits
 
 HEADS, DIM = 2, 64
 CHUNKS = {
@@ -45,7 +45,7 @@ def unrounded(window: int) -> WindowKV:
 
 
 def quantized(window: int) -> WindowKV:
-    return WindowKV(*layer_codecs(default_policy("float32"), 0), window)
+    return WindowKV(*layer_codecs(four_bits(), 0), window)
 
 
 def rows(count: int, seed: int, sequences: int = 1) -> tuple[mx.array, mx.array, mx.array]:
@@ -117,7 +117,7 @@ def test_what_is_held_is_bounded_by_the_window_and_not_by_the_sequence() -> None
     entry = identity_pb2.LayerLayout(
         kind=identity_pb2.LAYER_KIND_WINDOW, window=100, kv_heads=HEADS, key_dim=DIM, value_dim=DIM
     )
-    identity = identity_pb2.KvIdentity(layers=[entry], policy=default_policy("float32"))
+    identity = identity_pb2.KvIdentity(layers=[entry], policy=four_bits())
     assert largest == 512 * row_bytes, "a cell, the window and some spare rows, in whole steps"
     assert largest <= live_state_bytes(identity, 256), "what admission counts on"
     kept = layer.compacted()
