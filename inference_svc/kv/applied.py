@@ -1,7 +1,7 @@
-"""Whether stored keys are what a KV policy says: looked at in the buffers, not in what the codec says of itself.
+"""Whether stored keys are what a KV policy says, checked in the buffers rather than by asking the codec.
 
-Shapes and types tell bits and groups, but a rotated key has the shape of a plain one. So the parts are read with
-MLX's own de-quantization and held against the keys that the model computed, plain and rotated.
+Shapes and types show bits and groups, but a rotated key has the shape of a plain one. So the stored arrays are decoded
+with MLX's own de-quantization and compared with the keys that the model computed, plain and rotated.
 """
 
 import mlx.core as mx
@@ -12,8 +12,8 @@ from inference_svc.kv.window_kv import WindowKV
 
 
 def keys_are_stored_as_said(layer: LayerKV | WindowKV, policy: identity_pb2.KvPolicy, keys: mx.array) -> bool:
-    """Whether the layer stores `keys` [1, kv_heads, rows, dim], which it was given, rotated if and only if the policy
-    says so, and shows them to attention plain. Shapes are taken for granted.
+    """Whether the layer stores `keys` [1, kv_heads, rows, dim] rotated if and only if the policy says so, and shows
+    them to attention plain. `keys` are those that it was given; shapes are not checked.
     """
     given = keys.astype(mx.float32)
     parts = layer.keys.read(0, layer.offset)
@@ -37,10 +37,12 @@ def _plain_values(parts: tuple[mx.array, ...], policy: identity_pb2.KvPolicy) ->
 
 
 def _is_rotated(values: mx.array, given: mx.array) -> bool:
-    """Which of the two is nearer: keys of deeper layers follow from quantized ones, so neither is met exactly."""
+    """Whether `values` are nearer to the rotated keys than to the plain ones. Deeper layers compute with quantized KV,
+    so neither fits exactly.
+    """
     dim = given.shape[-1]
     if dim & (dim - 1):
-        return False  # there is no such rotation, and asking MLX for one would be no harmless mistake
+        return False  # no such rotation exists, and for such a size MLX writes outside its buffers
     return bool((_distance(values, mx.hadamard_transform(given)) < _distance(values, given)).item())
 
 

@@ -1,4 +1,4 @@
-"""How many rows a sequence's buffers get: arithmetic that admission does before anything is allocated."""
+"""How many rows a sequence's buffers have: arithmetic that admission needs before anything is allocated."""
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import layer_tensors, recurrent_tensors
@@ -8,20 +8,20 @@ WINDOW_SPARE_ROWS = 128
 
 
 def capacity_rows(rows: int) -> int:
-    """Rows of a buffer that must hold `rows`: whole steps, and from 8,192 rows on a 32nd to spare.
+    """Rows of a buffer that must hold `rows`: whole steps, and from 8,192 rows on a 32nd in reserve.
 
-    Growing copies the buffer, so long ones grow in longer steps; the spare rows stay below what 16-bit scales save.
+    Growing copies the buffer, so long buffers grow in longer steps. The reserve costs less than 16-bit scales save.
     """
     return _whole_steps(rows) + (rows // 32) // STEP_ROWS * STEP_ROWS
 
 
 def window_capacity_rows(kept: int, coming: int) -> int:
-    """Rows of a window's buffer that keeps `kept` and takes `coming` more: it is not moved for the next few either."""
+    """Rows of a window's buffer that keeps `kept` rows and takes `coming` more, with a reserve before the next move."""
     return capacity_rows(kept + coming + WINDOW_SPARE_ROWS)
 
 
 def live_state_bytes(identity: identity_pb2.KvIdentity, cell_tokens: int) -> int:
-    """What the layers that do not keep all tokens hold while one sequence runs, at most."""
+    """The most bytes that the layers which do not keep all tokens hold while one sequence runs."""
     size_bytes = 0
     for index, layer in enumerate(identity.layers):
         if layer.kind == identity_pb2.LAYER_KIND_WINDOW:

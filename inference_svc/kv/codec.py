@@ -1,8 +1,7 @@
-"""How rows of K or V are stored, as a KV policy says: quantized in groups along the head, plain or rotated, or exact in
-16 bits.
+"""How a KV policy stores rows of K or V: quantized in groups along the head, plain or rotated, or exact in 16 bits.
 
-Encoding goes row by row, so rows can be cut, moved and copied without ever being quantized again. Scales and biases are
-16-bit, live and in files alike: the live ones are the stored ones.
+Each row is encoded by itself, so rows can be cut, moved and copied without being quantized again. Scales and biases
+have 16 bits, live and in files alike: files hold the live bytes.
 """
 
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument
 
-# One tensor of a file each; [1, kv_heads, rows, …].
+# The arrays that rows are stored in, [1, kv_heads, rows, …]: each is a tensor of a file.
 EncodedRows = tuple[mx.array, ...]
 
 SCALE_TYPES = {identity_pb2.SCALE_TYPE_FLOAT16: mx.float16, identity_pb2.SCALE_TYPE_BFLOAT16: mx.bfloat16}
@@ -20,7 +19,7 @@ QUANTIZED_BITS = (4, 8)
 
 
 class Codec(Protocol):
-    """Stores rows [1, kv_heads, rows, dim] as parts, and reads them back."""
+    """Encodes rows [1, kv_heads, rows, dim], and decodes them."""
 
     @property
     def bits(self) -> int:
@@ -29,7 +28,7 @@ class Codec(Protocol):
 
     @property
     def part_count(self) -> int:
-        """Arrays that rows are stored in."""
+        """How many arrays the encoded rows are."""
         ...
 
     def problem(self, dim: int) -> str:
@@ -71,8 +70,8 @@ class QuantizedCodec:
 
 
 def _dequantized(codes: mx.array, scales: mx.array, biases: mx.array, group_size: int, bits: int) -> mx.array:
-    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU. MLX's own shifts once for each code of a word there, which
-    takes half again as long for many rows and twice as long for the few of a decoding step.
+    """`mx.dequantize` to the bit, of 4 or 8 bits, for a CPU. There MLX's own shifts once for each code of a word, which
+    takes 1.5 times as long for many rows, and twice as long for the few rows of a decoding step.
     """
     values = codes.view(mx.uint8)  # the first code is in the lowest bits, and words are little-endian
     if bits == 4:
@@ -84,10 +83,10 @@ def _dequantized(codes: mx.array, scales: mx.array, biases: mx.array, group_size
 
 @dataclass(frozen=True, slots=True)
 class RotatedCodec:
-    """Quantization behind a Hadamard rotation along the head, as in QuaRot: a channel much larger than its neighbours
-    would take its group's whole range for itself; rotated, it is spread over all of them.
+    """Quantization after a Hadamard rotation along the head, as in QuaRot. A channel much larger than its neighbours
+    would take its group's whole range; the rotation spreads it over all channels.
 
-    Decoding rotates back, so attention and RoPE know nothing of it. The rotation is orthonormal and its own inverse.
+    Decoding rotates back, so attention and RoPE are unchanged. The rotation is orthonormal and its own inverse.
     """
 
     inner: QuantizedCodec
@@ -101,14 +100,14 @@ class RotatedCodec:
         return self.inner.part_count
 
     def problem(self, dim: int) -> str:
-        # MLX has transforms of a few other sizes, but those are not all their own inverse; of sizes that it does not
-        # have, its CPU back-end writes outside its buffers instead of raising.
+        # MLX has transforms of a few other sizes, but not all of them are their own inverse. For sizes that it lacks,
+        # its CPU back-end writes outside its buffers instead of raising.
         if dim < 2 or dim & (dim - 1):
             return f"head dimension {dim} is no power of two, which the Hadamard rotation of keys needs"
         return self.inner.problem(dim)
 
     def encode(self, rows: mx.array) -> EncodedRows:
-        # In 32 bits: a sum of `dim` values in 16 would round what is quantized next.
+        # In 32 bits: a sum of `dim` values in 16 bits would round before the quantization does.
         return self.inner.encode(mx.hadamard_transform(rows.astype(mx.float32)))
 
     def decode(self, parts: EncodedRows, dtype: mx.Dtype) -> mx.array:
@@ -140,7 +139,7 @@ class ExactCodec:
 
 
 def layer_codecs(policy: identity_pb2.KvPolicy, layer: int) -> tuple[Codec, Codec]:
-    """Codecs of one layer's K and V. Raises InvalidArgument for what this engine cannot do."""
+    """Codecs of one layer's K and V. Raises InvalidArgument for a policy that this engine does not support."""
     if policy.key_rotation not in (identity_pb2.KEY_ROTATION_NONE, identity_pb2.KEY_ROTATION_HADAMARD):
         raise InvalidArgument("key rotation: expected none or Hadamard", field="policy.key_rotation")
     if policy.scale_type not in SCALE_TYPES:

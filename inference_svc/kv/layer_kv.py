@@ -1,8 +1,8 @@
 """One layer's KV of one sequence, in the form that mlx-lm's models call.
 
-Attention sees de-quantized rows, those just computed included: what it sees is a function of the stored rows alone,
+Attention sees de-quantized rows, even of the tokens just computed. Its input is a function of the stored rows alone,
 which is why a restored sequence goes on as if it had never left. Only the first `offset` rows are ever read, so a trim
-leaves nothing that could be attended to.
+leaves nothing that attention could see.
 """
 
 import mlx.core as mx
@@ -13,7 +13,10 @@ from inference_svc.kv.row_buffer import RowBuffer
 
 
 class LayerKV:
-    """K and V of the first `offset` tokens. It has no `bits`: by that name mlx-lm knows its own quantized cache."""
+    """K and V of the first `offset` tokens.
+
+    No attribute may be called `bits`: mlx-lm recognizes its own quantized cache by that name.
+    """
 
     def __init__(self, key_codec: Codec, value_codec: Codec) -> None:
         self.keys = RowBuffer(key_codec)
@@ -21,7 +24,7 @@ class LayerKV:
         self.offset = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store new rows [1, kv_heads, rows, dim]; return all rows as attention is to see them, in the same type."""
+        """Store new rows [1, kv_heads, rows, dim]; return all rows as attention sees them, in the same type."""
         self.append((*self.keys.codec.encode(keys), *self.values.codec.encode(values)))
         return self.decoded(keys.dtype, values.dtype)
 
@@ -33,7 +36,7 @@ class LayerKV:
         self.offset += codes[0].shape[2]
 
     def decoded(self, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """All rows as attention is to see them, [1, kv_heads, offset, dim] each."""
+        """All rows as attention sees them, [1, kv_heads, offset, dim] each."""
         return self.keys.decoded(self.offset, key_type), self.values.decoded(self.offset, value_type)
 
     def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:

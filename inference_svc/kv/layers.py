@@ -1,7 +1,7 @@
-"""The three ways in which a layer remembers, as one type, and how they are made from a layout.
+"""The three kinds of layer memory as one type, and how each is made from a layout.
 
-`LayerKV` keeps every token's rows: it can be cut anywhere, and its rows go into blocks. `WindowKV` and `StateKV` do
-not: they go back only to moments at which they were copied, and go into a state file whole.
+`LayerKV` keeps every token's rows: it can be cut anywhere, and its rows go into blocks. `WindowKV` and `StateKV` can
+only go back to a rewind point, and are stored whole, in a state file.
 """
 
 from typing import TypeAlias

@@ -1,8 +1,8 @@
-"""What each layer of a model keeps, found by looking: mlx-lm's own caches say the kind, a probe the shapes and types.
+"""What each layer of a model keeps. mlx-lm's own caches show the kind, a probe shows shapes and types.
 
-A layout has an entry per memory, not per layer: a layer with two kinds of memory (a recurrent state beside attention)
-has two entries, a layer without any none. What is planned is tried before it is promised: two sequences of different
-lengths go through a batch of our own caches, and must come to what mlx-lm's caches come to.
+A layout has an entry for each memory, not for each layer: a layer with two kinds of memory (a recurrent state beside
+attention) has two entries, and a layer without memory has none. The layout is tried before it is used: two sequences of
+different lengths go through a batch of our own caches and must give the logits that mlx-lm's caches give.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from inference_svc.kv.state_kv import StateKV
 
 PROBE_TOKENS = (0, 1, 2)
 _SHORTER, _NEXT = PROBE_TOKENS[:2], (2, 1)
-# Exact rows are stored in 16 bits: what they change stays far below this share of the largest logit.
+# Exact rows are stored in 16 bits: their rounding stays far below this share of the largest logit.
 _TOLERANCE = 0.05
 _ANY_VALUES = 1 << 40  # a probe is so short that its decoded copy always fits
 
@@ -38,9 +38,9 @@ Groups: TypeAlias = tuple[int | tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's memories. `groups`: for each cache that the model is given, its entry, or entries if it holds several.
+    """A model's memories. `groups` has, for each cache that the model takes, the index of its entry, or several.
 
-    `kv_type` is the type of keys as they are computed (of a state, if no layer has keys).
+    `kv_type` is the type of keys as they are computed, or of a state if no layer has keys.
     """
 
     entries: tuple[identity_pb2.LayerLayout, ...]
@@ -48,11 +48,11 @@ class Layout:
     kv_type: mx.Dtype
 
     def caches(self, layers: Sequence[Any]) -> list[Any]:
-        """Layers, or batches of them, in the form in which the model takes its caches."""
+        """Layers, or batches of them, arranged as the model takes its caches."""
         return _grouped(self.groups, layers)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
-        """Logits of tokens [rows, n], whose memory is added to the layers or batches. Not evaluated."""
+        """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
         logits: mx.array = model(tokens, cache=self.caches(layers))
         for layer in layers:
             if isinstance(layer, StateKV | BatchStateKV):
@@ -60,7 +60,7 @@ class Layout:
         return logits
 
     def check_policy(self, model: Module, policy: identity_pb2.KvPolicy) -> None:
-        """Raise InvalidArgument for a policy that cannot be had, FailedPrecondition for a layer that cannot have it."""
+        """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
         for index, entry in enumerate(self.entries):
             if entry.kind == identity_pb2.LAYER_KIND_STATE:
                 continue
@@ -70,7 +70,7 @@ class Layout:
 
 
 def probed_layout(model: Module) -> Layout:
-    """A model's layout. Raises FailedPrecondition, reason LAYER_NOT_KEPT, naming the first layer that is not kept."""
+    """A model's layout. Raises FailedPrecondition, reason LAYER_NOT_KEPT, with the first layer that cannot be kept."""
     caches, groups = _own_caches(model)
     owners = [_owner(groups, index) for index in range(len(caches))]
     _refuse_unknown(model, owners, caches)
@@ -92,7 +92,7 @@ def probed_layout(model: Module) -> Layout:
 
 
 def own_keys(model: Module, token_ids: Sequence[int]) -> list[mx.array | None]:
-    """The keys of a few first tokens as mlx-lm's own caches hold them, by entry; None for a recurrent state."""
+    """The keys of the first few tokens as mlx-lm's own caches hold them, by entry; None for a recurrent state."""
     caches, groups = _own_caches(model)
     mx.eval(_logits(model, _grouped(groups, caches), [token_ids]))
     return [None if isinstance(cache, ArraysCache) else cache.keys[..., : len(token_ids), :] for cache in caches]
@@ -110,7 +110,7 @@ def not_kept(model: Module, index: int, why: str) -> FailedPrecondition:
 
 
 def _entry(model: Module, owner: int, cache: Any) -> identity_pb2.LayerLayout:
-    """What one of mlx-lm's caches keeps, after a probe."""
+    """The layout entry of one of mlx-lm's caches, after a probe."""
     if isinstance(cache, ArraysCache):
         tensors = [_state_tensor(model, owner, tensor) for tensor in cache.cache]
         return identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=tensors)
@@ -135,7 +135,7 @@ def _state_tensor(model: Module, owner: int, tensor: mx.array | None) -> identit
 
 
 def _own_caches(model: Module) -> tuple[list[Any], Groups]:
-    """mlx-lm's caches for the model, those inside lists beside the others, and which entries each was."""
+    """mlx-lm's caches for the model, lists of caches flattened, and the entries that each of them became."""
     flat: list[Any] = []
     groups: list[int | tuple[int, ...]] = []
     for cache in make_prompt_cache(model):
@@ -149,7 +149,7 @@ def _own_caches(model: Module) -> tuple[list[Any], Groups]:
 
 
 def _owner(groups: Groups, index: int) -> int:
-    """The cache that an entry is in; of most models, its layer."""
+    """The index of the cache that holds an entry: in most models, of its layer."""
     holds = (group == index if isinstance(group, int) else index in group for group in groups)
     return list(holds).index(True)
 
@@ -184,7 +184,7 @@ def _logits(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> m
 
 
 def _try_batch(model: Module, layout: Layout) -> None:
-    """Hold a batch of two, of different lengths, against mlx-lm's own caches. Raises what `probed_layout` says."""
+    """Compare a batch of two, of different lengths, with mlx-lm's own caches. Raises as `probed_layout` does."""
     prompts = (PROBE_TOKENS, _SHORTER)
     expected = [_alone(model, prompt, token) for prompt, token in zip(prompts, _NEXT, strict=True)]
     try:
@@ -192,13 +192,13 @@ def _try_batch(model: Module, layout: Layout) -> None:
     except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
         raise not_kept(model, _suspect(model, layout), f"in a batch it fails ({type(error).__name__})") from error
     exact = mx.concatenate(expected)
-    # Not "larger than": of a logit that is no number nothing is.
+    # Not `>`: a comparison with NaN is false, and a NaN must be refused.
     if not (mx.abs(found - exact).max() <= _TOLERANCE * mx.abs(exact).max()).item():
         raise not_kept(model, _suspect(model, layout), "in a batch it computes something else than alone")
 
 
 def _suspect(model: Module, layout: Layout) -> int:
-    """The layer to name when no single one is known to be at fault: the first without memory of its own, else 0."""
+    """The layer to name when the fault is not known: the first without memory of its own, else 0."""
     return len(layout.groups) if len(layout.groups) < len(model.layers) else 0
 
 

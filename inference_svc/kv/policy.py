@@ -1,6 +1,6 @@
-"""KV policies by name: the ladder from the cheapest rung to the exact one, and what a configuration asks for.
+"""KV policies by name: the ladder from the cheapest rung to the exact one, and the request of a configuration.
 
-Plain data, no MLX: which bytes a policy makes is `kv/codec.py`'s business, and which rung a model needs `quality`'s.
+Plain data, no MLX. `kv/codec.py` turns a policy into bytes; `model/quality` finds the rung that a model needs.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ LAST = "last"
 
 
 class Rung(Enum):
-    """The ladder, cheapest first. The last stores 16 bits, which is as exact as stored KV gets."""
+    """The ladder, cheapest first. The last rung stores 16 bits, the most that stored KV has."""
 
     Q4 = "q4"
     Q4_ROTATED = "q4-rotated"
@@ -40,14 +40,14 @@ NAMES = (*(rung.value for rung in LADDER), AUTO)
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
-    """What is asked for: a rung, or the cheapest that the model bears; and layers that stay exact whatever the rung."""
+    """A rung, or the cheapest that costs the model nothing; and layers that stay exact on any rung."""
 
     rung: Rung | None = Rung.Q4  # None: auto
     exact_layers: tuple[int, ...] = ()  # from the front, or -1 for the last
 
     @classmethod
     def parse(cls, policy: str, exact_layers: str = "") -> "PolicyRequest":
-        """From words: one of NAMES, and "last" or indexes with commas between. Raises InvalidArgument."""
+        """From text: one of NAMES; and "last" or indexes, separated by commas. Raises InvalidArgument."""
         if policy not in NAMES:
             raise InvalidArgument(f"KV policy: expected one of {', '.join(NAMES)}, got {policy!r}", field="kv_policy")
         exact = tuple(_layer(word.strip()) for word in exact_layers.split(",")) if exact_layers else ()
@@ -56,8 +56,8 @@ class PolicyRequest:
         return cls(None if policy == AUTO else Rung(policy), exact)
 
     def policy(self, rung: Rung, compute_type: str, layer_count: int) -> identity_pb2.KvPolicy:
-        """The policy of a rung, for a model that computes in this type and has so many layers. Raises InvalidArgument
-        for a layer that it does not have.
+        """The policy of a rung for a model with this compute type and layer count. Raises InvalidArgument for a layer
+        that the model does not have.
         """
         policy = policy_of(rung, compute_type)
         if rung is Rung.FP:
@@ -73,9 +73,7 @@ class PolicyRequest:
 
 
 def policy_of(rung: Rung, compute_type: str) -> identity_pb2.KvPolicy:
-    """Groups of 64. Scales, and what is not quantized, are of the model's own 16-bit type; float16 when it computes in
-    32 bits.
-    """
+    """Groups of 64. Scales and exact values have the model's own 16-bit type, or float16 if it computes in 32 bits."""
     is_rotated = rung is Rung.Q4_ROTATED
     return identity_pb2.KvPolicy(
         key_bits=rung.key_bits,
@@ -89,7 +87,7 @@ def policy_of(rung: Rung, compute_type: str) -> identity_pb2.KvPolicy:
 
 
 def name_of(policy: identity_pb2.KvPolicy) -> str:
-    """A policy in words: its rung if it is one, else its bits; and the layers that stay exact."""
+    """A policy as text: the name of its rung, or its bits if it is on none; and the layers that stay exact."""
     is_rotated = policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
     bits = (policy.key_bits, policy.value_bits)
     rungs = [rung.value for rung in LADDER if _BITS[rung] == bits and (rung is Rung.Q4_ROTATED) == is_rotated]

@@ -1,8 +1,7 @@
 """Rows of K or V of one layer, encoded, in buffers that grow.
 
-Nothing is ever written in place as far as Python can see: a write makes a new array from the old one. MLX reuses the
-old one's memory when nobody else holds it and copies it when a fork or a reader does, so neither can be written
-through.
+As far as Python can see, nothing is ever written in place: a write makes a new array from the old one. MLX reuses the
+old array's memory if it has no other holder, and copies it otherwise, so no write reaches a fork or a reader.
 """
 
 import copy
@@ -16,7 +15,7 @@ from inference_svc.kv.codec import Codec, EncodedRows
 
 
 class RowBuffer:
-    """Encoded rows; each part is an array [1, kv_heads, capacity, …]. Who reads says how many rows are valid."""
+    """Encoded rows; each part is an array [1, kv_heads, capacity, …]. The caller knows how many rows are valid."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -32,14 +31,14 @@ class RowBuffer:
 
     @property
     def values_per_row(self) -> int:
-        """Values that a row decodes to, all heads together; 0 before the first write."""
+        """How many values a row decodes to, over all heads; 0 before the first write."""
         if not self.parts:
             return 0
         codes = self.parts[0]
         return int(codes.shape[1] * codes.shape[3] * codes.itemsize * 8 // self.codec.bits)
 
     def write(self, start: int, rows: EncodedRows) -> None:
-        """Put rows at [start, start + rows). What lies before `start` is kept; what lies behind is free."""
+        """Write rows at [start, start + rows). Earlier rows are kept; later ones are free."""
         stop = start + rows[0].shape[2]
         if stop > self.capacity:
             self._grow(start, capacity_rows(stop), rows)
@@ -55,13 +54,13 @@ class RowBuffer:
         return self.codec.decode(self.read(0, stop), dtype)
 
     def fork(self) -> "RowBuffer":
-        """The same rows, without copying them. Either side may write on; the other does not see it."""
+        """The same rows, without copying them. Either side may write; the other does not see it."""
         other = RowBuffer(self.codec)
         other.parts = self.parts
         return other
 
     def shrink(self, rows: int) -> None:
-        """Keep the first `rows` rows, and no more room than they need. Copies if that is less than there was."""
+        """Keep the first `rows` rows and the capacity that they need. Copies if that is less than now."""
         capacity = capacity_rows(rows)
         if capacity < self.capacity:
             self.parts = tuple(mx.contiguous(part[:, :, :capacity]) for part in self.parts)

@@ -1,10 +1,10 @@
 """Sums whose rounding depends neither on how many rows a batch has nor on how long the longest of them is.
 
-An optimized BLAS takes other kernels for one, two or three rows than for more, and sums in another order. From four
-rows on each row's result is the same to the bit, so few rows are given company. And a long sum may be cut into blocks
-of equal size, wherever they fall: a row that ends in zeros is then summed as it would be alone only if both widths are
-whole blocks of the kernel. Then a sequence decoded alone computes what it computes in a batch, and a rounding can never
-flip a code of its quantized KV.
+An optimized BLAS uses other kernels for one, two or three rows than for more, and they sum in another order. From four
+rows on, each row's result is the same to the bit, so fewer rows are padded to four. A kernel also cuts a long sum into
+blocks of equal size. A row that ends in zeros is then summed as it would be alone only if both widths are whole blocks.
+With both rules a sequence decoded alone computes what it computes in a batch, so rounding never changes a code of its
+quantized KV.
 """
 
 import functools
@@ -16,7 +16,7 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 
 _MIN_ROWS = 4
-# Block sizes that kernels were seen to use, none first; and (rows that count, widths of the sums) that tell them apart.
+# Block sizes seen in kernels, 1 for none; and pairs (length of one sum, length of the longest) that tell them apart.
 _STEPS = (1, 256, 320, 384, 512, 768)
 _TRIALS = ((190, 1500), (280, 1500), (390, 3000), (430, 900), (500, 2300), (570, 1100), (690, 1400), (1200, 2900))
 
@@ -41,7 +41,7 @@ class _RowExactEmbedding(Embedding):
 
 
 def make_row_exact(model: Module) -> None:
-    """Have the model's own projections treat every row alike. For a CPU: elsewhere kernels differ by more than that."""
+    """Make the model's own projections treat every row alike. For a CPU: elsewhere kernels differ in more than this."""
     modules: Any = model
     for module in modules.modules():
         if type(module) is Linear:
@@ -62,8 +62,8 @@ def _padded_to_min_rows(x: mx.array, rows: int) -> mx.array:
 
 
 def attention_width(rows: int) -> int:
-    """How many positions attention is to sum over, at least `rows`, so that those behind a sequence's end change
-    nothing.
+    """How many positions attention sums over, at least `rows`, such that positions behind a sequence's end change no
+    bit of its result.
     """
     step = _attention_step()
     return -(-rows // step) * step
@@ -71,8 +71,8 @@ def attention_width(rows: int) -> int:
 
 @functools.cache
 def _attention_step() -> int:
-    """The least step at whose multiples this machine's sums over positions do not depend on the width; 1 if none does,
-    or on a device where a step is not what decides.
+    """The smallest step such that, at its multiples, this machine's sums do not depend on the width. It is 1 if no step
+    helps, and on any device that is not a CPU.
     """
     if mx.default_device().type != mx.DeviceType.cpu:
         return 1

@@ -1,8 +1,8 @@
 """Recurrent layers: the state that a token leaves for the next one, of one sequence.
 
-A state cannot be cut: it is kept whole at chosen moments and taken up again there. It is stored as it is computed, in
-its own types: it is small, and an error in it would be carried on for ever. Models replace its tensors and never write
-into them, and a copy of the references is made all the same, so that a fork cannot be written through.
+A state cannot be cut: it is copied whole at rewind points, and a sequence can continue from there. It is stored as it
+is computed, in its own types: it is small, and every later token would inherit an error in it. Models replace its
+tensors and never write into them; forks copy the references all the same, so that no write could reach the other side.
 """
 
 import copy
@@ -17,7 +17,7 @@ Tensors = list[mx.array | None]
 class StateKV:
     """One recurrent layer of one sequence after `offset` tokens; tensors [1, …], None before the first token.
 
-    The attributes `lengths` and `left_padding` are mlx-lm's: its models ask for padding, and here there is none.
+    The attributes `lengths` and `left_padding` are mlx-lm's: its models ask for padding, and there is none here.
     """
 
     lengths: None = None
@@ -44,7 +44,7 @@ class StateKV:
     # --- what the engine calls ---
 
     def advanced(self, count: int) -> None:
-        """The model has seen `count` more tokens: the layer itself is never told."""
+        """Count tokens that the model has seen: not every model reports them to the layer."""
         self.offset += count
 
     @property
@@ -60,32 +60,32 @@ class StateKV:
         return False
 
     def fork(self) -> "StateKV":
-        """The same state; neither side sees what the other makes of it."""
+        """The same state for a second sequence; neither side sees later changes of the other."""
         other = StateKV(len(self.tensors))
         other.tensors, other.offset = [copy.copy(tensor) for tensor in self.tensors], self.offset
         return other
 
     def compacted(self) -> "StateKV":
-        """A copy that holds its own memory and no more: a model's state may be a view of a whole cell's tensors."""
+        """A copy with memory of its own: a model's state may be a view of a whole cell's tensors."""
         other = StateKV(len(self.tensors))
         other.tensors = [None if tensor is None else mx.contiguous(tensor) for tensor in self.tensors]
         other.offset = self.offset
         return other
 
     def empty_like(self) -> "StateKV":
-        """One like this that has seen nothing."""
+        """A state of the same form that has seen no token."""
         return StateKV(len(self.tensors))
 
-    def part_count_after(self, tokens: int) -> int:  # noqa: ARG002 - a window has none after none
-        """Tensors that a file of the state after `tokens` tokens has of this layer."""
+    def part_count_after(self, tokens: int) -> int:  # noqa: ARG002 - a window without tokens has none
+        """How many tensors of this layer a state file after `tokens` tokens has."""
         return len(self.tensors)
 
     def to_bytes(self) -> list[bytes]:
-        """Bytes of each tensor without its batch axis. It must have been evaluated."""
+        """Bytes of each tensor without its batch axis. They must have been evaluated."""
         return [np.asarray(_bits(tensor)[0]).tobytes() for tensor in self.state]
 
     def put_parts(self, offset: int, parts: Sequence[mx.array]) -> None:
-        """Become what a file says: tensors [1, …], after `offset` tokens."""
+        """Take over a state file's tensors [1, …], after `offset` tokens."""
         self.tensors, self.offset = list(parts), offset
 
 

@@ -47,7 +47,7 @@ class CheckedFile:
 def check_files(
     identity: identity_pb2.KvIdentity, kv_identity_hash: str, blobs: Sequence[bytes], token_ids: Sequence[int]
 ) -> list[CheckedFile]:
-    """Check that `blobs` say and have the form of KV of exactly these tokens under this identity.
+    """Check that the headers of `blobs` name, and their tensors fit, KV of exactly these tokens under this identity.
 
     Raises DataLoss that names the first blob which does not.
     """
@@ -69,7 +69,7 @@ def check_files(
 def check_state(
     identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
 ) -> CheckedFile:
-    """Check that `blob` says and has the form of the state after exactly these tokens under this identity.
+    """Check that the header of `blob` names, and its tensors fit, the state after exactly these tokens.
 
     Raises DataLoss, whose metadata say the state's tokens.
     """

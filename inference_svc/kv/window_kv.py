@@ -1,8 +1,8 @@
 """One sliding-window layer's KV of one sequence: the rows that the next token sees, and a few more.
 
-A token at position p sees (p - window, p]. Rows before that are dropped when room runs out, never sooner than a step
-later, so what is held depends on how the rows came; what attention is given does not: always the last `window - 1`
-rows and the new ones, in the order of positions. So a restored sequence computes what one that never left computes.
+A token at position p sees (p - window, p]. Earlier rows are dropped when the buffer is full, so how many are held
+depends on how the rows came. Attention's input does not: it is always the last `window - 1` rows and the new ones, in
+the order of positions. So a restored sequence computes what it would have computed had it never left.
 """
 
 from collections.abc import Sequence
@@ -29,13 +29,13 @@ class WindowKV:
     # --- what the model calls ---
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store new rows [1, kv_heads, n, dim]; return what they see, [1, kv_heads, at most window - 1 + n, dim]."""
+        """Store n new rows [1, kv_heads, n, dim]; return what they see, [1, kv_heads, up to window - 1 + n, dim]."""
         seen = self.kept_rows + keys.shape[2]
         self.append((*self.keys.codec.encode(keys), *self.values.codec.encode(values)))
         return self.decoded(seen, keys.dtype, values.dtype)
 
     def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """Mask of `rows` new tokens over what `update_and_fetch` will return."""
+        """Mask of `rows` new tokens over the rows that `update_and_fetch` will return."""
         window, kept = min(window_size or self.window, self.window), self.kept_rows
         if kept + rows <= window and not return_array:
             return "causal" if rows > 1 else None
@@ -46,7 +46,7 @@ class WindowKV:
 
     @property
     def kept_rows(self) -> int:
-        """Rows that the next token sees besides itself: what is persisted."""
+        """How many stored rows the next token sees: these are persisted."""
         return window_rows(self.window, self.offset)
 
     def append(self, codes: EncodedRows) -> None:
@@ -60,7 +60,7 @@ class WindowKV:
         self.offset += count
 
     def decoded(self, rows: int, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
-        """The last `rows` rows as attention is to see them, [1, kv_heads, rows, dim] each."""
+        """The last `rows` rows as attention sees them, [1, kv_heads, rows, dim] each."""
         held = self.offset - self.first
         keys, values = (buffer.read(held - rows, held) for buffer in self.buffers)
         return self.keys.codec.decode(keys, key_type), self.values.codec.decode(values, value_type)
@@ -71,7 +71,7 @@ class WindowKV:
 
     @property
     def held_rows(self) -> int:
-        """Rows that are still there, at least `kept_rows`."""
+        """How many rows are still in the buffers, at least `kept_rows`."""
         return self.offset - self.first
 
     @property
@@ -94,7 +94,7 @@ class WindowKV:
         return length <= self.offset and length - window_rows(self.window, length) >= self.first
 
     def trim(self, rows: int) -> int:
-        """Forget the last rows; returns how many. Raises ValueError when what came before them was dropped."""
+        """Forget the last rows; returns how many. Raises ValueError when the rows seen from there were dropped."""
         rows = min(rows, self.offset)
         if not self.can_trim_to(self.offset - rows):
             raise ValueError(f"a window whose rows begin at {self.first} cannot go back to {self.offset - rows} tokens")
@@ -109,7 +109,7 @@ class WindowKV:
         return other
 
     def compacted(self) -> "WindowKV":
-        """A copy that holds what the next token sees and no more: for keeping."""
+        """A copy that holds the rows that the next token sees and no more: for rewind points."""
         other = WindowKV(self.keys.codec, self.values.codec, self.window)
         other.offset, other.first = self.offset, self.offset - self.kept_rows
         for copied, buffer in zip(other.buffers, self.buffers, strict=True):
@@ -117,13 +117,13 @@ class WindowKV:
         return other
 
     def empty_like(self) -> "WindowKV":
-        """One like this that has seen nothing."""
+        """A window of the same form that has seen no token."""
         return WindowKV(self.keys.codec, self.values.codec, self.window)
 
     # --- files ---
 
     def part_count_after(self, tokens: int) -> int:
-        """Tensors that a file of the state after `tokens` tokens has of this layer."""
+        """How many tensors of this layer a state file after `tokens` tokens has."""
         has_rows = window_rows(self.window, tokens) > 0
         return has_rows * (self.keys.codec.part_count + self.values.codec.part_count)
 
@@ -133,14 +133,14 @@ class WindowKV:
         return [data for buffer in self.buffers for data in buffer.to_bytes(stop - rows, stop)] if rows else []
 
     def put_parts(self, offset: int, parts: Sequence[mx.array]) -> None:
-        """Become what a file says: the parts of K, then of V, [1, kv_heads, kept rows, …], after `offset` tokens."""
+        """Take over a state file's parts of K, then of V, [1, kv_heads, kept rows, …], after `offset` tokens."""
         split = self.keys.codec.part_count
         self.offset = offset
         self.first = offset - self.kept_rows
         self.keys.parts, self.values.parts = tuple(parts[:split]), tuple(parts[split:])
 
     def _drop_unseen(self, coming: int) -> None:
-        """Move the rows that the next token sees to the front of buffers with room for `coming` more and some."""
+        """Move the rows that the next token sees to the front of new buffers, which have room for `coming` more."""
         kept = self.kept_rows
         capacity = window_capacity_rows(kept, coming)
         for buffer in self.buffers:

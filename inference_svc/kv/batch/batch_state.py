@@ -39,7 +39,7 @@ class BatchStateKV:
     # --- what the engine calls ---
 
     def advanced(self, count: int) -> None:
-        """The model has seen `count` more tokens of every sequence."""
+        """Count tokens of every sequence that the model has seen."""
         for row in self.rows:
             row.offset += count
 
@@ -80,7 +80,7 @@ class BatchStateKV:
 
     @property
     def scratch_bytes(self) -> int:
-        """What the batch holds beside its sequences' own tensors."""
+        """Bytes that the batch holds besides its sequences' own tensors."""
         return sum(tensor.nbytes for tensor in self.state)
 
     @property
@@ -94,7 +94,7 @@ class BatchStateKV:
 
 
 def _joined(old: mx.array | None, slots: int, new: mx.array | None) -> mx.array | None:
-    """`old` [slots, …] with a slot more. A sequence that has seen nothing has zeros, as in mlx-lm."""
+    """`old` [slots, …] with one more slot. A sequence that has seen no token has zeros, as in mlx-lm."""
     like = old if new is None else new
     if like is None:
         return None

@@ -1,4 +1,4 @@
-"""What the batched forms of layers that store rows have in common: the sequences in the batch, and their waiting codes.
+"""The common part of the batched forms of layers that store rows: the sequences in the batch, and their staged codes.
 
 Each sequence's codes stay in its own buffers; joining and leaving copies none of them and quantizes nothing again. What
 a batch adds is scratch: the newest codes, staged until there are enough to be worth a write, and a decoded copy of the
@@ -155,7 +155,7 @@ class BatchedRows(ABC, Generic[RowT]):
 
     @property
     def scratch_bytes(self) -> int:
-        """What the batch holds beside its sequences' own buffers."""
+        """Bytes that the batch holds besides its sequences' own buffers."""
         return self._staged.allocated_bytes + self._decoded.allocated_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""All sequences that are being decoded, one token each per forward pass."""
+"""The batch of all sequences that are decoding, one token each per forward pass."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -18,11 +18,10 @@ BatchedLayer: TypeAlias = BatchLayerKV | BatchWindowKV | BatchStateKV
 
 
 class DecodeBatch:
-    """Sequences by slot. A sequence's KV stays its own while it is here, but lags behind until it is flushed.
+    """Sequences by slot. Each keeps its own buffers while it is in the batch, but they lag behind until it is flushed.
 
-    `forward` maps tokens [slots, n] and the layers' batched caches to logits [slots, 1, vocabulary].
-    `decoded_budget` bounds the values in the decoded copies of all layers together; beyond it attention decodes on
-    read.
+    `forward` maps tokens [slots, 1] and the layers' batched caches to logits [slots, 1, vocabulary].
+    `decoded_budget` bounds the values in the decoded copies of all layers together; above it, rows are decoded on read.
     """
 
     def __init__(self, forward: Callable[[mx.array, list[Any]], mx.array], decoded_budget: int) -> None:
@@ -44,11 +43,11 @@ class DecodeBatch:
 
     @property
     def scratch_bytes(self) -> int:
-        """What the batch holds beside its sequences' own buffers."""
+        """Bytes that the batch holds besides its sequences' own buffers."""
         return sum(layer.scratch_bytes for layer in self._layers)
 
     def join(self, kv: SequenceKV) -> None:
-        """Take a sequence in. It must not be used elsewhere until it leaves."""
+        """Add a sequence. It must not be used elsewhere until it leaves."""
         if not self._layers:
             self._layers = [batched_form(layer) for layer in kv.layers]
         for batch, layer in zip(self._layers, kv.layers, strict=True):
@@ -56,7 +55,7 @@ class DecodeBatch:
         self._sequences.append(kv)
 
     def leave(self, kv: SequenceKV) -> None:
-        """Let a sequence go on alone, with all its rows in its own buffers. Without effect if it is not here."""
+        """Take a sequence out, with all its rows in its own buffers. Without effect if it is not in the batch."""
         if kv not in self:
             return
         slot = self._slot(kv)
@@ -68,20 +67,20 @@ class DecodeBatch:
         mx.eval(kv.state)
 
     def flush(self, kv: SequenceKV) -> None:
-        """Bring a sequence's own buffers up to date, so that they can be read. It stays."""
+        """Bring a sequence's own buffers up to date, so that they can be read. It stays in the batch."""
         if kv in self:
             for batch in self._layers:
                 batch.flush(self._slot(kv))
             mx.eval(kv.state)
 
     def step(self, token_ids: Sequence[int]) -> mx.array:
-        """Compute one more token of each sequence, in the order of slots; logits [slots, vocabulary], not evaluated."""
+        """Compute one more token of each sequence; returns logits [slots, vocabulary], not evaluated."""
         self._stay_within_budget()
         logits = self._forward(mx.array([[token] for token in token_ids], dtype=mx.uint32), self._layers)
         return logits[:, -1]
 
     def discard(self) -> list[SequenceKV]:
-        """After a failed step: drop all scratch. The layers of the sequences returned may disagree on their length."""
+        """Drop all scratch after a failed step. The layers of the returned sequences may disagree on their length."""
         sequences, self._sequences, self._layers = self._sequences, [], []
         return sequences
 

@@ -1,6 +1,6 @@
 """Arrays that several sequences share, one slot each: written at every slot's own position, read as one batch.
 
-Nothing moves when a sequence joins or leaves but its own slot and, so that used slots stay together, the last one.
+When a sequence joins or leaves, nothing moves but its own slot and the last one, so that used slots stay together.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from inference_svc.kv.codec import EncodedRows
 
 
 class SlotArrays:
-    """Arrays [slots, heads, capacity, …] of equal slots and capacity. Who reads says how many rows are valid."""
+    """Arrays [slots, heads, capacity, …] of equal slots and capacity. The caller knows how many rows are valid."""
 
     def __init__(self, step_rows: int = STEP_ROWS) -> None:
         self.arrays: EncodedRows = ()
@@ -31,7 +31,7 @@ class SlotArrays:
         return sum(array.nbytes for array in self.arrays)
 
     def reserve(self, slots: int, capacity: int, like: EncodedRows) -> None:
-        """Make room, in steps, for `slots` of `capacity` rows that look like `like` [any, heads, any, …]."""
+        """Make room, in steps, for so many slots and rows, with the heads and types of `like` [any, heads, any, …]."""
         if slots <= self.slots and capacity <= self.capacity:
             return
         new_slots, new_capacity = self.reserved(slots, capacity)
@@ -41,7 +41,7 @@ class SlotArrays:
         self.arrays = tuple(grown)
 
     def reserved(self, slots: int, capacity: int) -> tuple[int, int]:
-        """The slots and the capacity that there are after `reserve`: slots come in doubles, neither ever goes back."""
+        """The slots and the capacity after such a `reserve`: slots double, and neither ever shrinks."""
         new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
         return new_slots, max(-(-capacity // self._step_rows) * self._step_rows, self.capacity)
 
