@@ -13,32 +13,20 @@ ROOT = Path(__file__).parent.parent
 SDK = ROOT / "clients/python/kvasir/clients"
 RUFF = (sys.executable, "-m", "ruff")
 
-STORE_DOCSTRING = '''\
-"""The cache store's blocking client: every RPC a method, typed errors, transfers that go on after a cut.
+NAMES = ("service_client", "blob_transfers", "store_client", "inference_client")
 
-Made from `aio_store_client.py` by `tools/make_sync_client.py`; change that one. Errors are the types of
-`kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call); transfers have none,
-because a dead peer is noticed by keepalive. One client may be used by many threads.
-"""'''
-
-INFERENCE_DOCSTRING = '''\
-"""The inference service's blocking client: turns as streams of events, and what was kept when one breaks.
-
-Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Every turn has a request id, so
-that it can be asked again after a break without being done twice. One client may be used by many threads.
-"""'''
-
-CLIENTS = (
-    (SDK / "aio_store_client.py", SDK / "store_client.py", STORE_DOCSTRING),
-    (SDK / "aio_inference_client.py", SDK / "inference_client.py", INFERENCE_DOCSTRING),
-)
-
+_MAKES = r"`(\w+)\.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one\."
+_IS_MADE = r"Made from `aio_\1.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client."
 REPLACEMENTS = (
+    (_MAKES.replace(" ", r"\s+"), _IS_MADE),
+    (r",\s+asynchronously\b", ""),
+    (r"\basynchronous client\b", "blocking client"),
     (r"\basync (def|for|with)\b", r"\1"),
     (r"\bawait ", ""),
     (r"\bAsyncGenerator\[(.+), None\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\b", "Generator"),
-    (r"\bAio(Store|Inference)Client\b", r"\1Client"),
+    (r"\bAio([A-Z]\w+)\b", r"\1"),
+    (r"\bkvasir\.clients\.aio_", "kvasir.clients."),
     (r"\baio_channel\b", "sync_channel"),
     (r"\bgrpc\.aio\.Channel\b", "grpc.Channel"),
     (r"\bimport grpc\.aio\n", ""),
@@ -50,18 +38,14 @@ REPLACEMENTS = (
 )
 
 
-def sync_source(source: Path, target: Path, docstring: str) -> str:
-    """What a blocking client must be."""
-    text = source.read_text()
-    text = re.sub(r'\A""".*?"""', lambda _: docstring, text, count=1, flags=re.DOTALL)
-    body = text[len(docstring) :]
+def sync_source(name: str) -> str:
+    """What a blocking file must be."""
+    text = (SDK / f"aio_{name}.py").read_text()
     for pattern, replacement in REPLACEMENTS:
-        body = re.sub(pattern, replacement, body)
-    name = ("--stdin-filename", str(target), "-")
-    sorted_imports = _ruff(
-        "check", "--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet", *name, text=docstring + body
-    )
-    return _ruff("format", *name, text=sorted_imports)
+        text = re.sub(pattern, replacement, text)
+    target = ("--stdin-filename", str(SDK / f"{name}.py"), "-")
+    fixes = ("--select", "I,UP028", "--fix", "--unsafe-fixes", "--quiet")
+    return _ruff("format", *target, text=_ruff("check", *fixes, *target, text=text))
 
 
 def _ruff(*arguments: str, text: str) -> str:
@@ -69,10 +53,11 @@ def _ruff(*arguments: str, text: str) -> str:
 
 
 def main() -> int:
+    made = {SDK / f"{name}.py": sync_source(name) for name in NAMES}
     if "--check" in sys.argv:
-        return int(any(target.read_text() != sync_source(source, target, doc) for source, target, doc in CLIENTS))
-    for source, target, docstring in CLIENTS:
-        target.write_text(sync_source(source, target, docstring))
+        return int(any(not path.exists() or path.read_text() != text for path, text in made.items()))
+    for path, text in made.items():
+        path.write_text(text)
     return 0
 
 

@@ -42,7 +42,7 @@ MUTANTS = (
     ),
     Mutant(
         "a client for another token keeps the first one's",
-        "clients/inference_client.py",
+        "clients/service_client.py",
         "        other._metadata = bearer(token)\n",
         "        bearer(token)\n",
         "tokens_handed_on",
@@ -50,8 +50,8 @@ MUTANTS = (
     Mutant(
         "a client for another token knows what the first one's turns told",
         "clients/inference_client.py",
-        "        other._known = KnownVersions()\n",
-        "",
+        "        other._known = KnownVersions()",
+        "        pass",
         "tokens_handed_on",
     ),
     Mutant(
@@ -63,7 +63,7 @@ MUTANTS = (
     ),
     Mutant(
         "a client for another token closes the channel of all",
-        "clients/store_client.py",
+        "clients/service_client.py",
         "        other._owns_channel = False\n",
         "",
         "tokens_handed_on",

@@ -1,17 +1,15 @@
-"""The cache store's asynchronous client: every RPC as a method, typed errors, transfers that go on after a cut.
+"""The cache store's asynchronous client: every RPC as a method, typed errors, transfers that resume after a cut.
 
-`store_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one. Errors are
-the types of `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call); transfers
-have none, because a dead peer is noticed by keepalive.
+`store_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
+
+Errors are the types of `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call).
+Transfers have none, because keepalive notices a dead peer.
 """
 
-import asyncio
-import copy
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Self, cast
 
 import grpc
 import grpc.aio
@@ -19,44 +17,25 @@ from google.protobuf import duration_pb2
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.clients.aio_blob_transfers import AioBlobTransfers
 from kvasir.clients.archive_file import new_file, pieces_of
-from kvasir.clients.channel import Metadata, Tls, aio_channel, bearer
-from kvasir.clients.store_client_transfers import (
-    READS,
-    Buffer,
-    OnProgress,
-    Upload,
-    batches,
-    import_requests,
-    manifest_digest,
-)
-from kvasir.errors import FailedPrecondition, Internal, InvalidArgument, NotFound, Unavailable
+from kvasir.clients.channel import Tls, aio_channel
+from kvasir.clients.store_client_transfers import READS, OnProgress, import_requests, manifest_digest
+from kvasir.errors import Internal
 from kvasir.formats.digest import Digest
-from kvasir.formats.frames import FrameAssembler
-from kvasir.status import from_rpc_error
-
-_Response = TypeVar("_Response")
-_TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
-_CUT_PAUSE_S = 0.2
-# How long a blob that another writer has open is waited for: a store gives up a silent writer sooner.
-_WAIT_S, _MAX_WAITS = 0.25, 240
 
 
-class AioStoreClient:
+class AioStoreClient(AioBlobTransfers):
     """A cache store, over one channel. Close it with `async with` or close().
 
-    A transfer that is cut is taken up again, until it was cut `max_cuts` times without a blob finished in between.
+    A transfer resumes after a cut. It fails when it was cut `max_cuts` times and no blob was finished in between.
     """
 
     def __init__(
         self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
-        self._channel = channel
-        self._owns_channel = True
-        self._stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._metadata: Metadata = bearer(token) if token else ()
-        self._timeout_s = timeout_s
-        self._max_cuts = max_cuts
+        stub = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+        super().__init__(channel, stub, token, timeout_s, max_cuts)
 
     @classmethod
     def connect(
@@ -72,122 +51,6 @@ class AioStoreClient:
         """A client of the store at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
         channel = aio_channel(address, tls, READS if retry_reads else ())
         return cls(channel, token=token, timeout_s=timeout_s, max_cuts=max_cuts)
-
-    def with_token(self, token: str) -> Self:
-        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
-
-        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
-        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
-        """
-        other = copy.copy(self)
-        other._metadata = bearer(token)
-        other._owns_channel = False
-        return other
-
-    async def close(self) -> None:
-        if self._owns_channel:
-            await self._channel.close()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    # --- blobs ---
-
-    async def find_missing(self, digests: Sequence[Digest], *, timeout_s: float | None = None) -> list[Digest]:
-        """Those that the store lacks, in the order asked. Extends the lifetime of the others."""
-        missing: list[Digest] = []
-        for batch in batches(digests):
-            request = pb.FindMissingBlobsRequest(digests=[digest.to_proto() for digest in batch])
-            response = await self._call(pb.FindMissingBlobsResponse, request, timeout_s)
-            missing += [Digest.from_proto(digest) for digest in response.missing]
-        return missing
-
-    async def put_blobs(
-        self,
-        blobs: Mapping[Digest, Buffer],
-        *,
-        kind: "pb.BlobKind" = _TENSORS,
-        on_progress: OnProgress | None = None,
-        timeout_s: float | None = None,
-    ) -> pb.TransferProgress:
-        """Store those of the blobs that the store lacks; on return all are durable. Goes on after a cut where it was.
-
-        Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused), Unavailable (cut too often).
-        """
-        upload = Upload(blobs, kind, await self.find_missing(list(blobs), timeout_s=timeout_s), on_progress)
-        cuts = waits = 0
-        while upload.pending:
-            before = len(upload.pending)
-            try:
-                await self._send(upload, timeout_s)
-            except (Unavailable, InvalidArgument) as error:
-                # What had arrived may be given up for others' blobs between asking for it and going on after it.
-                if isinstance(error, InvalidArgument) and error.reason != "OFFSET_UNEXPECTED":
-                    raise
-                cuts = cuts + 1 if len(upload.pending) == before else 0
-                if cuts >= self._max_cuts:
-                    raise
-                await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
-            except FailedPrecondition as error:
-                # Somebody else sends the same blob: when that ends, it is there, or is ours to send.
-                waits += 1
-                if error.reason != "WRITE_IN_PROGRESS" or waits == _MAX_WAITS:
-                    raise
-                await asyncio.sleep(_WAIT_S)
-        return upload.progress
-
-    async def put_manifest(self, data: bytes, *, timeout_s: float | None = None) -> Digest:
-        """Store a manifest's bytes."""
-        digest = Digest.of(data)
-        await self.put_blobs({digest: data}, kind=_MANIFEST, timeout_s=timeout_s)
-        return digest
-
-    async def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
-        """How much of a blob has arrived."""
-        return await self._call(pb.QueryWriteStatusResponse, pb.QueryWriteStatusRequest(digest=digest.to_proto()))
-
-    async def get_blobs(
-        self, digests: Sequence[Digest], *, timeout_s: float | None = None
-    ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
-        """The blobs in the order asked, each verified here too. Goes on after a cut where it was.
-
-        Raises NotFound and DataLoss (metadata "digest"), Unavailable (cut too often).
-        """
-        assembler = FrameAssembler(digests)
-        cuts = 0
-        while assembler.remaining:
-            before = (len(assembler.remaining), assembler.received_bytes)
-            try:
-                async with aclosing(self._receive(assembler, timeout_s)) as blobs:
-                    async for digest, data in blobs:
-                        yield digest, data
-            except Unavailable:
-                cuts = cuts + 1 if (len(assembler.remaining), assembler.received_bytes) == before else 0
-                if cuts >= self._max_cuts:
-                    raise
-                await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
-
-    async def get_blob(self, digest: Digest, *, timeout_s: float | None = None) -> memoryview:
-        """One blob's bytes."""
-        async with aclosing(self.get_blobs([digest], timeout_s=timeout_s)) as blobs:
-            async for _, data in blobs:
-                return data
-        raise NotFound(f"blob {digest}", metadata={"digest": digest.hash})
-
-    async def read_frames(
-        self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None
-    ) -> AsyncGenerator[pb.BlobFrame, None]:
-        """One stream of frames as they come, unverified, for who writes them on: at most 10,000 blobs."""
-        request = pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in digests], first_offset=first_offset)
-        call = self._stub.ReadBlobs(request, timeout=timeout_s, metadata=self._metadata)
-        async with aclosing(_responses(call)) as responses:
-            async for response in responses:
-                yield response.frame
 
     # --- snapshots ---
 
@@ -271,7 +134,7 @@ class AioStoreClient:
         is_pinned: bool | None = None,
         retained_versions: int | None = None,
     ) -> pb.Agent:
-        """Change what is given; an empty label value removes the label."""
+        """Change the fields that are given; an empty value removes a label."""
         request = pb.UpdateAgentRequest(
             agent_id=agent_id,
             labels=labels,
@@ -283,7 +146,7 @@ class AioStoreClient:
     async def fork_agent(
         self, source_agent_id: str, agent_id: str, kv_identity_hash: str = "", version: int = 0
     ) -> pb.Agent:
-        """Start an agent whose first versions are another's. Copies no blob. Raises NotFound, AlreadyExists."""
+        """Start an agent with the memory of another agent. Copies no blob. Raises NotFound, AlreadyExists."""
         request = pb.ForkAgentRequest(
             source_agent_id=source_agent_id, agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version
         )
@@ -292,14 +155,17 @@ class AioStoreClient:
     async def rollback_agent(
         self, agent_id: str, version: int, kv_identity_hash: str = "", *, expected_head: int = 0
     ) -> pb.SnapshotVersion:
-        """Make an old version the newest again, as a new version. Raises NotFound, Conflict."""
+        """Commit an old version again, as the newest. Raises NotFound, Conflict."""
         request = pb.RollbackAgentRequest(
             agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version, expected_head=expected_head
         )
         return (await self._call(pb.RollbackAgentResponse, request)).snapshot
 
     async def delete_agent(self, agent_id: str, *, force: bool = False) -> pb.DeleteAgentResponse:
-        """Forget an agent; says when its bytes go. Raises NotFound, FailedPrecondition (pinned and not `force`)."""
+        """Delete an agent; the response says when its bytes are freed. A pinned agent needs `force`.
+
+        Raises NotFound and FailedPrecondition.
+        """
         return await self._call(pb.DeleteAgentResponse, pb.DeleteAgentRequest(agent_id=agent_id, force=force))
 
     # --- leases ---
@@ -315,8 +181,9 @@ class AioStoreClient:
         asks: bool = False,
         timeout_s: float | None = None,
     ) -> pb.AcquireLeaseResponse:
-        """Take the right to extend a line. Raises FailedPrecondition (held; with `asks` its holder is asked to let go).
-        `begins_anew` fences the owner's earlier lease: it is of a process that ended.
+        """Take the right to extend a line. Raises FailedPrecondition if another owner holds it.
+
+        `asks` asks that owner to release it. `begins_anew` fences this owner's earlier lease, of a process that ended.
         """
         request = pb.AcquireLeaseRequest(
             agent_id=agent_id,
@@ -346,7 +213,7 @@ class AioStoreClient:
         ttl_s: float | None = None,
         timeout_s: float | None = None,
     ) -> pb.RenewLeasesResponse:
-        """Prolong an owner's live leases, by agent; says which were lost. At most 10,000."""
+        """Prolong an owner's live leases, by agent; the response names those that were lost. At most 10,000."""
         leases = [pb.HeldLease(agent_id=agent, generation=number) for agent, number in generations.items()]
         request = pb.RenewLeasesRequest(
             owner=owner, kv_identity_hash=kv_identity_hash, leases=leases, ttl=_duration(ttl_s)
@@ -379,8 +246,7 @@ class AioStoreClient:
         request = pb.PullAgentRequest(
             peer=peer, agent_id=agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash
         )
-        call = self._stub.PullAgent(request, timeout=timeout_s, metadata=self._metadata)
-        async with aclosing(_responses(call)) as responses:
+        async with aclosing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
             async for response in responses:
                 if response.HasField("done"):
                     return cast("pb.SnapshotVersion", response.done)
@@ -393,8 +259,7 @@ class AioStoreClient:
     ) -> AsyncGenerator[bytes, None]:
         """The archive of one version, in pieces. Raises NotFound, DataLoss."""
         request = pb.ExportAgentRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)
-        call = self._stub.ExportAgent(request, timeout=timeout_s, metadata=self._metadata)
-        async with aclosing(_responses(call)) as responses:
+        async with aclosing(self._responses(self._stub.ExportAgent, request, timeout_s)) as responses:
             async for response in responses:
                 yield response.data
 
@@ -422,24 +287,24 @@ class AioStoreClient:
     async def watch(
         self, after: pb.EventCursor | None = None, *, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.WatchEventsResponse, None]:
-        """What happens in the namespace, first `started` or `lost`; keep each `cursor` to go on later."""
-        call = self._stub.WatchEvents(pb.WatchEventsRequest(after=after), timeout=timeout_s, metadata=self._metadata)
-        async with aclosing(_responses(call)) as responses:
+        """The events of the namespace, first `started` or `lost`. Keep each `cursor` to continue from it later."""
+        async with aclosing(
+            self._responses(self._stub.WatchEvents, pb.WatchEventsRequest(after=after), timeout_s)
+        ) as responses:
             async for response in responses:
                 yield response
 
     async def verify_blobs(
         self, agent_id: str = "", *, timeout_s: float | None = None
     ) -> AsyncGenerator[pb.VerifyBlobsResponse, None]:
-        """Re-hash an agent's blobs, or all; damaged ones are quarantined and named."""
+        """Hash the blobs of an agent again, or all blobs. Damaged blobs are quarantined and named."""
         request = pb.VerifyBlobsRequest(agent_id=agent_id)
-        call = self._stub.VerifyBlobs(request, timeout=timeout_s, metadata=self._metadata)
-        async with aclosing(_responses(call)) as responses:
+        async with aclosing(self._responses(self._stub.VerifyBlobs, request, timeout_s)) as responses:
             async for response in responses:
                 yield response
 
     async def collect_garbage(self, *, dry_run: bool = False) -> pb.CollectGarbageResponse:
-        """Mark what nothing names, sweep what rested long enough (admin role)."""
+        """Mark blobs that nothing names, and remove those that were marked long enough ago (admin role)."""
         request = pb.CollectGarbageRequest(dry_run=dry_run)
         return await self._call(pb.CollectGarbageResponse, request, has_deadline=False)
 
@@ -448,65 +313,6 @@ class AioStoreClient:
 
     async def get_stats(self) -> pb.GetStatsResponse:
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())
-
-    # --- below ---
-
-    async def _call(
-        self, response_type: type[_Response], request: Any, timeout_s: float | None = None, *, has_deadline: bool = True
-    ) -> _Response:
-        """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
-        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
-        deadline_s = self._timeout_s if timeout_s is None and has_deadline else timeout_s
-        try:
-            response = await method(request, timeout=deadline_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        return cast("_Response", _parsed(response))
-
-    async def _send(self, upload: Upload, timeout_s: float | None) -> None:
-        """One stream of what is pending. Raises when it is cut; what was acknowledged by then is done."""
-        status = await self.write_status(upload.pending[0])
-        first_offset = 0 if status.is_complete else status.received_bytes
-        call = self._stub.WriteBlobs(upload.requests(first_offset), timeout=timeout_s, metadata=self._metadata)
-        async with aclosing(_responses(call)) as responses:
-            async for response in responses:
-                upload.acknowledge(response)
-        if upload.pending:
-            raise Unavailable("the store ended the stream before every blob was stored")
-
-    async def _receive(
-        self, assembler: FrameAssembler, timeout_s: float | None
-    ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
-        """One stream of what remains. Raises when it is cut; what arrived by then is kept."""
-        wanted = next(batches(assembler.remaining))
-        frames = self.read_frames(wanted, assembler.received_bytes, timeout_s=timeout_s)
-        assembler.resume()
-        received = 0
-        async with aclosing(frames):
-            async for frame in frames:
-                if blob := assembler.add(frame):
-                    received += 1
-                    yield blob
-        if received < len(wanted):
-            raise Unavailable("the store ended the stream before every blob was sent")
-
-
-async def _responses(call: Any) -> AsyncGenerator[Any, None]:
-    """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
-    try:
-        async for response in call:
-            yield _parsed(response)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
-    finally:
-        call.cancel()
-
-
-def _parsed(response: Any) -> Any:
-    """The response. gRPC gives None for bytes that are no message of its type."""
-    if response is None:
-        raise Unavailable("the store's answer cannot be parsed")
-    return response
 
 
 def _duration(seconds: float | None) -> duration_pb2.Duration | None:

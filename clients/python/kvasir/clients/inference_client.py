@@ -1,19 +1,19 @@
-"""The inference service's blocking client: turns as streams of events, and what was kept when one breaks.
+"""The inference service's blocking client: turns as streams of events, and typed errors.
 
-Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Every turn has a request id, so
-that it can be asked again after a break without being done twice. One client may be used by many threads.
+Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
+
+Every turn has a request id: after a break a caller asks again with it, and the turn is not done twice. The error of a
+broken turn says which version the agent remembers.
 """
 
-import copy
 import uuid
 from collections.abc import Generator, Sequence
 from contextlib import closing
-from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack, cast
+from typing import Self, Unpack
 
 import grpc
 
-from kvasir.clients.channel import Metadata, Tls, bearer, sync_channel
+from kvasir.clients.channel import Tls, sync_channel
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
@@ -25,22 +25,18 @@ from kvasir.clients.inference_client_turns import (
     turn_request,
     warm_request,
 )
+from kvasir.clients.service_client import ServiceClient
+from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
-from kvasir.status import from_rpc_error
-
-_Response = TypeVar("_Response")
 
 
-class InferenceClient:
+class InferenceClient(ServiceClient):
     """An inference service, over one channel. Close it with `with` or close()."""
 
     def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        self._channel = channel
-        self._owns_channel = True
-        self._stub: Any = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
-        self._metadata: Metadata = bearer(token) if token else ()
-        self._timeout_s = timeout_s
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        super().__init__(channel, stub, token, timeout_s)
         self._known = KnownVersions()
 
     @classmethod
@@ -51,28 +47,9 @@ class InferenceClient:
         return cls(sync_channel(address, tls, READS), token=token, timeout_s=timeout_s)
 
     def with_token(self, token: str) -> Self:
-        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
-
-        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
-        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
-        """
-        other = copy.copy(self)
-        other._metadata = bearer(token)
-        other._owns_channel = False
-        other._known = KnownVersions()
+        other = super().with_token(token)
+        other._known = KnownVersions()  # one caller's versions are in no error of another's
         return other
-
-    def close(self) -> None:
-        if self._owns_channel:
-            self._channel.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def generate(
         self,
@@ -95,15 +72,13 @@ class InferenceClient:
         request = turn_request(
             Input(prompt, messages, append_messages), options, options.request_id or str(uuid.uuid4())
         )
-        call = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         try:
-            for response in call:
-                self._known.note(request.agent_id, response)
-                yield response
-        except grpc.RpcError as error:
-            raise self._known.explained(from_rpc_error(error), request) from None
-        finally:
-            call.cancel()
+            with closing(self._responses(self._stub.Generate, request, timeout_s)) as responses:
+                for response in responses:
+                    self._known.note(request.agent_id, response)
+                    yield response
+        except KvasirError as error:
+            raise self._known.explained(error, request) from None
 
     def reply(
         self,
@@ -143,7 +118,7 @@ class InferenceClient:
     ) -> pb.WarmResponse:
         """Put an agent's memory into the engine ahead of its next turn, and with an input compute that prompt too."""
         request = warm_request(Input(prompt, messages, append_messages), agent_id=agent_id, tools=tools, model=model)
-        return self._call(pb.WarmResponse, request, timeout_s)
+        return self._call(pb.WarmResponse, request, timeout_s, has_deadline=False)
 
     def count_tokens(
         self,
@@ -155,44 +130,37 @@ class InferenceClient:
     ) -> int:
         """Tokens of a prompt, or of messages after the chat template."""
         request = count_request(Input(prompt, messages, None), tools=tools, model=model)
-        return (self._call(pb.CountTokensResponse, request, self._timeout_s)).tokens
+        return (self._call(pb.CountTokensResponse, request)).tokens
 
     def list_models(self) -> Sequence[pb.Model]:
         """The models that the engine may load; one at most is loaded."""
-        return (self._call(pb.ListModelsResponse, pb.ListModelsRequest(), self._timeout_s)).models
+        return (self._call(pb.ListModelsResponse, pb.ListModelsRequest())).models
 
     def get_model(self, name: str = "") -> pb.Model:
         """One model; the loaded one when no name is given. Raises NotFound."""
-        return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name), self._timeout_s)).model
+        return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name))).model
 
     def load_model(
         self, name: str, *, drop_unstored: bool = False, timeout_s: float | None = None
     ) -> pb.LoadModelResponse:
-        """Make this the loaded model; another is unloaded first. Takes as long as loading does. Raises NotFound, and
-        FailedPrecondition when hot memories could not be stored.
+        """Load this model, and unload another first. Returns when it is loaded.
+
+        Raises NotFound, and FailedPrecondition when hot memories could not be stored.
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
-        return self._call(pb.LoadModelResponse, request, timeout_s)
+        return self._call(pb.LoadModelResponse, request, timeout_s, has_deadline=False)
 
     def unload_model(
         self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None
     ) -> pb.UnloadModelResponse:
-        """Store what is hot, and free the model. Raises as load_model does."""
+        """Store the hot memories, and free the model. Raises as load_model does."""
         request = pb.UnloadModelRequest(model=name, drop_unstored=drop_unstored)
-        return self._call(pb.UnloadModelResponse, request, timeout_s)
+        return self._call(pb.UnloadModelResponse, request, timeout_s, has_deadline=False)
 
     def get_capabilities(self) -> pb.GetCapabilitiesResponse:
         """Limits of the engine, whether it reaches its store, and misses since its start."""
-        return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest(), self._timeout_s)
+        return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
 
     def get_stats(self) -> pb.GetStatsResponse:
-        """Counters since the start, and what is under way."""
-        return self._call(pb.GetStatsResponse, pb.GetStatsRequest(), self._timeout_s)
-
-    def _call(self, response_type: type[_Response], request: Any, timeout_s: float | None) -> _Response:
-        """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
-        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
-        try:
-            return cast("_Response", method(request, timeout=timeout_s, metadata=self._metadata))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+        """Counters since the start, and the turns that are under way."""
+        return self._call(pb.GetStatsResponse, pb.GetStatsRequest())

@@ -1,0 +1,152 @@
+"""Blobs to and from a cache store, asynchronously: only missing blobs are sent, and a transfer resumes after a cut.
+
+`blob_transfers.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients.aio_service_client import AioServiceClient
+from kvasir.clients.store_client_transfers import Buffer, OnProgress, Upload, batches
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
+from kvasir.formats.digest import Digest
+from kvasir.formats.frames import FrameAssembler
+
+_TENSORS, _MANIFEST = pb.BLOB_KIND_TENSORS, pb.BLOB_KIND_MANIFEST
+_CUT_PAUSE_S = 0.2
+# How long to wait for a blob that another writer sends. A store drops a silent writer sooner.
+_WAIT_S, _MAX_WAITS = 0.25, 240
+
+
+class AioBlobTransfers(AioServiceClient):
+    """The part of a store's client that moves blobs."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, stub: Any, token: str | None, timeout_s: float, max_cuts: int
+    ) -> None:
+        super().__init__(channel, stub, token, timeout_s)
+        self._max_cuts = max_cuts
+
+    async def find_missing(self, digests: Sequence[Digest], *, timeout_s: float | None = None) -> list[Digest]:
+        """The blobs that the store lacks, in the order asked. Extends the lifetime of the others."""
+        missing: list[Digest] = []
+        for batch in batches(digests):
+            request = pb.FindMissingBlobsRequest(digests=[digest.to_proto() for digest in batch])
+            response = await self._call(pb.FindMissingBlobsResponse, request, timeout_s)
+            missing += [Digest.from_proto(digest) for digest in response.missing]
+        return missing
+
+    async def put_blobs(
+        self,
+        blobs: Mapping[Digest, Buffer],
+        *,
+        kind: "pb.BlobKind" = _TENSORS,
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.TransferProgress:
+        """Send the blobs that the store lacks; on return all are durable. Resumes after a cut.
+
+        Raises ResourceExhausted (quota, disk), InvalidArgument (bytes or header refused), Unavailable (cut too often).
+        """
+        upload = Upload(blobs, kind, await self.find_missing(list(blobs), timeout_s=timeout_s), on_progress)
+        cuts = waits = 0
+        while upload.pending:
+            before = len(upload.pending)
+            try:
+                await self._send(upload, timeout_s)
+            except (Unavailable, InvalidArgument) as error:
+                # The store may drop a part for other callers' blobs after it told us the part's size.
+                if isinstance(error, InvalidArgument) and error.reason != "OFFSET_UNEXPECTED":
+                    raise
+                cuts = cuts + 1 if len(upload.pending) == before else 0
+                if cuts >= self._max_cuts:
+                    raise
+                await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
+            except FailedPrecondition as error:
+                # Another writer sends the same blob. When that ends, the store has the blob, or we send it.
+                waits += 1
+                if error.reason != "WRITE_IN_PROGRESS" or waits == _MAX_WAITS:
+                    raise
+                await asyncio.sleep(_WAIT_S)
+        return upload.progress
+
+    async def put_manifest(self, data: bytes, *, timeout_s: float | None = None) -> Digest:
+        """Store a manifest's bytes."""
+        digest = Digest.of(data)
+        await self.put_blobs({digest: data}, kind=_MANIFEST, timeout_s=timeout_s)
+        return digest
+
+    async def write_status(self, digest: Digest) -> pb.QueryWriteStatusResponse:
+        """How much of a blob has arrived."""
+        return await self._call(pb.QueryWriteStatusResponse, pb.QueryWriteStatusRequest(digest=digest.to_proto()))
+
+    async def get_blobs(
+        self, digests: Sequence[Digest], *, timeout_s: float | None = None
+    ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
+        """The blobs in the order asked, each verified here too. Resumes after a cut.
+
+        Raises NotFound and DataLoss (metadata "digest"), Unavailable (cut too often).
+        """
+        assembler = FrameAssembler(digests)
+        cuts = 0
+        while assembler.remaining:
+            before = (len(assembler.remaining), assembler.received_bytes)
+            try:
+                async with aclosing(self._receive(assembler, timeout_s)) as blobs:
+                    async for digest, data in blobs:
+                        yield digest, data
+            except Unavailable:
+                cuts = cuts + 1 if (len(assembler.remaining), assembler.received_bytes) == before else 0
+                if cuts >= self._max_cuts:
+                    raise
+                await asyncio.sleep(_CUT_PAUSE_S * (cuts + 1))
+
+    async def get_blob(self, digest: Digest, *, timeout_s: float | None = None) -> memoryview:
+        """One blob's bytes."""
+        async with aclosing(self.get_blobs([digest], timeout_s=timeout_s)) as blobs:
+            async for _, data in blobs:
+                return data
+        raise NotFound(f"blob {digest}", metadata={"digest": digest.hash})
+
+    async def read_frames(
+        self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[pb.BlobFrame, None]:
+        """One stream of frames as they come, unverified, for a caller that passes them on: at most 10,000 blobs."""
+        request = pb.ReadBlobsRequest(digests=[digest.to_proto() for digest in digests], first_offset=first_offset)
+        async with aclosing(self._responses(self._stub.ReadBlobs, request, timeout_s)) as responses:
+            async for response in responses:
+                yield response.frame
+
+    async def _send(self, upload: Upload, timeout_s: float | None) -> None:
+        """Send the pending blobs in one stream. Raises when it is cut; acknowledged blobs are not pending any more."""
+        status = await self.write_status(upload.pending[0])
+        first_offset = 0 if status.is_complete else status.received_bytes
+        async with aclosing(
+            self._responses(self._stub.WriteBlobs, upload.requests(first_offset), timeout_s)
+        ) as responses:
+            async for response in responses:
+                upload.acknowledge(response)
+        if upload.pending:
+            raise Unavailable("the store ended the stream before every blob was stored")
+
+    async def _receive(
+        self, assembler: FrameAssembler, timeout_s: float | None
+    ) -> AsyncGenerator[tuple[Digest, memoryview], None]:
+        """Read the remaining blobs in one stream. Raises when it is cut; the assembler keeps the bytes that arrived."""
+        wanted = next(batches(assembler.remaining))
+        frames = self.read_frames(wanted, assembler.received_bytes, timeout_s=timeout_s)
+        assembler.resume()
+        received = 0
+        async with aclosing(frames):
+            async for frame in frames:
+                if blob := assembler.add(frame):
+                    received += 1
+                    yield blob
+        if received < len(wanted):
+            raise Unavailable("the store ended the stream before every blob was sent")

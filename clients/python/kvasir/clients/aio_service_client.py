@@ -1,0 +1,83 @@
+"""A caller of one service over one channel: the token, the deadline and the errors of its calls, asynchronously.
+
+`service_client.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one.
+"""
+
+import copy
+from collections.abc import AsyncGenerator
+from types import TracebackType
+from typing import Any, Self, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from kvasir.clients.channel import Metadata, bearer
+from kvasir.errors import Unavailable
+from kvasir.status import from_rpc_error
+
+_Response = TypeVar("_Response")
+
+
+class AioServiceClient:
+    """What the clients of both services have in common. Close it with `async with` or close()."""
+
+    def __init__(self, channel: grpc.aio.Channel, stub: Any, token: str | None, timeout_s: float) -> None:
+        """`timeout_s` is the deadline of round trips that are given no other one."""
+        self._channel = channel
+        self._owns_channel = True
+        self._stub = stub
+        self._metadata: Metadata = bearer(token) if token else ()
+        self._timeout_s = timeout_s
+
+    def with_token(self, token: str) -> Self:
+        """The same service for another caller, over the same channel. A gateway hands on its callers' tokens with it.
+
+        The channel is all that the two clients share, and it stays this one's: closing the new one leaves it open.
+        Raises Unauthenticated without a token, because on a Unix socket a call without a token is the owner's.
+        """
+        other = copy.copy(self)
+        other._metadata = bearer(token)
+        other._owns_channel = False
+        return other
+
+    async def close(self) -> None:
+        if self._owns_channel:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(
+        self, response_type: type[_Response], request: Any, timeout_s: float | None = None, *, has_deadline: bool = True
+    ) -> _Response:
+        """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
+        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
+        deadline_s = self._timeout_s if timeout_s is None and has_deadline else timeout_s
+        try:
+            response = await method(request, timeout=deadline_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        return cast("_Response", _parsed(response))
+
+    async def _responses(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+        """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            async for response in call:
+                yield _parsed(response)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        finally:
+            call.cancel()
+
+
+def _parsed(response: Any) -> Any:
+    """The response. gRPC gives None for bytes that are no message of its type."""
+    if response is None:
+        raise Unavailable("the service's answer cannot be parsed")
+    return response
