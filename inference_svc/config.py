@@ -17,11 +17,20 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from inference_svc.kv.policy import AUTO, PolicyRequest
+from inference_svc.memory.publishing import PublishingLimits
 from inference_svc.model import kvasir_tiny
 from inference_svc.turns.admission import AdmissionLimits
+from inference_svc.turns.outbox import ReaderLimits
+from inference_svc.turns.turn_flow import TurnLimits
 
 GIB = 1 << 30
 _COMMAND = "python -m inference_svc"
+# Limits that are no options. The classes of the limits say what each means.
+_KV_BACKLOG = 4.0
+_HEAD_BUDGET_S = 2.0
+_STORE_MIN_BYTES_PER_S = 20e6
+_SWAP_READ_BUDGET_S = 2.0
+_SWAP_RENEW_S = 300.0
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -174,6 +183,24 @@ class EngineSettings(BaseSettings):
             max_open_prompt_bytes=max(self.max_open_prompt_bytes, self.max_prompt_bytes),
             max_restoring_bytes=self.max_restoring_bytes,
             max_publishing_bytes=self.max_publishing_bytes,
+            kv_backlog=_KV_BACKLOG,
+        )
+
+    @property
+    def publishing(self) -> PublishingLimits:
+        return PublishingLimits(
+            commit_wait_s=self.commit_wait_s, timeout_s=self.publish_timeout_s, head_budget_s=_HEAD_BUDGET_S
+        )
+
+    @property
+    def turn_limits(self) -> TurnLimits:
+        return TurnLimits(
+            store_budget_s=self.store_budget_ms / 1000,
+            store_min_bytes_per_s=_STORE_MIN_BYTES_PER_S,
+            publish_timeout_s=self.publish_timeout_s,
+            swap_read_budget_s=_SWAP_READ_BUDGET_S,
+            swap_renew_s=_SWAP_RENEW_S,
+            reader=ReaderLimits(self.max_unread_bytes, self.reader_stall_s),
         )
 
     @property

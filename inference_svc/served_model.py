@@ -8,7 +8,7 @@ from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.line_leases import LineLeases
-from inference_svc.memory.publishing import Publisher, PublishingLimits
+from inference_svc.memory.publishing import Publisher
 from inference_svc.memory.recall import Recall
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
@@ -16,9 +16,8 @@ from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.outbox import ReaderLimits
 from inference_svc.turns.turn_ending import TurnEnding
-from inference_svc.turns.turn_flow import TurnLimits, TurnService
+from inference_svc.turns.turn_flow import TurnService
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +67,13 @@ async def open_served(
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
         conversations_file=kvasir_tiny.conversations_path(),
-        # Admission refuses first, and knows for whom; several replies to one input are several turns here too.
-        max_open_turns=settings.max_turns,
     )
     prompting = Prompting(engine.tokenizer, engine.token_text)
     leases = {
         namespace: LineLeases(namespace, store, engine, lease_owner, clock) for namespace, store in stores.items()
     }
-    publishing = PublishingLimits(commit_wait_s=settings.commit_wait_s, timeout_s=settings.publish_timeout_s)
     copies = Copies(engine, admission.publishing, clock)
-    publisher = Publisher(engine, copies, publishing, stats, clock, now_ms, leases)
+    publisher = Publisher(engine, copies, settings.publishing, stats, clock, now_ms, leases)
     turns = TurnService(
         engine,
         prompting,
@@ -85,11 +81,7 @@ async def open_served(
         TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,
         leases,
-        TurnLimits(
-            store_budget_s=settings.store_budget_ms / 1000,
-            publish_timeout_s=settings.publish_timeout_s,
-            reader=ReaderLimits(settings.max_unread_bytes, settings.reader_stall_s),
-        ),
+        settings.turn_limits,
         admission,
         stats,
         clock,

@@ -126,7 +126,9 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds, on the engine's clock. `first_token_s` counts from submit."""
+    """Seconds of a turn. From the engine, `first_token_s` counts from submit and `restore_s` is loading KV. For a
+    caller, `first_token_s` counts from the request's arrival, and `restore_s` includes reading from the store.
+    """
 
     queue_s: float = 0.0
     restore_s: float = 0.0

@@ -4,7 +4,6 @@ Everything that computes lives on one thread (`mlx_thread`), which this class fe
 be called from any thread, do not block, and touch no tensor; what they return is plain data (`plan`) or a future of it.
 """
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,8 @@ from typing import TypeVar
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.engine.api import AgentKey, Ended, Event, Failed, HotMemory, Snapshot, TurnPlan
+from inference_svc.engine.api import AgentKey, Failed, HotMemory, Snapshot, TurnPlan
+from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker, OnEvents, turn_bytes
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
@@ -58,15 +58,10 @@ class TurnHandle:
 class Engine:
     """One model, its thread, and the hot memories of the agents that it served."""
 
-    def __init__(
-        self, opened: OpenedModel, thread: MlxThread[EngineWorker], worker: EngineWorker, max_open_turns: int
-    ) -> None:
+    def __init__(self, opened: OpenedModel, thread: MlxThread[EngineWorker], worker: EngineWorker) -> None:
         self._opened = opened
         self._thread = thread
         self._worker = worker
-        self._max_open_turns = max_open_turns
-        self._open_turns = 0
-        self._lock = threading.Lock()  # of the count alone; never held around anything else
         self._is_closed = False
 
     @classmethod
@@ -80,8 +75,7 @@ class Engine:
         context_tokens: int | None = None,
         compute_type: str | None = None,
         conversations_file: Path | None = None,
-        max_open_turns: int = 256,
-        step_budget_s: float = 0.1,
+        step_budget_s: float = Rules.budget_s,
         name: str = "",
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
@@ -121,7 +115,7 @@ class Engine:
 
         thread = MlxThread(make_worker)
         opened, worker = made[0]
-        return cls(opened, thread, worker, max_open_turns)
+        return cls(opened, thread, worker)
 
     @property
     def model(self) -> ModelInfo:
@@ -197,9 +191,9 @@ class Engine:
         always exactly one of them.
 
         Turns of different keys run interleaved; turns of one key run in the order of submission (but plan them one by
-        one: a plan depends on the memory that the turn before leaves). Raises ResourceExhausted at once when the prompt
-        and max_tokens cannot fit the context, or the KV budget even with all else dropped, or too many turns are open;
-        InvalidArgument for a plan that is none; Unavailable after close.
+        one: a plan depends on the memory that the turn before leaves). How many turns are open is the caller's to
+        bound. Raises ResourceExhausted at once when the prompt and max_tokens cannot fit the context, or the empty KV
+        budget; InvalidArgument for an invalid plan; Unavailable after close.
         """
         self._check(plan)
         turn = Turn(
@@ -212,16 +206,8 @@ class Engine:
             self._matcher(plan),
             has_states=self.model.has_states,
         )
-        self._count_turn()
-
-        def listen(events: list[Event]) -> None:
-            if isinstance(events[-1], Ended | Failed):
-                with self._lock:
-                    self._open_turns -= 1
-            on_events(events)
-
-        posted = self._thread.post(lambda worker: worker.submit(turn, listen))
-        posted.add_done_callback(lambda done: listen([Failed(_closed())]) if done.cancelled() else None)
+        posted = self._thread.post(lambda worker: worker.submit(turn, on_events))
+        posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(turn, self._thread.post)
 
     def hot_memory(self, key: AgentKey) -> HotMemory | None:
@@ -301,14 +287,7 @@ class Engine:
                     f"sampling.{field}: expected token ids below {self.vocabulary_size}, got {max(given)}",
                     field=f"sampling.{field}",
                 )
-        needed_tokens = len(plan.token_ids) + plan.sampling.max_tokens
-        if needed_tokens > self.model.context_tokens:
-            raise ResourceExhausted(
-                f"context: the prompt's {len(plan.token_ids)} tokens and max_tokens {plan.sampling.max_tokens} make "
-                f"{needed_tokens}; the model takes {self.model.context_tokens}",
-                reason="CONTEXT_EXCEEDED",
-                metadata={"needed_tokens": str(needed_tokens), "context_tokens": str(self.model.context_tokens)},
-            )
+        check_fits(len(plan.token_ids), plan.sampling.max_tokens, self.model.context_tokens)
         needed_bytes = self.needed_bytes(plan)
         if needed_bytes > self.memory_budget_bytes:
             raise ResourceExhausted(
@@ -316,16 +295,6 @@ class Engine:
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )
-
-    def _count_turn(self) -> None:
-        with self._lock:
-            if self._open_turns >= self._max_open_turns:
-                raise ResourceExhausted(
-                    f"queue: {self._open_turns} turns are open, and no more are taken",
-                    reason="QUEUE_FULL",
-                    retry_after_s=1.0,
-                )
-            self._open_turns += 1
 
 
 def _rules(model: ModelInfo, step_budget_s: float) -> Rules:

@@ -33,11 +33,11 @@ _MOST_STORED, _MOST_OF_AN_AGENT = 10_000, 16
 class PublishingLimits:
     """How long publications may take and how much they may hold."""
 
-    commit_wait_s: float = 2.0
+    commit_wait_s: float
     """How long a turn's final message waits for its commit before it says: pending."""
-    timeout_s: float = 30.0
+    timeout_s: float
     """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
-    head_budget_s: float = 2.0
+    head_budget_s: float
     """For asking the newest version when a turn began without knowing it."""
 
 

@@ -29,12 +29,12 @@ _LOG = structlog.get_logger(__name__)
 class SwapLimits:
     """How the store is asked for a turn that was preempted."""
 
-    write_timeout_s: float = 30.0
-    read_budget_s: float = 2.0
+    write_timeout_s: float
+    read_budget_s: float
     """Without progress; after it what is missing is computed again. The turn holds its room meanwhile."""
-    min_bytes_per_s: float = 20e6
-    renew_s: float = 300.0
-    piece_files: int = 1
+    min_bytes_per_s: float
+    renew_s: float
+    piece_files: int
     """Files that are hashed and sent at a time: hashing holds up the event loop."""
 
 

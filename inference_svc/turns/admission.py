@@ -28,18 +28,18 @@ _NEWEST_WEIGHT = 0.1
 class AdmissionLimits:
     """What all callers, one namespace and one credential may take at once."""
 
-    max_turns: int = 256
-    max_turns_per_namespace: int = 192
+    max_turns: int
+    max_turns_per_namespace: int
     """The most, when nobody else has a turn; beside others it is less, so that a place is left for whoever comes."""
-    max_turns_per_caller: int = 192
-    max_open_prompt_bytes: int = 256 << 20
+    max_turns_per_caller: int
+    max_open_prompt_bytes: int
     """Prompts of all turns that wait or run."""
-    kv_memory_bytes: int = 4 << 30
-    kv_backlog: float = 4.0
+    kv_memory_bytes: int
+    kv_backlog: float
     """Open turns may come to need this many times the KV memory; the rest is refused rather than kept waiting."""
-    max_restoring_bytes: int = 1 << 30
+    max_restoring_bytes: int
     """Memory read from the store that is not KV yet. Turns wait for their part of it."""
-    max_publishing_bytes: int = 512 << 20
+    max_publishing_bytes: int
     """Copies of KV that wait for the store."""
 
     @property

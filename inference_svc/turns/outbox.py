@@ -22,8 +22,8 @@ _LOGPROB_BYTES = 116
 class ReaderLimits:
     """How many bytes of a turn its reader may leave unread, and for how long it may take nothing."""
 
-    max_unread_bytes: int = 256 << 10
-    stall_s: float = 60.0
+    max_unread_bytes: int
+    stall_s: float
 
 
 class Outbox:

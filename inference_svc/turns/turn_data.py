@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc.engine.api import Priority, SamplingParams, TokenLogprobs
+from inference_svc.engine.api import Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.given_json import GivenJson
@@ -87,19 +87,6 @@ class TurnDelta:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnTimings:
-    """Seconds. `restore_s` is reading from the store and putting it into live memory; `first_token_s` counts from the
-    request's arrival.
-    """
-
-    queue_s: float = 0.0
-    restore_s: float = 0.0
-    prefill_s: float = 0.0
-    first_token_s: float = 0.0
-    decode_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class TurnFinished:
     """The reply is whole. `finish_reason` is a word of manifest.proto's Turn."""
 
@@ -108,7 +95,7 @@ class TurnFinished:
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
-    timings: TurnTimings
+    timings: Timings
     snapshot: SnapshotOutcome
     tool_calls: tuple[manifest_pb2.ToolCall, ...] = ()
 

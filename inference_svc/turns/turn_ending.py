@@ -12,7 +12,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot
+from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot, Timings
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
 from inference_svc.memory.copies import Copies, copied
@@ -26,7 +26,7 @@ from inference_svc.model.prompting import Prompting, Said
 from inference_svc.text import conversation
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
-from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, TurnTimings, Warmed
+from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
 from inference_svc.turns.turn_state import TurnState, reply_reader
 
 _LOG = structlog.get_logger(__name__)
@@ -82,7 +82,7 @@ class TurnEnding:
         if turn.key is not None:
             memory = await self._remember(turn, turn.key, recollection, prepared, ended, calls)
             snapshot = await self._keep(turn, turn.key, recollection, memory)
-        reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
+        reason = _finish_reason(ended, calls)
         timings = ended.timings
         turn.running.outbox.put(
             TurnFinished(
@@ -91,7 +91,7 @@ class TurnEnding:
                 prompt_tokens=ended.prompt_tokens,
                 cached_tokens=ended.cached_tokens,
                 completion_tokens=ended.completion_tokens,
-                timings=TurnTimings(
+                timings=Timings(
                     queue_s=turn.queue_s + timings.queue_s,
                     restore_s=turn.restore_s + timings.restore_s,
                     prefill_s=timings.prefill_s,
@@ -156,7 +156,6 @@ class TurnEnding:
             key.namespace,
             lambda: self._said(turn, prepared.text, ended, calls, is_trusted=not recollection.is_brought),
         )
-        reason = "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
         stored = turn.stream.stored if turn.stream is not None else list(prepared.stored_blocks)
         previous = (
             recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
@@ -168,7 +167,7 @@ class TurnEnding:
                 request_id=request.request_id,
                 prompt_tokens=ended.prompt_tokens,
                 prompt_chars=len(prepared.text),
-                finish_reason=reason,
+                finish_reason=_finish_reason(ended, calls),
                 input_digest=request.input_digest,
                 reply=ended.text,
                 matched_stop=ended.matched_stop,
@@ -273,7 +272,7 @@ class TurnEnding:
                 prompt_tokens=prompt_tokens,
                 cached_tokens=prompt_tokens,
                 completion_tokens=len(token_ids),
-                timings=TurnTimings(queue_s=turn.queue_s, first_token_s=elapsed_s),
+                timings=Timings(queue_s=turn.queue_s, first_token_s=elapsed_s),
                 snapshot=snapshot,
                 tool_calls=tuple(reader.calls),
             )
@@ -291,6 +290,11 @@ class TurnEnding:
         if publication.is_being_published:
             return await self._publisher.outcome(key.namespace, memory, store)
         return await self._keep(turn, key, replace(recollection, memory=None), memory)
+
+
+def _finish_reason(ended: Ended, calls: Sequence[manifest_pb2.ToolCall]) -> str:
+    """The word of manifest.proto's Turn: a reply that stops after tool calls ends for them."""
+    return "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
 
 
 def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:

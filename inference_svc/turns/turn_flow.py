@@ -11,13 +11,14 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import structlog
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.engine.api import AgentKey, Cold, Ended, Event, Failed, Started, TurnPlan
+from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
@@ -44,7 +45,6 @@ from inference_svc.turns.turn_state import (
     TurnTask,
     check_parent,
     reply_reader,
-    too_long,
     whole_conversation,
 )
 
@@ -62,12 +62,15 @@ _HELD_PATIENCE_S = 1.0
 class TurnLimits:
     """What one turn may cost others."""
 
-    store_budget_s: float = 0.25
+    store_budget_s: float
     """Time without progress that a turn may lose to the store, in total."""
-    store_min_bytes_per_s: float = 20e6
+    store_min_bytes_per_s: float
     """A store that sends more slowly than this is slow, and its time counts."""
-    publish_timeout_s: float = 30.0
-    reader: ReaderLimits = field(default_factory=ReaderLimits)
+    publish_timeout_s: float
+    swap_read_budget_s: float
+    """The same as `store_budget_s` for the files of a preempted turn, where it is more."""
+    swap_renew_s: float
+    reader: ReaderLimits
     """How far a reader may fall behind its turn."""
 
 
@@ -290,9 +293,8 @@ class TurnService:
 
     def _check_length(self, text: str) -> None:
         """An absurd prompt is refused without tokenizing it."""
-        context = self._engine.model.context_tokens
-        if (fewest := self._prompting.fewest_tokens(text)) > context:
-            raise too_long(f"at least {fewest}", context)
+        fewest, context = self._prompting.fewest_tokens(text), self._engine.model.context_tokens
+        check_fits(fewest, max_tokens=0, context_tokens=context, is_lower_bound=True)
 
     async def _generate(
         self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
@@ -419,8 +421,9 @@ class TurnService:
     def _swap_store(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> SwapStore:
         limits = SwapLimits(
             write_timeout_s=self._limits.publish_timeout_s,
-            read_budget_s=max(self._limits.store_budget_s, SwapLimits().read_budget_s),
+            read_budget_s=max(self._limits.store_budget_s, self._limits.swap_read_budget_s),
             min_bytes_per_s=self._limits.store_min_bytes_per_s,
+            renew_s=self._limits.swap_renew_s,
             piece_files=self._ending.copies.piece_blocks,
         )
         namespace, copies, restoring = turn.request.namespace, self._ending.copies.held, self._admission.restoring
@@ -435,19 +438,10 @@ class TurnService:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
         if not count:
             raise errors.InvalidArgument("prompt: expected at least one token", field="prompt")
-        if count + (not turn.request.is_warming) > context:
-            raise too_long(str(count), context)
         sampling = turn.request.sampling
         if turn.request.max_tokens_is_default:
-            sampling = replace(sampling, max_tokens=min(_DEFAULT_MAX_TOKENS, context - count))
-        elif count + sampling.max_tokens > context:
-            raise errors.ResourceExhausted(
-                f"sampling.max_tokens: {count} prompt tokens and {sampling.max_tokens} to generate are more than the "
-                f"context of {context}",
-                reason="CONTEXT_EXCEEDED",
-                field="sampling.max_tokens",
-                metadata={"prompt_tokens": str(count), "context_tokens": str(context)},
-            )
+            sampling = replace(sampling, max_tokens=max(1, min(_DEFAULT_MAX_TOKENS, context - count)))
+        check_fits(count, sampling.max_tokens, context)
         return TurnPlan(
             token_ids=prepared.tokens.ids,
             token_chars=prepared.tokens.chars,

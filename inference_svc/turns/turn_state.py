@@ -119,15 +119,6 @@ def whole_conversation(
     return ()
 
 
-def too_long(prompt_tokens: str, context_tokens: int) -> errors.ResourceExhausted:
-    return errors.ResourceExhausted(
-        f"prompt: {prompt_tokens} tokens, and one to generate, are more than the context of {context_tokens}",
-        reason="CONTEXT_EXCEEDED",
-        field="prompt",
-        metadata={"prompt_tokens": prompt_tokens, "context_tokens": str(context_tokens)},
-    )
-
-
 _UNKNOWN: Sequence[MissReason] = (
     MissReason.STORE_UNREACHABLE,
     MissReason.STORE_TIMEOUT,

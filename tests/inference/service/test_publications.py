@@ -119,7 +119,7 @@ class House:
         self.engine: Any = Engine()
         self.store: Any = Store(head)
         ticks = iter(range(1, 1000))
-        limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s)
+        limits = PublishingLimits(commit_wait_s=3, timeout_s=timeout_s, head_budget_s=2)
         taken_in = Copies(self.engine, SharedRoom(max_held_bytes), lambda: 0.0)
         self.stats = ServiceStats(0.0)
         self.publisher = Publisher(self.engine, taken_in, limits, self.stats, lambda: 0.0, lambda: next(ticks))

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,6 +24,7 @@ from tests.synthetic import SMALL
 from tests.system_fixtures import House
 
 GRACE_S = 0.6
+LIMITS = SwapLimits(write_timeout_s=30, read_budget_s=2, min_bytes_per_s=20e6, renew_s=300, piece_files=1)
 
 
 def tail(tokens: int) -> bytes:
@@ -85,7 +87,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
 
 def run(house: House, work: Callable[[Scene], Any], limits: SwapLimits | None = None) -> None:
     async def scene() -> None:
-        one = Scene(house.store.address, limits or SwapLimits())
+        one = Scene(house.store.address, limits or LIMITS)
         await work(one)
         await one.close()
 
@@ -105,7 +107,7 @@ def test_files_outlast_the_stores_patience_while_the_turn_waits_and_what_is_gone
         scene.swap.event(Resumed(81 if is_renewed else 0, 0 if is_renewed else 81))
         assert scene.counters.misses == ({} if is_renewed else {MissReason.BLOB_MISSING: 1})
 
-    run(house, work, SwapLimits(renew_s=GRACE_S / 4 if is_renewed else 1000))
+    run(house, work, replace(LIMITS, renew_s=GRACE_S / 4 if is_renewed else 1000))
 
 
 def test_a_turn_that_is_wanted_before_its_files_are_stored_gets_them_from_memory(house: House) -> None:

@@ -24,6 +24,8 @@ LIMITS = AdmissionLimits(
     max_open_prompt_bytes=1000,
     kv_memory_bytes=100,
     kv_backlog=2.0,
+    max_restoring_bytes=1 << 20,
+    max_publishing_bytes=1 << 20,
 )
 
 
@@ -161,7 +163,7 @@ def test_a_reader_that_takes_nothing_is_overrun_by_bytes_or_by_time_and_one_that
 
 def test_what_was_not_taken_yet_becomes_one_message_and_nothing_of_it_is_lost() -> None:
     async def scenario() -> None:
-        outbox = Outbox(ReaderLimits(), lambda: 0.0)
+        outbox = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0)
         for number in range(1000):
             outbox.put(TurnProgress(number, 1000))
         for number in range(1000):

@@ -19,7 +19,7 @@ STARTED = TurnStarted(5, 0, Source.COLD, Outcome.NONE, 0)
 
 
 def running() -> TurnTask:
-    return TurnTask(Outbox(ReaderLimits(), lambda: 0.0))
+    return TurnTask(Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0))
 
 
 def run(work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:

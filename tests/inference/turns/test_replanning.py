@@ -12,6 +12,7 @@ from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
+from inference_svc.config import EngineSettings
 from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Timings
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
@@ -25,11 +26,12 @@ from inference_svc.text.literal_text import Specials
 from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
-from inference_svc.turns.admission import Admission, AdmissionLimits
+from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import MessagesInput, TurnRequest
-from inference_svc.turns.turn_flow import TurnLimits, TurnService
+from inference_svc.turns.turn_flow import TurnService
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
+SETTINGS = EngineSettings(listen="unix:/nowhere")
 ENDED = Ended(FinishReason.STOP, "", 2, 0, 1, Timings(), "", "", SequenceState((1, 2), (1, 1), 0))
 
 
@@ -96,8 +98,10 @@ def serve(around: Surroundings, parent_version: int | None, sampling: SamplingPa
     async def to_the_end() -> None:
         parts: Any = around
         stats = ServiceStats(0.0)
-        admission = Admission(AdmissionLimits(), stats, time.monotonic)
-        service = TurnService(parts, parts, parts, parts, {}, {}, TurnLimits(), admission, stats, time.monotonic)
+        admission = Admission(SETTINGS.admission, stats, time.monotonic)
+        service = TurnService(
+            parts, parts, parts, parts, {}, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
+        )
         given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
         request = TurnRequest("r", "default", "a", parent_version, given, "", sampling, False)
         events: AsyncIterator[object] = service.begin(request).events()

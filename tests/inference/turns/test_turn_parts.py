@@ -171,7 +171,7 @@ async def read(outbox: Outbox) -> list[TurnEvent]:
 
 def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
     async def slow_reader() -> list[TurnEvent]:
-        outbox = Outbox(ReaderLimits(), lambda: 0.0)
+        outbox = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0)
         for done in range(100):
             outbox.put(TurnProgress(done, 100))
         for token in range(1000):
@@ -187,7 +187,7 @@ def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same(
 
 def test_a_reader_gets_what_was_put_before_the_error() -> None:
     async def failing() -> list[TurnEvent]:
-        outbox, heard = Outbox(ReaderLimits(), lambda: 0.0), []
+        outbox, heard = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0), []
         outbox.put(TurnDelta("a", (1,)))
         outbox.close(errors.ResourceExhausted("full"))
         try:
