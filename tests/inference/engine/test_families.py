@@ -94,7 +94,7 @@ LENGTHS += [(name, 251 + 20 * number) for number, name in enumerate(sorted(set(A
 def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
     name: str, length: int, family: Callable[[str], Driver]
 ) -> None:
-    """From its end and, where its layers allow it, from elsewhere: 64 greedy tokens, through real tensor files."""
+    """From its end and, where its layers allow it, from elsewhere: 32 greedy tokens, through real tensor files."""
     driver = family(name)
     key, ended = generated(driver, length)
     whole = len(ended.state.token_ids)

@@ -8,20 +8,22 @@ import random
 import pytest
 
 from inference_svc.engine.api import AgentKey, Hot
-from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.engine.driving import GENERATED, Driver, tokens_of
 
 AROUND_EDGES = [*range(250, 263), *range(506, 519), *range(1018, 1031)]
 SAMPLE = [*range(253, 260), 511, 512, 513, 1023, 1024, 1025, 700]
 RANDOM_LENGTHS = [random.Random(7).randrange(5, 2000) for _ in range(40)]
 
 
-def goes_on_equally(driver: Driver, key: AgentKey, keep: int, suffix: tuple[int, ...]) -> None:
+def goes_on_equally(
+    driver: Driver, key: AgentKey, keep: int, suffix: tuple[int, ...], generated: int = GENERATED
+) -> None:
     """Continue the memory cut to `keep`, then with `suffix`: once from hot memory, once from tensor files."""
     hot = driver.engine.hot_memory(key)
     assert hot is not None
     prompt = (*hot.state.token_ids[:keep], *suffix)
-    restored = driver.turn(prompt, driver.restored(key, keep), driver.key())
-    stayed = driver.turn(prompt, Hot(keep), key)
+    restored = driver.turn(prompt, driver.restored(key, keep), driver.key(), max_tokens=generated)
+    stayed = driver.turn(prompt, Hot(keep), key, max_tokens=generated)
     assert restored.cached_tokens == stayed.cached_tokens == min(keep, len(prompt) - 1)
     assert restored.state.token_ids == stayed.state.token_ids
     assert restored.state.shareable_tokens == stayed.state.shareable_tokens
@@ -34,7 +36,7 @@ def test_a_reply_depends_on_its_whole_context(driver: Driver) -> None:
     places = random.Random(1).sample(range(600), 20)
     changed = [(*prompt[:place], (prompt[place] + 1) % 1000 + 3, *prompt[place + 1 :]) for place in places]
     assert sum(driver.reply(driver.turn(other)) != reply for other in changed) >= 18
-    assert len(set(reply)) > 40
+    assert len(set(reply)) > 20
 
 
 @pytest.mark.parametrize("length", SAMPLE)
@@ -48,7 +50,7 @@ def test_a_restored_sequence_goes_on_as_if_it_had_never_left(driver: Driver, len
 @pytest.mark.parametrize("suffix", [1, 40, 300])
 def test_every_length_goes_on_as_if_it_had_never_left(driver: Driver, length: int, suffix: int) -> None:
     key, state = driver.remember(length, seed=length)
-    goes_on_equally(driver, key, len(state.token_ids), tokens_of(suffix, seed=1))
+    goes_on_equally(driver, key, len(state.token_ids), tokens_of(suffix, seed=1), generated=64)
 
 
 @pytest.mark.parametrize(

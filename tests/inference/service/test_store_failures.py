@@ -65,12 +65,14 @@ def strict(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
 
 @pytest.mark.parametrize("failure", ["dead", "hung"])
 def test_a_dead_or_hung_store_costs_at_most_its_budget_and_no_token(failure: str, strict: House) -> None:
-    # A busy machine may be slow for reasons of its own: the best of three rounds says what the store costs.
-    first_s, later_s = zip(*(lose_the_store(strict, failure, number) for number in range(3)), strict=True)
-    print(f"a {failure} store costs the first turn {min(first_s):.3f} s, the next ones {min(later_s):.3f} s")
-    assert min(first_s) < LOST_AT_MOST_S + SLACK_S
-    # Once known to be away, it costs next to nothing.
-    assert min(later_s) < SLACK_S
+    # A busy machine may be slow for reasons of its own: one round of three says what the store costs.
+    for number in range(3):
+        first_s, later_s = lose_the_store(strict, failure, number)
+        print(f"a {failure} store costs the first turn {first_s:.3f} s, the next ones {later_s:.3f} s")
+        # Once known to be away, it costs next to nothing.
+        if first_s < LOST_AT_MOST_S + SLACK_S and later_s < SLACK_S:
+            return
+    raise AssertionError("each of three rounds took longer")
 
 
 def lose_the_store(house: House, failure: str, number: int) -> tuple[float, float]:
