@@ -1,1 +1,1 @@
-"""What both services are served with: listening, credentials, fair shares of what callers share."""
+"""How both services are served: addresses, credentials, limits, and fair shares of everything that callers share."""

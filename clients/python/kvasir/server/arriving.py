@@ -1,9 +1,9 @@
-"""The messages of a call as they arrive: the first within a time, each one readable, none without room for it.
+"""The messages of a call as they arrive: the first in time, each readable, and none without room for it.
 
-A call whose message does not come holds a place. That of a known caller is its own, and ends after a while; that of a
-stranger, who may only ask for health, is one of a few, and the one that has waited longest makes room for the next.
-What has come of a message is held from its first byte, before anybody sees it: so no message is asked for without room
-for the largest. Knows nothing of gRPC.
+A call holds a place while its message does not come. A known caller has places of its own, with a time limit. Strangers
+may only ask for health and share a few places: a new call ends the call that has waited longest.
+gRPC holds a message from its first byte, before a handler sees it. So no message is asked for without room for the
+largest one. This module knows nothing of gRPC.
 """
 
 import asyncio
@@ -14,19 +14,22 @@ from typing import Any
 from kvasir.errors import DeadlineExceeded, InvalidArgument, ResourceExhausted
 from kvasir.server.shared_room import Place
 
-# Stands for what is no message of the RPC.
+# Stands for bytes that are no message of the RPC.
 UNREADABLE = object()
-# Strangers' calls that wait for their message. A load balancer's comes with the call, within a millisecond or two.
-# Few, because each may send most of a message that is as large as the service takes.
+# Strangers' calls that wait for their message. A load balancer sends it with the call, within two milliseconds.
+# The number is small because each call may hold most of a message of the largest size.
 MAX_WAITING_CHECKS = 32
 CHECK_MESSAGE_S = 5.0
 
-# Entered while a message arrives, again for each: waits for room for it.
+# Entered while a message arrives, once for each message: waits for its room.
 Room = AbstractAsyncContextManager[None]
 
 
 class Arriving:
-    """The same messages. Raises DeadlineExceeded when the first is late, InvalidArgument for one that is unreadable."""
+    """Passes on a call's messages.
+
+    Raises DeadlineExceeded if the first is late, and InvalidArgument if one is unreadable.
+    """
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class Arriving:
         *,
         bounds_each: bool = False,
     ) -> None:
-        """`bounds_each`: the time is also that of every message after the first."""
+        """`bounds_each`: the time limit holds for every message, not only for the first."""
         self._requests = requests
         self._first_within_s = first_within_s
         self._bounds_each = bounds_each
@@ -63,7 +66,7 @@ class Arriving:
 
 
 async def the_only(requests: AsyncIterator[Any]) -> Any:
-    """The one request of an RPC without a stream. Raises as Arriving does, and InvalidArgument when there is none."""
+    """The one request of an RPC without a stream. Raises as Arriving does, and InvalidArgument if there is none."""
     request = await anext(requests, UNREADABLE)
     if request is UNREADABLE:
         raise _unreadable()
@@ -74,9 +77,9 @@ async def the_only(requests: AsyncIterator[Any]) -> Any:
 async def begun(
     requests: AsyncIterator[Any], first_within_s: float, arriving: Place, answering: Place, at_most_s: float
 ) -> AsyncIterator[Any]:
-    """The one request of a call, and a place among those that are answered until the block ends, at most for
-    `at_most_s` seconds. While it waits for that, it keeps the room of a message on its way. Raises as `the_only` does,
-    and DeadlineExceeded.
+    """The one request of a call, which holds a place of `answering` until the block ends, `at_most_s` seconds at most.
+
+    While it waits for that place, it keeps its place of `arriving`. Raises as `the_only` does, and DeadlineExceeded.
     """
     async with AsyncExitStack() as way:
         async with _within(first_within_s):
@@ -92,10 +95,10 @@ async def begun(
 
 
 class Doorstep:
-    """Where calls of strangers wait for their message. On one event loop."""
+    """Where strangers' calls wait for their message. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        # In the order in which they came.
+        # In the order of arrival.
         self._waiting: dict[asyncio.Task[Any], None] = {}
 
     def __len__(self) -> int:
@@ -103,11 +106,11 @@ class Doorstep:
 
     @asynccontextmanager
     async def begun(self, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-        """The one request, for a block that ends at once. Raises as `the_only` of this."""
+        """The one request, for a block that ends at once. Raises as this class's `the_only` does."""
         yield await self.the_only(requests)
 
     async def the_only(self, requests: AsyncIterator[Any]) -> Any:
-        """The one request. Raises as `the_only` does, and ResourceExhausted when too many others came since."""
+        """The one request. Raises as `the_only` does, and ResourceExhausted if too many other calls came meanwhile."""
         reading = asyncio.ensure_future(the_only(Arriving(requests, CHECK_MESSAGE_S)))
         self._waiting[reading] = None
         if len(self._waiting) > MAX_WAITING_CHECKS:
@@ -117,7 +120,7 @@ class Doorstep:
         try:
             await asyncio.wait((reading,))
             if reading.cancelled():
-                raise ResourceExhausted("others came while this call sent nothing", reason="FIRST_MESSAGE_LATE")
+                raise ResourceExhausted("other calls came while this one sent nothing", reason="FIRST_MESSAGE_LATE")
             return reading.result()
         finally:
             self._waiting.pop(reading, None)
@@ -126,7 +129,7 @@ class Doorstep:
 
 @asynccontextmanager
 async def _within(seconds: float) -> AsyncIterator[None]:
-    """Raises DeadlineExceeded when the block takes longer."""
+    """Raises DeadlineExceeded if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield

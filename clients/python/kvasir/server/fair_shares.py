@@ -1,7 +1,7 @@
-"""Room that callers share, divided between namespaces: how much one may hold, and whose turn it is. Pure.
+"""How namespaces share a limited resource: how much each may hold, and which one is served next. Pure.
 
-Whatever a service has only so much of (calls, threads, bytes, places in a queue) is given out by these two: `Shares`
-says who may take more of it, `RoundRobin` whom to serve next among those that wait.
+Both services give out every limited resource (calls, threads, bytes, places in a queue) with these two classes:
+`Shares` says which namespace may take more, `RoundRobin` which waiting namespace is next.
 """
 
 from collections import Counter, deque
@@ -13,12 +13,12 @@ GENEROSITY = 3
 
 
 class Shares:
-    """So many units for all namespaces. Whoever holds nothing always finds some.
+    """A number of units for all namespaces. A namespace that holds none always finds some.
 
-    A namespace may hold at most `generosity` times what stays free beside it: of 100 units and a generosity of 3 one
-    alone gets 75, two get 42 each, three get 30 each, and what is left waits for whoever comes (the dynamic thresholds
-    of shared-memory switches: Choudhury and Hahne, 1998). So no number of greedy namespaces leaves nothing, and nobody
-    has to say beforehand how many there will be. Who holds nothing may take anything that is free.
+    A namespace may hold at most `generosity` times the units that stay free. Of 100 units with a generosity of 3, one
+    namespace alone gets 75, two get 42 each, three get 30 each, and the rest stays free for the next one (the dynamic
+    thresholds of shared-memory switches: Choudhury and Hahne, 1998). So greedy namespaces never take everything,
+    however many there are, and their number need not be known. A namespace that holds none may take any free units.
     """
 
     def __init__(self, total: int, generosity: float = GENEROSITY) -> None:
@@ -35,7 +35,7 @@ class Shares:
         return self._held[namespace]
 
     def has_room(self, namespace: str, amount: int) -> bool:
-        """Whether the namespace may take so many units more."""
+        """Whether the namespace may take this many more units."""
         free = self.total - self._held_by_all - amount
         if free < 0:
             return False
@@ -43,14 +43,14 @@ class Shares:
         return not mine or mine + amount <= self._generosity * free
 
     def take(self, namespace: str, amount: int) -> bool:
-        """Take units; False, and nothing changed, if the namespace may not."""
+        """Take units. Returns False and changes nothing if the namespace may not take them."""
         if not self.has_room(namespace, amount):
             return False
         self.hold(namespace, amount)
         return True
 
     def hold(self, namespace: str, amount: int) -> None:
-        """Count units that are held already, or that nothing else is held beside: without asking."""
+        """Count units without asking: the namespace has them already, or nothing else is held."""
         self._held[namespace] += amount
         self._held_by_all += amount
 
@@ -62,7 +62,7 @@ class Shares:
 
 
 class RoundRobin(Generic[T]):
-    """What waits, by namespace: namespaces in turn, the items of each in the order in which they came."""
+    """Waiting items: namespaces take turns, and the items of one namespace keep their order."""
 
     def __init__(self) -> None:
         # The namespace whose turn it is comes first.
@@ -82,9 +82,9 @@ class RoundRobin(Generic[T]):
         self._queues.setdefault(namespace, deque()).append(item)
 
     def take(self, may: Callable[[str, T], bool] = lambda _namespace, _item: True) -> tuple[str, T] | None:
-        """The next item, no longer waiting; its namespace is then the last in turn. None if nothing may be taken.
+        """Remove and return the next item, and make its namespace the last in turn. None if no item may be taken.
 
-        A namespace whose first item `may` not be taken keeps its place, and holds up nobody else.
+        A namespace whose first item `may` not be taken keeps its place and does not delay the others.
         """
         for namespace, queue in self._queues.items():
             if may(namespace, queue[0]):
@@ -96,7 +96,7 @@ class RoundRobin(Generic[T]):
         return None
 
     def remove(self, namespace: str, item: Hashable) -> bool:
-        """Forget an item that waits no more; False if it was taken already."""
+        """Remove an item that does not wait any more. Returns False if it was taken already."""
         queue = self._queues.get(namespace)
         if queue is None or item not in queue:
             return False

@@ -1,8 +1,8 @@
-"""What stands around every handler of both services: who calls, may they, and what their error becomes.
+"""The interceptors around every handler of both services: they know the caller, check its roles, and map its errors.
 
-`Authentication` tells the handler its caller, or refuses, and counts the calls of each credential and namespace.
-`Errors` turns typed errors into statuses; what is not typed is a bug of ours: INTERNAL with a request id and nothing
-else, logged without any payload. Handlers are coroutines, or asynchronous generators of responses.
+`Authentication` gives the handler its caller, or refuses, and counts the calls of each credential and namespace.
+`Errors` turns typed errors into statuses. Any other exception is a bug of ours: the caller gets INTERNAL with a request
+id, and the log has no payload. Handlers are coroutines, or asynchronous generators of responses.
 """
 
 import contextvars
@@ -30,29 +30,29 @@ from kvasir.status import abort
 _LOG = logging.getLogger("kvasir.rpc")
 _BEARER = "Bearer "
 _MAX_TOKEN_CHARS = 512
-# It says nothing of anyone's data and ends at once, and a load balancer has no token.
+# It shows nobody's data and ends at once, and a load balancer has no token.
 _OPEN_METHODS = frozenset({"/grpc.health.v1.Health/Check"})
-# Any caller that is known may use these; they may last, so strangers may not.
+# Any known caller may use these. Strangers may not, because the calls may last.
 _COMMON_SERVICES = ("/grpc.health.v1.", "/grpc.reflection.")
-# Calls of known callers that run at once. They are shared by namespace; a stranger's call is refused and holds nothing.
+# Known callers' calls that run at once, shared between namespaces. A stranger's call is refused and holds nothing.
 MAX_CALLS = 1024
-# A quarter of them: no one credential shuts the others of its namespace out.
+# A quarter of them, so that no credential shuts out the others of its namespace.
 MAX_RPCS_PER_PRINCIPAL = 256
-# A large prompt on a slow line takes its time; whoever sends nothing holds one of its own places, not for long.
+# A large prompt on a slow line takes time. A caller that sends nothing holds one of its own places until then.
 FIRST_MESSAGE_S = 20.0
-# Messages that are arriving, each counted as the largest that the service takes: shared by namespace. One that comes
+# Messages that are arriving, each counted as one of the largest size, shared between namespaces. A message that comes
 # whole holds its place for microseconds.
 MAX_ARRIVING_BYTES = 256 << 20
 _FEWEST_ARRIVING = 16
-# Of requests that are one message. They come whole, or their sender is slow; and the event loop reads all that have
-# come before it does anything else, which takes ten milliseconds for one that names ten thousand blobs.
+# The same for requests of one message. The event loop reads all of them that have arrived before it does anything else,
+# and one that names ten thousand blobs takes ten milliseconds.
 MAX_ARRIVING_ALONE = 12
-# Calls that are being answered. Each step of a call waits for one step of all others that go on: those of a namespace
-# that asks for hundreds at once wait here, and nobody waits for them.
+# Calls that are being answered. On the event loop each step of a call waits for a step of every other call. So the many
+# calls of one namespace wait here, where they delay nobody.
 MAX_ANSWERING = 16
-# What lasts longer waits for something else, a disk or a lease, which may be given back by a call that waits here.
+# A call that lasts longer waits for a disk or a lease, and the call that releases the lease may be waiting here.
 _ANSWERING_S = 0.05
-# The same of a stream, which may last for hours.
+# The same for a stream, which may last for hours.
 _BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
 
@@ -60,18 +60,18 @@ _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_p
 
 # Entered around a handler with its ServicerContext.
 Guard = Callable[[Any], AbstractAsyncContextManager[None]]
-# From the messages that arrive to what the handler is given while it runs: the only one, or all.
+# Makes of the arriving messages the handler's argument: the only message, or the stream of all.
 Take = Callable[[Any], AbstractAsyncContextManager[Any]]
 Continuation = Callable[[Any], Awaitable[Any]]
 
 
 def current_principal() -> Principal:
-    """Who calls the RPC that is running. Raises LookupError outside of one."""
+    """The caller of the running RPC. Raises LookupError outside of an RPC."""
     return _principal.get()
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps each RPC's handler once, and not for every call."""
+    """Wraps each RPC's handler once, not at every call."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Any, Any]] = {}
@@ -116,16 +116,16 @@ class Errors(_Interceptor):
 
 
 class Authentication(_Interceptor):
-    """Knows the caller before the handler runs, and whether its roles allow the RPC.
+    """Finds the caller before the handler runs, and refuses it unless one of its roles allows the RPC.
 
     `allowed_roles` has a row for every RPC of the service: "/package.Service/Rpc" → roles, any of which suffices. An
-    RPC without a row is refused to everybody.
+    RPC without a row is refused to all callers.
     """
 
     def __init__(
         self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]], max_message_bytes: int
     ) -> None:
-        """On the event loop that serves. `max_message_bytes`: the largest message that gRPC takes."""
+        """Call it on the event loop that serves. `max_message_bytes` is the largest message that gRPC takes."""
         super().__init__()
         self._credentials = credentials
         self._allowed_roles = allowed_roles
@@ -133,7 +133,7 @@ class Authentication(_Interceptor):
         self.calls = Shares(MAX_CALLS)
         places = max(MAX_ARRIVING_BYTES // max_message_bytes, _FEWEST_ARRIVING)
         self.arriving = SharedRoom(places)
-        # A place is held while a message is waited for, too: one credential alone gets a quarter of them.
+        # A call that waits for its message holds a place, too. One credential alone gets a quarter of the places.
         self.arriving_of_caller = _RoomsOfCallers(places)
         self.arriving_alone = SharedRoom(min(places, MAX_ARRIVING_ALONE))
         self.arriving_alone_of_caller = _RoomsOfCallers(min(places, MAX_ARRIVING_ALONE))
@@ -188,7 +188,7 @@ class Authentication(_Interceptor):
     def _caller(self, peer: str, metadata: Any) -> Principal:
         presented = [value for key, value in metadata if key == "authorization"]
         if not presented:
-            # The socket's mode lets its owner connect and nobody else.
+            # The socket's mode lets only its owner connect.
             if peer.startswith("unix:"):
                 return OWNER
             raise errors.Unauthenticated("no credential: send `authorization: Bearer <token>`", reason="NO_CREDENTIAL")
@@ -214,8 +214,10 @@ class Authentication(_Interceptor):
 
 
 class _RoomsOfCallers(dict[str, SharedRoom]):
-    """For each namespace the room of its credentials, of which one alone gets a quarter. Namespaces share none of it:
-    whoever has a place here waits for one of its namespace's, and would keep others from theirs.
+    """A room for the credentials of each namespace, of which one credential gets a quarter.
+
+    Namespaces share none of it: a caller with a place here still waits for a place of its namespace, and must not keep
+    other namespaces from theirs meanwhile.
     """
 
     def __init__(self, units: int) -> None:
@@ -234,8 +236,8 @@ def _too_many_calls(problem: str) -> errors.ResourceExhausted:
 def _guarded(handler: Any, guard: Guard, take: Take) -> Any:
     """The same handler, run inside the guard.
 
-    It takes its request as a stream of one, also where the RPC has no stream: gRPC would wait for a unary request
-    before it asks anybody, and whoever sends none would hold a place without a credential.
+    It takes its request as a stream of one message, also where the RPC has no stream. gRPC would wait for a unary
+    request before it calls the guard, and a caller that sends none would hold a place without a credential.
     """
     behaviour = handler.stream_stream or handler.unary_stream or handler.stream_unary or handler.unary_unary
     guarded = _guarded_generator if inspect.isasyncgenfunction(behaviour) else _guarded_coroutine
@@ -246,23 +248,23 @@ def _guarded(handler: Any, guard: Guard, take: Take) -> Any:
 
 
 def settle_garbage() -> None:
-    """What is there now stays for good: collections look at what comes later, which takes a few milliseconds."""
+    """Exempt all present objects from garbage collection, so that a collection takes only a few milliseconds."""
     gc.collect()
     gc.freeze()
 
 
 class _Reader:
-    """Makes messages of bytes. gRPC itself would answer UNKNOWN to what is no message, from outside of every guard.
+    """Parses messages. gRPC itself would answer UNKNOWN to bytes that are no message, outside of every guard.
 
-    A request that was refused is left in a ring with the error that refused it and the frames that it came through.
-    Python's collector counts objects and not bytes: a hundred prompts of 8 MiB would wait for it, in nobody's budget.
+    A refused request stays in a reference ring with its error and the error's stack frames. Python's collector counts
+    objects, not bytes: without the collections here, a hundred prompts of 8 MiB would wait for it in nobody's budget.
     """
 
     uncollected_bytes = 0  # of all requests since the last collection
 
     def __init__(self, deserialize: Callable[[bytes], Any], *, is_stream: bool) -> None:
         self._deserialize = deserialize
-        self._is_stream = is_stream  # its messages are given up one by one
+        self._is_stream = is_stream  # a stream's messages are freed one by one
 
     def __call__(self, data: bytes) -> Any:
         if not self._is_stream:

@@ -1,4 +1,4 @@
-"""What logs of both services say of an error: its type and its places. Its text, and any locals, may hold a prompt."""
+"""How both services log an error: its type and its places only, because its text and locals may hold a prompt."""
 
 import sys
 import traceback
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def places(error: BaseException) -> str:
-    """Where it was raised, innermost first: function, file and line."""
+    """Where the error was raised, innermost frame first: function, file and line."""
     frames = traceback.extract_tb(error.__traceback__)
     return " < ".join(f"{frame.name} {Path(frame.filename).name}:{frame.lineno}" for frame in reversed(frames))
 

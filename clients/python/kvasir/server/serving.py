@@ -1,11 +1,11 @@
 """How both services are served: where they may listen, and the grpc.aio servers that they run in.
 
-A Unix socket (0600 in a directory 0700), or loopback TCP with a credential file, or anything else with TLS and a
-credential file; otherwise the service does not start and says what to do. The server has caps on everything that a peer
+A service listens on a Unix socket (0600 in a directory 0700), on loopback TCP with a credential file, or elsewhere with
+TLS and a credential file. Otherwise it does not start, and says what to do. The server limits everything that a peer
 could make grow: message and metadata size, streams, idle time. It stops gracefully on SIGTERM and SIGINT.
 
-gRPC hands calls over in the order of their arrival, before anybody can know whose they are: a crowd at an address
-delays every caller there. So a store can have a second address, served by a gRPC server of its own, for its engines.
+gRPC hands calls over in the order of arrival, before the caller is known. So a crowd at an address delays every caller
+there, and a store can have a second address for its engines, with a gRPC server of its own.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ _MAX_ANSWER_BYTES = 4 << 20
 _UNASKED_BYTES = 256 << 10
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_STREAMS_PER_CONNECTION = 128
-# gRPC counts a call before anybody has asked whose it is. What callers may have is counted by Authentication; this is
-# the backstop behind it, for a burst of strangers who are being refused.
+# gRPC counts a call before the caller is known. Authentication limits known callers; this number is the backstop for a
+# burst of strangers' calls while they are being refused.
 MAX_RPCS_AT_ALL = 8192
 
 MAX_CONNECTION_IDLE_S = 120
@@ -44,16 +44,16 @@ MAX_HANDSHAKE_S = 10
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-    # What may come of a message that nobody has asked for yet. gRPC would measure the line and let megabytes of each.
+    # How much of a message may arrive before a handler asks for it. gRPC would measure the line and allow megabytes.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _UNASKED_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
-    # A connection without calls is closed; a client that comes back connects again, in a millisecond.
+    # A connection without calls is closed. Its client connects again in a millisecond.
     ("grpc.max_connection_idle_ms", MAX_CONNECTION_IDLE_S * 1000),
-    # One that does not even say that it speaks HTTP/2.
+    # A connection that does not begin HTTP/2.
     ("grpc.server_handshake_timeout_ms", MAX_HANDSHAKE_S * 1000),
-    # A peer that vanished without a FIN is found; a client may ping without being sent away.
+    # Finds a peer that vanished without a FIN. Clients may ping this often without being disconnected.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -78,15 +78,15 @@ class Listening:
     tls_key_file: Path | None = None
     # Certificates of the clients that may connect (mutual TLS).
     tls_client_ca_file: Path | None = None
-    # A second address, "unix:/path" or none: its calls wait behind no crowd at the first.
+    # A second address, "unix:/path" or none: a crowd at the first does not delay its calls.
     second_address: str = ""
 
 
 class EdgeServer:
     """A service under Kvasir's rules: add() its servicer, then start() and run_until_stopped().
 
-    Each address has a grpc.aio server of its own; `.grpc` is that of the first. Who may call what, and how much, is
-    counted for both together.
+    Each address has a grpc.aio server of its own; `.grpc` is the first address's server. Roles and limits of callers
+    hold for both together.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Bytes, or other units, that may be held at once, and for which namespaces wait in turn. On one event loop."""
+"""A limited number of units (bytes, places) for which namespaces wait in turn. Belongs to one event loop."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from kvasir.server.fair_shares import GENEROSITY, RoundRobin, Shares
 
-# So many others may go first while somebody waits for much; then all others wait for it.
+# A waiter for many units may be overtaken this often; after that, all others wait for it.
 _MAX_OVERTAKEN = 16
 
 
 @dataclass(eq=False)
 class _Waiter:
-    """Somebody who waits."""
+    """A request for units that waits."""
 
     units: int
     granted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
@@ -21,16 +21,16 @@ class _Waiter:
 
 
 class SharedRoom:
-    """Room for `max_units`, divided by `Shares`, given to those who wait by `RoundRobin`.
+    """Room for `max_units`: `Shares` divides it between namespaces, `RoundRobin` picks the next waiter.
 
-    One holder may take more than all if it is alone: what is larger than the limit goes through by itself, not never.
-    Who waits for much is overtaken by others who want little, but not for ever.
+    A holder that is alone may take more than all units, so that a request above the limit is served by itself and not
+    refused for ever. Small requests overtake a waiting large one, at most `_MAX_OVERTAKEN` times.
     """
 
     def __init__(self, max_units: int, generosity: float = GENEROSITY) -> None:
         self._shares = Shares(max_units, generosity)
         self._waiting: RoundRobin[_Waiter] = RoundRobin()
-        # Holders that give up what they hold when another may use it: see wanted_from().
+        # Holders that give up their units when another namespace may use them: see wanted_from().
         self._watching: list[tuple[str, asyncio.Future[None]]] = []
 
     @property
@@ -46,19 +46,19 @@ class SharedRoom:
 
     @property
     def is_wanted(self) -> bool:
-        """Somebody waits."""
+        """Whether any request waits."""
         return len(self._waiting) > 0
 
     def fits(self, namespace: str, units: int) -> bool:
-        """Whether the namespace would not have to wait for it: there is room, and none of its own waits before it."""
+        """Whether the namespace need not wait: there is room, and none of its own requests waits already."""
         return not self._waiting.waiting(namespace) and self._has_room(namespace, units)
 
     def take(self, namespace: str, units: int) -> None:
-        """Without asking: for who found that it fits, or has the units already."""
+        """Take units without asking: the caller found that they fit, or has them already."""
         self._shares.hold(namespace, units)
 
     def take_if_fits(self, namespace: str, units: int) -> bool:
-        """Take the units if nothing keeps the namespace waiting for them."""
+        """Take the units if the namespace need not wait for them. Returns whether it took them."""
         if not self.fits(namespace, units):
             return False
         self.take(namespace, units)
@@ -75,25 +75,25 @@ class SharedRoom:
             return
         place = _Waiter(units)
         self._waiting.put(namespace, place)
-        self._tell_watchers()
+        self._notify_watchers()
         try:
             await place.granted
         except asyncio.CancelledError:
             if self._waiting.remove(namespace, place):
-                self._grant()  # a smaller one behind it may fit
+                self._grant()  # a smaller request behind it may fit
             else:
                 self.give_back(namespace, units)
             raise
 
     async def wanted_from(self, namespace: str) -> None:
-        """Return when a namespace waits that holds no more than this one: what is given up may then be of use to it.
+        """Return when a namespace waits that holds no more than this one: it may use the units that this one gives up.
 
-        One that waits only because it has taken most of the room takes nothing from those that have less.
+        A namespace that waits because it holds most of the room takes nothing from namespaces that hold less.
         """
         watch: tuple[str, asyncio.Future[None]] = (namespace, asyncio.get_running_loop().create_future())
         self._watching.append(watch)
         try:
-            self._tell_watchers()
+            self._notify_watchers()
             await watch[1]
         finally:
             self._watching.remove(watch)
@@ -114,14 +114,14 @@ class SharedRoom:
         return not self._shares.held_by_all or self._shares.has_room(namespace, units)
 
     def _is_overdue(self, namespace: str, place: _Waiter) -> bool:
-        # Who holds units waits for its own to come back: for that nobody else stands still.
+        # A namespace that holds units waits for its own units to come back: others need not wait for that.
         return place.overtaken >= _MAX_OVERTAKEN and not self.held(namespace)
 
     def _count_overtaken(self) -> None:
         for _, place in self._waiting.firsts():
             place.overtaken += 1
 
-    def _tell_watchers(self) -> None:
+    def _notify_watchers(self) -> None:
         least = min((self.held(each) for each, _ in self._waiting.firsts()), default=None)
         for namespace, future in self._watching:
             if least is not None and least <= self.held(namespace) and not future.done():
@@ -137,12 +137,13 @@ class SharedRoom:
 
 
 class Place(AbstractAsyncContextManager[None]):
-    """One unit of each of several rooms, waited for in their order and held while it is entered; entered as often as
-    one likes, but not twice at once.
+    """One unit of each of several rooms, taken in their order and held from enter() to leave().
+
+    It may be entered again after it was left, but not twice at once.
     """
 
     def __init__(self, *rooms: tuple[SharedRoom, str]) -> None:
-        """Rooms, and who holds the unit there."""
+        """The rooms, each with the name of the unit's holder there."""
         self._rooms = rooms
         self._entered = 0
 
@@ -162,7 +163,7 @@ class Place(AbstractAsyncContextManager[None]):
             raise
 
     def leave(self) -> None:
-        """Whoever is not in it leaves nothing."""
+        """Give the units back. Does nothing if none are held."""
         for room, holder in self._rooms[: self._entered]:
             room.give_back(holder, 1)
         self._entered = 0
