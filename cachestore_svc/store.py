@@ -15,6 +15,7 @@ from kvasir.formats.block_hash import block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id, check_namespace
 
+from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index import listing
@@ -72,15 +73,17 @@ class Store(LeaseStore):
         *,
         sweeps: bool = True,
         steady: Callable[[], float] = time.monotonic,
+        blobs: BlobBackend | None = None,
     ) -> "Store":
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
 
         `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
-        `steady` seconds that nobody sets.
+        `steady` seconds that nobody sets. `blobs` keeps the blobs' bytes; None: files in the data directory.
         Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING:
         there are blobs but no database).
         """
-        return cls(open_directory(config, clock, token_hex, disk or Disk(), sweeps=sweeps, steady=steady))
+        disk = disk or Disk()
+        return cls(open_directory(config, clock, token_hex, disk, blobs, sweeps=sweeps, steady=steady))
 
     def close(self) -> None:
         """Finish what is queued, then let go of the data directory. Further calls raise Unavailable."""

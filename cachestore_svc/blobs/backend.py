@@ -1,7 +1,8 @@
 """The port to where blobs' bytes lie: what the store may ask of a directory, or of whatever else keeps bytes by name.
 
 A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and asks for one thing at
-a time under `naming`. Where the medium fails, each method raises OSError.
+a time under `naming`. Where the medium fails, each method raises OSError. Every implementation passes
+tests/cachestore/any_backend.
 """
 
 from collections.abc import Iterator, Sequence

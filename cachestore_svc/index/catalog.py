@@ -1,7 +1,8 @@
 """The port to the index: what the store may ask of its catalog of blobs, agents, versions, leases and events.
 
 An operation is a function that the catalog runs in a transaction: it gets a `CatalogView` to read, or a `CatalogChange`
-to write as well, and it takes effect as a whole or not at all. Whoever implements this passes tests/cachestore/core.
+to write as well, and it takes effect as a whole or not at all. Every implementation passes
+tests/cachestore/any_backend.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -55,13 +55,15 @@ def open_directory(
     clock: Callable[[], float],
     token_hex: Callable[[int], str],
     disk: Disk,
+    blobs: BlobBackend | None,
     *,
     sweeps: bool,
     steady: Callable[[], float],
 ) -> Opened:
     """See cachestore_svc.store.Store.open."""
     with locked(config, disk) as lock:
-        core = _open(config, clock, token_hex, disk, steady)
+        blobs = blobs or LocalDirectory(config.data_dir / "namespaces", disk)
+        core = _open(config, clock, token_hex, disk, blobs, steady)
         try:
             if sweeps:
                 asides.sweep_at_start(core)
@@ -101,6 +103,7 @@ def _open(
     clock: Callable[[], float],
     token_hex: Callable[[int], str],
     disk: Disk,
+    blobs: BlobBackend,
     steady: Callable[[], float],
 ) -> Core:
     def now() -> int:
@@ -108,7 +111,6 @@ def _open(
 
     ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
     path = config.data_dir / DATABASE
-    blobs = LocalDirectory(config.data_dir / "namespaces", disk)
     seen = looking.look(path, blobs, disk)
     catalog = SqliteCatalog(path, disk, ballast, now)
     try:

@@ -8,7 +8,9 @@ from pathlib import Path
 from blake3 import blake3
 from kvasir.formats.digest import Digest
 
+from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.store import Store
@@ -53,12 +55,37 @@ class Lab:
     root: Path
     clock: Clock = field(default_factory=Clock)
     chance: Callable[[int], str] = field(default_factory=Chance)
+    kept_blobs: BlobBackend | None = None  # None: they lie in the directory
 
     def open(self, disk: Disk | None = None, **settings: object) -> Store:
         config = StoreConfig(
             **{"data_dir": self.root, "free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings}  # type: ignore[arg-type]
         )
-        return Store.open(config, self.clock, self.chance, disk, steady=self.clock.steady)
+        return Store.open(config, self.clock, self.chance, disk, steady=self.clock.steady, blobs=self.kept_blobs)
+
+    @property
+    def blobs(self) -> BlobBackend:
+        """Where the store's blobs lie, whatever it is."""
+        return self.kept_blobs or LocalDirectory(self.root / "namespaces", Disk())
+
+    @property
+    def stored_hashes(self) -> list[str]:
+        """Hashes of all blobs that lie there, once for each namespace."""
+        return [hash_ for each in self.blobs.all() for hash_ in each.list().blobs]
+
+    @property
+    def part_hashes(self) -> list[str]:
+        """Hashes of the blobs that are not whole yet."""
+        return [hash_ for each in self.blobs.all() for hash_ in each.list().parts]
+
+    def overwrite(self, digest: Digest, data: bytes, namespace: str = NS) -> None:
+        """Damage a blob: let it have other bytes."""
+        blobs = self.blobs.of(namespace)
+        blobs.remove_part(digest.hash)
+        part = blobs.begin(digest.hash)
+        part.append(data)
+        part.close()
+        blobs.publish(digest.hash)
 
     def directory_of(self, namespace: str) -> Path:
         return self.root / "namespaces" / blake3(namespace.encode()).hexdigest()[:32]

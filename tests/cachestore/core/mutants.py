@@ -348,5 +348,5 @@ STORE = Suite(
     "cachestore_svc",
     Path("tests/cachestore/MUTANTS.md"),
     MUTANTS,
-    tests="tests/cachestore/core/test_*{}*.py",
+    tests="tests/cachestore/[!s]*/test_*{}*.py",
 )

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import TensorSpec, expected_state_tensors
+from kvasir.formats.block_hash import kv_identity_hash
 from kvasir.formats.digest import Digest
 
 from cachestore_svc import manifests
@@ -15,6 +16,7 @@ from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
+from cachestore_svc.records import HeldLease
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
@@ -202,3 +204,16 @@ def test_statistics_of_many_agents_are_asked_in_slices_and_lose_none(lab: Lab) -
         assert stats.blob_count == len(content.digests) + 1 + 599
         assert stats.unreferenced_bytes == sum(range(1, 600))
         assert stats.blob_bytes == made.total_bytes + sum(range(1, 600))
+
+
+def test_prolonging_many_leases_writes_nothing(lab: Lab) -> None:
+    kv_hash, held = kv_identity_hash(SMALL), [HeldLease(name, 1) for name in ("a", "b", "c")]
+    with lab.open() as store:
+        for each in held:
+            store.acquire_lease(NS, each.agent_id, kv_hash, "engine-1", 10)
+        log = lab.root / "kvasir.sqlite3-wal"
+        before = log.stat()
+        for _ in range(5):
+            lab.clock.pass_s(8)
+            assert store.renew_leases(NS, "engine-1", kv_hash, held, 10).lost == ()
+        assert (log.stat().st_size, log.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)

@@ -34,7 +34,7 @@ def test_unheld_blobs_are_marked_rest_and_are_swept_by_a_later_pass(lab: Lab) ->
         report = store.collect_garbage()
         size = sum(map(len, content.new_blobs.values())) + len(content.manifest_bytes)
         assert (report.blobs_swept, report.bytes_freed) == (ready.blobs_swept, ready.bytes_freed) == (3, size)
-        assert lab.blob_files == {}
+        assert lab.stored_hashes == []
         assert store.stats(NS).blob_bytes == store.stats(NS).unreferenced_bytes == 0
         assert set(store.find_missing(NS, content.digests)) == set(content.digests)
 
@@ -245,7 +245,7 @@ def test_what_interrupted_writes_left_counts_and_is_given_up_first(lab: Lab) -> 
         other, other_data = next(iter(SyntheticAgent(SMALL, 2).turn(256).new_blobs.items()))
         write(store, other, other_data, BlobKind.TENSORS)
         assert store.stats(NS).reserved_bytes == 0
-        assert not list(lab.root.rglob("*.part"))
+        assert not lab.part_hashes
 
 
 def test_old_parts_are_collected(lab: Lab) -> None:
@@ -254,10 +254,10 @@ def test_old_parts_are_collected(lab: Lab) -> None:
         with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
             writer.write(0, data[:9000])
         store.collect_garbage()
-        assert list(lab.root.rglob("*.part"))
+        assert lab.part_hashes
         lab.clock.pass_s(GRACE_S)
         store.collect_garbage()
-        assert not list(lab.root.rglob("*.part"))
+        assert not lab.part_hashes
         assert store.stats(NS).reserved_bytes == 0
 
 
@@ -378,8 +378,9 @@ def test_free_and_stored_add_up_after_any_work(lab: Lab) -> None:
                 if store.list_agents(NS, name_prefix=name).agents:
                     store.delete_agent(NS, name)
             lab.clock.pass_s(chance.random() * 60)
-        files = sum(path.stat().st_size for path in lab.blob_files.values())
-        stats = store.stats(NS)
-        assert stats.blob_bytes == files == store._core.space._stored[NS]
-        assert stats.reserved_bytes == sum(path.stat().st_size for path in lab.root.rglob("*.part"))
+        blobs, stats = lab.blobs.of(NS), store.stats(NS)
+        lying = sum(blobs.size_bytes(hash_) or 0 for hash_ in blobs.list().blobs)
+        assert stats.blob_bytes == lying == store._core.space._stored[NS]
+        assert stats.reserved_bytes == 0
+        assert not lab.part_hashes
         assert store.check().is_clean

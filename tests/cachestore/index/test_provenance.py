@@ -246,7 +246,7 @@ def test_the_mark_outlives_its_agent_a_restart_and_the_rewriting_of_its_bytes(la
         store.fork_agent(NS, "mallory", "forked")
         store.delete_agent(NS, "mallory")
     with lab.open() as store:
-        lab.blob_files[first.digests[0].hash].write_bytes(b"damaged")
+        lab.overwrite(first.digests[0], b"damaged")
         list(store.verify(NS))
         upload(store, first)
         publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
@@ -298,10 +298,8 @@ def test_rows_computed_before_those_that_were_brought_stay_shareable(store: Stor
 
 def marked(store: Store) -> set[str]:
     """Hashes of the blobs that are marked."""
-    return {
-        str(hash_)
-        for (hash_,) in store._core.catalog.read(NS, lambda rows: rows.all("SELECT hash FROM blobs WHERE is_brought"))
-    }
+    state = store._core.catalog.read(NS, lambda view: view.state())
+    return state[NS].brought if NS in state else set()
 
 
 def test_a_commit_marks_what_was_computed_on_brought_rows_and_nothing_else(store: Store) -> None:

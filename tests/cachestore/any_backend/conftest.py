@@ -1,0 +1,30 @@
+"""The pairs of catalog and blobs that the suite runs on: a new implementation of a port gets a row here.
+
+No test of this folder reaches around the ports. What is true of SQLite or of files alone is tested in `index`, `blobs`
+and `core`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cachestore.any_backend.memory_blobs import MemoryBlobs
+from tests.cachestore.core.lab import Lab
+
+PAIRS: dict[str, Callable[[Path], Lab]] = {
+    "SQLite and a directory": Lab,
+    "SQLite and memory": lambda root: Lab(root, kept_blobs=MemoryBlobs()),
+}
+
+
+@pytest.fixture(params=PAIRS)
+def new_lab(request: pytest.FixtureRequest) -> Callable[[Path], Lab]:
+    """Makes a lab on the pair."""
+    return PAIRS[request.param]
+
+
+@pytest.fixture
+def lab(new_lab: Callable[[Path], Lab], tmp_path: Path) -> Lab:
+    """A data directory not yet opened, on each pair in turn."""
+    return new_lab(tmp_path / "data")

@@ -1,0 +1,109 @@
+"""Blobs in memory: the second backend of the suite, which shows that nothing above the port needs files."""
+
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from blake3 import blake3
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.backend import Aside, Damaged, Listing
+
+
+@dataclass
+class MemoryBlobs:
+    """See cachestore_svc.blobs.backend.BlobBackend. It outlives a store that is closed, as a disk does."""
+
+    where: str = "memory"
+    _places: dict[str, "MemoryOfNamespace"] = field(default_factory=dict)
+
+    def of(self, namespace: str) -> "MemoryOfNamespace":
+        place = blake3(namespace.encode()).hexdigest()
+        return self._places.setdefault(place, MemoryOfNamespace(place))
+
+    def all(self) -> "list[MemoryOfNamespace]":
+        return [each for each in self._places.values() if each.exists()]
+
+    def remove_aside(self, aside: Aside) -> int:
+        return len(self._places[aside.place].asides.pop(aside))
+
+
+@dataclass
+class MemoryOfNamespace:
+    """See cachestore_svc.blobs.backend.NamespaceBlobs."""
+
+    place: str
+    blobs: dict[str, bytes] = field(default_factory=dict)
+    parts: dict[str, bytearray] = field(default_factory=dict)
+    asides: dict[Aside, bytes] = field(default_factory=dict)
+    _locks: "defaultdict[str, threading.Lock]" = field(default_factory=lambda: defaultdict(threading.Lock))
+
+    def exists(self) -> bool:
+        return bool(self.blobs or self.parts or self.asides)
+
+    def begin(self, hash_: str) -> "MemoryPart":
+        return MemoryPart(self.parts.setdefault(hash_, bytearray()))
+
+    def publish(self, hash_: str) -> None:
+        self.blobs[hash_] = bytes(self.parts.pop(hash_))
+
+    def read(self, digest: Digest) -> memoryview:
+        if digest.hash not in self.blobs:
+            raise FileNotFoundError(digest.hash)
+        data = self.blobs[digest.hash]
+        if Digest.of(data) != digest:
+            raise Damaged("its bytes have another digest")
+        return memoryview(data)
+
+    def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
+        asides = [(data, aside) for aside, data in self.asides.items() if aside.hash == hash_]
+        for data, aside in [*((data, None) for key, data in self.blobs.items() if key == hash_), *asides]:
+            if len(data) <= most_bytes:
+                yield memoryview(data), aside
+
+    def size_bytes(self, hash_: str) -> int | None:
+        return len(self.blobs[hash_]) if hash_ in self.blobs else None
+
+    def remove(self, hash_: str) -> None:
+        self.blobs.pop(hash_, None)
+
+    def remove_part(self, hash_: str) -> None:
+        self.parts.pop(hash_, None)
+
+    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+        aside = Aside(self.place, hash_, now_unix_ms)
+        self.asides[aside] = self.blobs.pop(hash_)
+        return aside
+
+    def restore(self, aside: Aside) -> None:
+        self.blobs[aside.hash] = self.asides.pop(aside)
+
+    def list(self) -> Listing:
+        return Listing(set(self.blobs), set(self.parts), set(self.asides))
+
+    def naming(self, hash_: str) -> AbstractContextManager[object]:
+        return self._locks[hash_]
+
+
+@dataclass
+class MemoryPart:
+    """See cachestore_svc.blobs.backend.Part."""
+
+    data: bytearray
+
+    def pieces(self) -> Iterator[bytes]:
+        yield bytes(self.data)
+
+    def append(self, data: bytes | memoryview) -> None:
+        self.data += data
+
+    def cut(self, size_bytes: int) -> None:
+        del self.data[size_bytes:]
+
+    def sync(self) -> None:
+        """There is nothing to lose power."""
+
+    def close(self) -> None:
+        """Nothing is held."""
