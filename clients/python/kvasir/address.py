@@ -10,7 +10,7 @@ MAX_SOCKET_PATH_BYTES = 100
 
 
 class AddressError(ValueError):
-    """The text is no address. Says what was expected."""
+    """The text is no address. The message says what was expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Address:
 
     @property
     def is_loopback(self) -> bool:
-        """True for what no other machine can reach. A name other than localhost could resolve to anything."""
+        """Whether no other machine can reach it. A name other than localhost could resolve to anything."""
         if self.socket_path is not None:
             return True
         try:

@@ -1,4 +1,4 @@
-"""Credentials: who a caller is, read from one file shared by store, engine and gateway.
+"""Credentials: the names, namespaces and roles of callers, in one file for store, engine and gateway.
 
 The file (TOML, mode 0600) holds hashes of tokens, never tokens; each token is bound to one namespace and its roles. A
 client's own token lies in a file of its own, also 0600. Nothing here knows gRPC; randomness is passed in.
@@ -28,7 +28,7 @@ _MAX_FILE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who calls: the credential's name, the namespace it is bound to, and what it may do."""
+    """A caller: the name of its credential, the namespace that it is bound to, and its roles."""
 
     name: str
     namespace: str
@@ -52,13 +52,13 @@ class CredentialFileError(ValueError):
 
 
 class Credentials:
-    """The entries of a credential file, and the question that is asked of them."""
+    """The entries of a credential file. They answer one question: whose token is this?"""
 
     def __init__(self, entries: Sequence[Credential]) -> None:
         self._entries = tuple(entries)
 
     def principal_of(self, token: str) -> Principal | None:
-        """Whose token this is. Takes the same time whichever entry matches, or none."""
+        """The caller of this token, or None. Takes the same time whichever entry matches."""
         presented = hash_token(token).encode()
         found: Principal | None = None
         for entry in self._entries:
@@ -76,7 +76,10 @@ def hash_token(token: str) -> str:
 
 
 def read_credentials(path: Path) -> Credentials:
-    """Read a credential file. Raises CredentialFileError: absent, readable by others, malformed, empty, doubled."""
+    """Read a credential file.
+
+    Raises CredentialFileError if it is absent, readable by others, malformed, empty, or names something twice.
+    """
     document = _parse(read_private_text(path), path)
     unknown = set(document) - {"credential"}
     entries = document.get("credential", [])
@@ -136,7 +139,7 @@ def read_private_text(path: Path) -> str:
     """Text of a file that group and others cannot read. Raises CredentialFileError otherwise, saying what to do."""
     try:
         with path.open("rb") as file:
-            # The open file's own mode: a path could be exchanged between asking and reading.
+            # The mode of the open file: the path could be replaced between a check and the read.
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise CredentialFileError(f"{path}: expected a regular file")

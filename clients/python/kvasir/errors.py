@@ -1,4 +1,4 @@
-"""Every way in which Kvasir refuses, as types a caller can act on.
+"""Every refusal of Kvasir, as types that a caller can act on.
 
 The services raise these; `kvasir.status` turns them into gRPC statuses with google.rpc details at the edge and back
 into the same types in the client. What is not one of these is a bug, and becomes INTERNAL.

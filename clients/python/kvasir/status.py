@@ -83,7 +83,7 @@ def to_status(error: errors.KvasirError) -> status_pb2.Status:
     return status
 
 
-# What grpc.aio says of a call that ends while it sends a message. Why it ended is on its way, and told to the next try.
+# The status that grpc.aio gives a call that ends while it sends a message. The next try learns why it ended.
 _CUT = (grpc.StatusCode.INTERNAL, "Internal error from Core")
 
 

@@ -1,4 +1,4 @@
-"""Archives of agents as files on the client's disk: a file with the name asked for is always a whole one."""
+"""Archives of agents as files on the client's disk: a file that has its final name is whole."""
 
 import os
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ _PIECE_BYTES = 1 << 20
 
 @contextmanager
 def new_file(path: Path) -> Iterator[BinaryIO]:
-    """A file (0600) that appears under its name only when it is whole and durable; on an error nothing is left."""
+    """A file (0600) that gets its name only when it is whole and durable. An error leaves nothing behind."""
     part = path.with_name(f"{path.name}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""Channels of gRPC clients: to whom, over what, and how patient.
+"""Channels of gRPC clients: address, TLS, keepalive and retries.
 
 Tokens never travel in the clear to another machine; a server may be pinned by its own certificate. Only reads are
 retried by the channel itself: repeating them changes nothing.
@@ -22,7 +22,7 @@ _MAX_MESSAGE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How a client knows its server, and what it shows of itself."""
+    """How a client verifies its server, and the certificate that it shows."""
 
     # PEM: the authority that signed the server's certificate, or that certificate itself, which pins it.
     ca_file: Path
@@ -50,7 +50,7 @@ def sync_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> gr
 
 
 def bearer(token: str) -> Metadata:
-    """The metadata of a call that show this token. Raises Unauthenticated for text that is no token."""
+    """The metadata that show a token to the service. Raises Unauthenticated for text that is no token."""
     if not token or not token.isascii() or not token.isprintable() or " " in token:
         raise Unauthenticated("token: expected printable ASCII without spaces", reason="NO_CREDENTIAL")
     return (("authorization", f"Bearer {token}"),)
@@ -80,17 +80,17 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials:
 def _options(tls: Tls | None, safe_reads: Sequence[str]) -> list[tuple[str, str | int]]:
     options: list[tuple[str, str | int]] = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
-        # What is too large to be taken the service says, with its own numbers.
+        # The service refuses a message that is too large, with its own numbers.
         ("grpc.max_send_message_length", -1),
         # A service that froze or a machine that vanished ends the call as UNAVAILABLE after 20 s at most.
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
-        # A service that restarts is found again soon; gRPC's own schedule grows to two minutes.
+        # Finds a restarted service soon; gRPC's own pauses grow to two minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # A proxy named in the environment has no business with these calls.
+        # These calls do not go through a proxy that the environment names.
         ("grpc.enable_http_proxy", 0),
     ]
     if safe_reads:

@@ -1,4 +1,4 @@
-"""Requests and replies of turns, shared by the synchronous and the asynchronous client; it knows no channel."""
+"""Requests and replies of turns, for the blocking and the asynchronous client. Knows no channel."""
 
 import json
 from collections import OrderedDict
@@ -22,7 +22,7 @@ _KNOWN = {None: "which version is kept is not known here", 0: "it remembered not
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """What to continue: exactly one of them."""
+    """The input of a turn: exactly one of them."""
 
     prompt: str | None
     messages: Messages | None
@@ -31,7 +31,7 @@ class Input:
 
 @dataclass(slots=True)
 class Choice:
-    """One of the replies that were asked for, as far as it was heard."""
+    """One of the replies that were asked for, as far as it has arrived."""
 
     text: str = ""
     reasoning_text: str = ""
@@ -48,7 +48,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Reply:
-    """A turn heard to its end. With several choices, its own text, tokens and end are the first one's."""
+    """A turn as far as its events have arrived. With several choices, `text`, `token_ids` … are those of the first."""
 
     started: pb.Started = field(default_factory=pb.Started)
     choices: list[Choice] = field(default_factory=lambda: [Choice()])
@@ -91,7 +91,7 @@ class Reply:
 
 
 def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.GenerateRequest:
-    """The request's message. Raises InvalidArgument for what cannot be put into one; the service checks the rest."""
+    """The request's message. Raises InvalidArgument for values that it cannot hold; the service checks the rest."""
     inputs = _inputs(given)
     if len(inputs) != 1:
         raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
@@ -115,7 +115,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
 
 
 def warm_request(given: Input, *, agent_id: str, tools: Sequence[pb.Tool], model: str) -> pb.WarmRequest:
-    """As turn_request; no input at all means what the agent remembers."""
+    """As turn_request. Without an input, only the agent's memory is warmed."""
     inputs = _inputs(given)
     if len(inputs) > 1:
         raise InvalidArgument("input: expected at most one of prompt, messages and append_messages", field="input")
@@ -124,7 +124,7 @@ def warm_request(given: Input, *, agent_id: str, tools: Sequence[pb.Tool], model
 
 
 def count_request(given: Input, *, tools: Sequence[pb.Tool], model: str) -> pb.CountTokensRequest:
-    """As turn_request, for what is only counted."""
+    """As turn_request, for an input that is only counted."""
     inputs = _inputs(given)
     if len(inputs) != 1:
         raise InvalidArgument("input: expected exactly one of prompt and messages", field="input")
@@ -134,7 +134,7 @@ def count_request(given: Input, *, tools: Sequence[pb.Tool], model: str) -> pb.C
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """protobuf refuses a value out of its type's range, and text that is no UTF-8."""
+    """Makes InvalidArgument of protobuf's refusals: values out of range, and text that is no UTF-8."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -142,7 +142,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _inputs(given: Input) -> dict[str, str | pb.MessageList]:
-    """What was given, by the field's name."""
+    """The inputs that were given, by field name."""
     inputs = {
         "prompt": given.prompt,
         "messages": _message_list(given.messages, "messages"),
@@ -152,7 +152,7 @@ def _inputs(given: Input) -> dict[str, str | pb.MessageList]:
 
 
 class KnownVersions:
-    """What the engine has acknowledged of each agent, so that a broken turn's error can say what was kept."""
+    """The newest version of each agent that the engine has acknowledged, for the errors of broken turns."""
 
     def __init__(self) -> None:
         self._versions: OrderedDict[str, int] = OrderedDict()
@@ -166,7 +166,7 @@ class KnownVersions:
             self._set(agent_id, response.finished.snapshot.version)
 
     def explained(self, error: KvasirError, request: pb.GenerateRequest) -> KvasirError:
-        """The error, with what is known to be remembered if it broke an agent's turn."""
+        """The error; if it broke an agent's turn, with the version that the agent remembers."""
         if not request.agent_id or not isinstance(error, _BREAKS):
             return error
         version = self._versions.get(request.agent_id)

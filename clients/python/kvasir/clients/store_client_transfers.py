@@ -1,4 +1,4 @@
-"""The bookkeeping of uploads, shared by the synchronous and the asynchronous client; it knows no channel."""
+"""The bookkeeping of uploads, for the blocking and the asynchronous client. Knows no channel."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -29,7 +29,7 @@ MAX_DIGESTS = 10_000
 
 
 class Upload:
-    """Which blobs a store still lacks, the requests that send them, and how far it is. Survives a cut stream."""
+    """The blobs that a store still lacks, the requests that send them, and the progress. Survives a cut stream."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Upload:
         return tuple(self._pending)
 
     def requests(self, first_offset: int) -> Iterator[pb.WriteBlobsRequest]:
-        """Everything that is pending, the first blob from `first_offset` on."""
+        """The requests that send all pending blobs, the first blob from `first_offset` on."""
         for digest in self.pending:
             for frame in frames_of(digest, self._blobs[digest], self._kind, first_offset):
                 yield pb.WriteBlobsRequest(frame=frame)
             first_offset = 0
 
     def acknowledge(self, response: pb.WriteBlobsResponse) -> None:
-        """The store has this blob, durable."""
+        """Note that the store has a blob durably."""
         digest = Digest.from_proto(response.digest)
         if digest in self._pending:
             del self._pending[digest]
@@ -87,13 +87,13 @@ def import_requests(agent_id: str, replace: bool, archive: Iterable[bytes]) -> I
 
 
 def batches(digests: Sequence[Digest]) -> Iterator[Sequence[Digest]]:
-    """As many as one request may name."""
+    """Groups of digests, each as large as one request may name."""
     for start in range(0, len(digests), MAX_DIGESTS):
         yield digests[start : start + MAX_DIGESTS]
 
 
 def manifest_digest(snapshot: pb.SnapshotVersion) -> Digest:
-    """Of the manifest of a version that a store told. Raises DataLoss for a size that no manifest has."""
+    """The digest of a version's manifest. Raises DataLoss for a size that no manifest has."""
     digest = Digest.from_proto(snapshot.manifest)
     if digest.size_bytes > MAX_MANIFEST_BYTES:
         raise DataLoss(f"manifest {digest}: expected at most {MAX_MANIFEST_BYTES} bytes", reason="MANIFEST_REFUSED")

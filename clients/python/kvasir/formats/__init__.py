@@ -1,1 +1,1 @@
-"""What is stored and sent, byte for byte: digests, manifests, block files, frames, archives."""
+"""The formats of stored and sent data, byte for byte: digests, manifests, block files, frames, archives."""

@@ -27,13 +27,13 @@ from kvasir.formats.token_files import file_identities
 MAX_HEADER_BYTES = 64 << 20
 METADATA_KEY = "kvasir"
 _SEED_KEYS = ("agent_id", "model_id", "total_tokens", "prompt_text", "token_sequence")
-# What the file says elsewhere, or what is built afresh on the way back.
+# Fields that the file has elsewhere, or that are computed again when it is read.
 _REBUILT_FIELDS = ("token_ids", "text", "blocks", "tail", "states", "shareable_tokens", "parent_manifest")
 
 
 @dataclass(frozen=True, slots=True)
 class SeedFile:
-    """What a file of the seed's form holds, as Kvasir keeps it."""
+    """The memory in a file of the seed's form, as Kvasir keeps it."""
 
     agent_id: str
     model_id: str
@@ -71,7 +71,7 @@ def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = No
     FailedPrecondition when the file belongs to another KV identity or none is known.
     """
     tensors, metadata = _read(data)
-    del data  # the library made copies; blocks are a third of the same size
+    del data  # the tensors are copies, and the blocks will be another copy: three are one too many
     manifest = _manifest(metadata, identity)
     tokens = len(manifest.token_ids)
     wanted = [_seed_spec(spec, tokens) for spec in _kept_tensors(manifest.kv_identity, tokens)]
@@ -258,7 +258,7 @@ def _check_tensors(found: Mapping[str, TensorSpec], wanted: Mapping[str, TensorS
 
 
 def _manifest(metadata: Mapping[str, str], identity: identity_pb2.KvIdentity | None) -> manifest_pb2.Manifest:
-    """The manifest that a file's metadata tells, without blocks and tail."""
+    """The manifest of a file's metadata, without blocks and tail."""
     token_ids = _token_ids(metadata)
     text = metadata["prompt_text"]
     if METADATA_KEY in metadata:
@@ -272,7 +272,7 @@ def _manifest(metadata: Mapping[str, str], identity: identity_pb2.KvIdentity | N
             reason="KV_IDENTITY_UNKNOWN",
         )
     else:
-        # Where each token ends in the text is unknown: as if the last one completed all of it.
+        # It is unknown where each token ends in the text: as if the last token completed all of it.
         ends = [0] * (len(token_ids) - 1) + [len(text)]
         manifest = manifest_pb2.Manifest(format=1, kv_identity=identity, token_chars=ends)
     if len(manifest.token_chars) != len(token_ids) or sum(manifest.token_chars) != len(text):

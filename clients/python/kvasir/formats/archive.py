@@ -38,24 +38,24 @@ def preamble(manifest_bytes: bytes, manifest: manifest_pb2.Manifest, agent_id: s
 
 
 def head(manifest: Digest, kv_hash: str, agent_id: str) -> bytes:
-    """Everything before the manifest's bytes; behind those comes their padding."""
+    """Everything before the manifest's bytes. Their padding follows them."""
     index = {"format": FORMAT, "agent_id": agent_id, "kv_identity_hash": kv_hash, "manifest": manifest.hash}
     index_bytes = json.dumps(index, ensure_ascii=False, sort_keys=True).encode()
     return _member(INDEX_NAME, index_bytes) + _header(MANIFEST_NAME, manifest.size_bytes)
 
 
 def blob_header(digest: Digest) -> bytes:
-    """What stands before a blob's bytes."""
+    """The header of a blob's member, which precedes its bytes."""
     return _header(BLOB_PREFIX + digest.hash, digest.size_bytes)
 
 
 def padding(size_bytes: int) -> bytes:
-    """What stands behind so many bytes."""
+    """The padding that follows `size_bytes` bytes."""
     return bytes(-size_bytes % tarfile.BLOCKSIZE)
 
 
 def size_bytes(preamble_bytes: int, digests: Iterable[Digest]) -> int:
-    """Size of the whole archive of these blobs, behind so many bytes."""
+    """Size of a whole archive: `preamble_bytes`, these blobs, and the end."""
     blobs = sum(tarfile.BLOCKSIZE + digest.size_bytes + -digest.size_bytes % tarfile.BLOCKSIZE for digest in digests)
     return preamble_bytes + blobs + len(END)
 

@@ -1,4 +1,4 @@
-"""Reads archives as they arrive: bytes go in, in pieces of any size, and what they hold comes out; nothing is kept.
+"""Reads archives as they arrive: bytes go in, in pieces of any size, and checked parts come out; nothing is kept.
 
 Strangers send archives. Members must be exactly those that `archive` writes, in that order, as plain files; a link, a
 path, a foreign name, or a size that the manifest does not say ends the reading with InvalidArgument.
@@ -45,17 +45,17 @@ Part = Described | BlobPiece
 
 
 class ArchiveReader:
-    """Feed it pieces; it gives the parts that they complete. Memory: the manifest, and one piece."""
+    """Takes pieces and gives the parts that they complete. It holds the manifest and one piece in memory."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._steps = self._read()
-        # Bytes that must be there before the next step; None: any.
+        # Bytes that the next step needs; None: any number.
         self._wanted: int | None = next(self._steps)  # type: ignore[assignment]
         self._is_ended = False
 
     def feed(self, piece: bytes) -> Iterator[Part]:
-        """Parts that are whole with this piece. Raises InvalidArgument."""
+        """The parts that this piece completes. Raises InvalidArgument."""
         self._buffer += piece
         while not self._is_ended and self._has_enough():
             try:
@@ -75,14 +75,14 @@ class ArchiveReader:
 
     @property
     def wanted_bytes(self) -> int:
-        """What must have arrived before the next step: while the manifest arrives, its size."""
+        """Bytes that the next step needs: while the manifest arrives, its size."""
         return self._wanted or 0
 
     def _has_enough(self) -> bool:
         return bool(self._buffer) if self._wanted is None else len(self._buffer) >= self._wanted
 
     def finish(self) -> None:
-        """There are no more pieces. Raises InvalidArgument when the archive is not whole."""
+        """Call it after the last piece. Raises InvalidArgument if the archive is not whole."""
         if not self._is_ended:
             raise _malformed("it ends too early")
 
@@ -93,7 +93,7 @@ class ArchiveReader:
         described = _described(index, manifest)
         digests = described.digests
         yield described
-        # Blobs may take their time; what was parsed does not wait for them.
+        # Blobs may arrive slowly: what was parsed is freed before them.
         del index, manifest, described
         for digest in digests:
             yield from self._blob(digest)
@@ -135,7 +135,7 @@ class ArchiveReader:
 
 
 def _size_of(block: bytes, name: str) -> int:
-    """Size of the member whose header this is, if it is a plain file of that name."""
+    """Size of this header's member. Raises InvalidArgument unless it is a plain file of that name."""
     try:
         info = tarfile.TarInfo.frombuf(block, "utf-8", "strict")
     except (tarfile.TarError, UnicodeDecodeError):

@@ -52,7 +52,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """What a tensor file says it holds."""
+    """What a tensor file says of its content."""
 
     kind: str  # "block", "tail" or "state"
     kv_identity_hash: str
@@ -116,7 +116,7 @@ def expected_state_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tu
 
 
 def window_rows(window: int, tokens: int) -> int:
-    """Rows that a window layer keeps after `tokens` tokens: those that the next token sees besides itself."""
+    """Rows that a window layer keeps after `tokens` tokens: all that the next token sees, without its own."""
     return min(window - 1, tokens)
 
 
@@ -172,7 +172,7 @@ def encode(identity: FileIdentity, tensors: Sequence[tuple[TensorSpec, bytes | b
 
 
 def encode_header(identity: FileIdentity, specs: Iterable[TensorSpec]) -> bytes:
-    """The first bytes of a tensor file, length prefix included: who knows what a file must be can compare them."""
+    """The first bytes of a tensor file, length prefix included, for a reader that expects exactly these."""
     entries: dict[str, object] = {"__metadata__": {METADATA_KEY: identity.to_json()}}
     offset = 0
     for spec in specs:
@@ -250,7 +250,7 @@ def _refuse_constant(text: str) -> object:
 def _file_identity(metadata: object) -> FileIdentity:
     if not isinstance(metadata, dict) or set(metadata) != {METADATA_KEY} or not isinstance(metadata[METADATA_KEY], str):
         raise HeaderError(f"__metadata__: expected the one key {METADATA_KEY!r} with a string")
-    # A lone surrogate, which JSON can spell, is no UTF-8: it is refused as the JSON that it is not.
+    # JSON can spell a lone surrogate, which is no UTF-8: "surrogatepass" lets the JSON check refuse it.
     fields = _load_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
     if set(fields) != {"chain", "format", "kind", "kv_identity", "start", "tokens"} or not _are_exactly(
         [fields["format"]], [1]

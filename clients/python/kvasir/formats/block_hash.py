@@ -1,4 +1,4 @@
-"""Block hashes and KV identity hashes: names of what was computed.
+"""Block hashes and KV identity hashes: the names of computed KV.
 
 Each is BLAKE3-256 over fields, every field prefixed with its length as 8 bytes little-endian, so that no two
 different lists of fields give the same bytes. There is no seed: processes and machines agree. Golden cases for
@@ -44,9 +44,9 @@ def block_hash_chain(
 
 
 def chain_hash(kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:
-    """What a tensor file says of itself: the hash of its tokens and all before them, in no namespace.
+    """The hash in a tensor file: of its tokens and all tokens before them, in no namespace.
 
-    It lets a reader refuse a file that holds KV of other tokens; it is never looked up.
+    With it a reader refuses a file that holds KV of other tokens. It is never looked up.
     """
     return block_hash("", kv_identity_hash, parent, token_ids)
 

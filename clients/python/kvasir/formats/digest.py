@@ -21,7 +21,7 @@ def is_hash(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """Which bytes: their BLAKE3-256 in hex, and how many they are. Raises ValueError for anything else."""
+    """The BLAKE3-256 of some bytes, in hex, and their number. Raises ValueError for other values."""
 
     hash: str
     size_bytes: int
@@ -48,7 +48,7 @@ class Digest:
 
 
 class Hasher:
-    """Feeds bytes and tells the digest of all of them."""
+    """Takes bytes piece by piece and gives the digest of all of them."""
 
     def __init__(self) -> None:
         self._blake3 = blake3()

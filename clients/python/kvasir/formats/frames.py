@@ -27,7 +27,7 @@ def frames_of(
 
 
 class FrameAssembler:
-    """Puts the frames of expected blobs together, in the order expected, over as many streams as it takes.
+    """Joins the frames of expected blobs, in the order expected, over one stream or several.
 
     Memory: what has arrived of one blob, never what a digest only says. After a cut, ask for `remaining` from
     `received_bytes` on, call `resume()`, and go on adding.
@@ -45,7 +45,7 @@ class FrameAssembler:
 
     @property
     def received_bytes(self) -> int:
-        """How much of the first of `remaining` is here."""
+        """Bytes of the first of `remaining` that have arrived."""
         return self._hasher.size_bytes
 
     def resume(self) -> None:

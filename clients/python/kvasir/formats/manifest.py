@@ -1,4 +1,4 @@
-"""Manifests: building one, and checking one that came from anywhere, field by field.
+"""Manifests: how one is built, and how one of any origin is checked, field by field.
 
 A manifest's bytes are kept as they came and never serialized again; `parse` reads them for use. Every refusal is an
 InvalidArgument that names the field ("manifest.token_chars").

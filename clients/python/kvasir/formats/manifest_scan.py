@@ -1,5 +1,6 @@
-"""Counts what a serialized message would be made of, before it is parsed: empty submessages cost 2 bytes on the wire
-and a hundred times as much in memory, so a size limit alone bounds nothing. Pure.
+"""Counts the records of a serialized message before it is parsed. Pure.
+
+An empty submessage costs 2 bytes on the wire and a hundred times as much in memory, so a size limit is not enough.
 """
 
 from functools import cache
@@ -10,20 +11,20 @@ _MAX_VARINT_BYTES = 10
 
 
 class ScanError(ValueError):
-    """Not the wire form of a message, or of too many records."""
+    """The bytes are not the wire form of a message, or have too many records."""
 
 
 def count_records(data: bytes, descriptor: Any, most: int) -> int:
-    """Fields of the message and of those inside it, each occurrence one; `descriptor` is that of its type.
+    """How often fields occur in a message and in the messages inside it; `descriptor` describes its type.
 
-    Raises ScanError beyond `most`, at once.
+    Raises ScanError as soon as there are more than `most`.
     """
     return _count(data, 0, len(data), _table(descriptor), 0, most)
 
 
 @cache
 def _table(descriptor: Any) -> dict[int, Any]:
-    """Field number → the same for the messages that it holds. Message types do not contain themselves."""
+    """Field number → the table of the messages in that field. No message type contains itself."""
     return {field.number: _table(field.message_type) for field in descriptor.fields if field.message_type is not None}
 
 
@@ -54,7 +55,7 @@ def _count(data: bytes, position: int, end: int, table: dict[int, Any], count: i
 
 
 def _varint(data: bytes, position: int, end: int) -> tuple[int, int]:
-    """A number and where it ends."""
+    """A number, and the position behind it."""
     value = shift = 0
     for place in range(position, min(end, position + _MAX_VARINT_BYTES)):
         byte = data[place]
