@@ -21,7 +21,7 @@ from kvasir.errors import KvasirError
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.blas import load_optimized_blas
-from inference_svc.model.real_layouts import REAL_LAYOUTS, weighed
+from inference_svc.model.real_layouts import REAL_LAYOUTS, byte_costs
 
 _PROBE_MEMORY_BYTES = 1 << 30
 
@@ -67,7 +67,7 @@ def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dic
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "kv_bytes_per_token_fp16": info.kv_bytes_per_token_fp16,
             "state_bytes": info.state_bytes,
-            "families": {name: weighed(layers) for name, layers in REAL_LAYOUTS.items()},
+            "families": {name: byte_costs(layers) for name, layers in REAL_LAYOUTS.items()},
             "device": engine.device,
             "blas": engine.blas,
             "versions": _versions(),

@@ -1,6 +1,6 @@
 """`python -m inference_svc.bench`: measures the engine and prints JSON; `kvasir bench engine` shows it.
 
-Progress goes to stderr, a line each. Everything is measured in one run and told as medians and ratios: a busy hour
+Progress goes to stderr, in lines. Everything is measured in one run and reported as medians and ratios: a busy machine
 changes all of them alike.
 """
 
@@ -18,7 +18,7 @@ from kvasir.bench import engine_keys
 from kvasir.errors import KvasirError
 
 from inference_svc.bench import machine
-from inference_svc.bench.arithmetic import told
+from inference_svc.bench.arithmetic import rounded_row
 from inference_svc.bench.cases import (
     cancelling,
     decode,
@@ -49,7 +49,7 @@ REPEATS = 5
 
 
 def measured(lab: Lab, cases: Sequence[str]) -> dict[str, Any]:
-    """All that `kvasir.bench.engine_keys` names."""
+    """The values of all names in `kvasir.bench.engine_keys`."""
     about = machine.machine(lab.engine)
     found = {name: CASES[name](lab) for name in cases}
     return {
@@ -57,7 +57,7 @@ def measured(lab: Lab, cases: Sequence[str]) -> dict[str, Any]:
         "model": machine.model(lab.engine),
         "settings": {"is_quick": lab.is_quick, "repeats": lab.repeats},
         "cases": {
-            name: {"title": case.title, "rows": [told(row) for row in case.rows]} for name, case in found.items()
+            name: {"title": case.title, "rows": [rounded_row(row) for row in case.rows]} for name, case in found.items()
         },
         "targets": [target.row(name) for name, case in found.items() for target in case.targets],
     }

@@ -1,4 +1,4 @@
-"""What is made of measured times: medians, spreads, rates, gaps, and whether a target is met. Pure."""
+"""Arithmetic on measured times: medians, spreads, rates, gaps, and whether a target is met. Pure."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A number that was asked for: at least it, or with `is_most` at most it."""
+    """A measured number and its target: at least that, or with `is_most` at most that."""
 
     what: str
     found: float
@@ -32,7 +32,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Repeats of one measurement. `spread` is (largest − smallest) / median, 0 when the median is."""
+    """Repeats of one measurement. `spread` is (largest − smallest) / median, or 0 if the median is 0."""
 
     median: float
     smallest: float
@@ -40,7 +40,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Summary":
-        """Raises ValueError when there are none."""
+        """Raises ValueError for no repeats."""
         if not values:
             raise ValueError("repeats: expected at least one")
         return cls(statistics.median(values), min(values), max(values))
@@ -51,12 +51,12 @@ class Summary:
 
 
 def rounded(value: float) -> float:
-    """Four significant digits: more would claim to be known."""
+    """Four significant digits: more would suggest a precision that does not exist."""
     return float(f"{value:.4g}")
 
 
-def told(row: Any) -> dict[str, Any]:
-    """A row of a case, numbers rounded; counts stay as they are."""
+def rounded_row(row: Any) -> dict[str, Any]:
+    """A row of a case as JSON, with rounded numbers and unchanged counts."""
     return {key: rounded(value) if isinstance(value, float) else value for key, value in asdict(row).items()}
 
 

@@ -1,4 +1,4 @@
-"""The engine under measurement, and turns of it whose every event is timed."""
+"""The engine under measurement, and its turns, whose every event is timed."""
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -32,8 +32,8 @@ _NAMESPACE = "bench"
 
 
 class MeasuredEngine(Engine):
-    """An engine whose turns end at `max_tokens` alone, so that all runs do the same work; and whose cells can be made
-    of another size.
+    """An engine whose turns end only at `max_tokens`, so that all runs do the same work, and whose cells can have
+    another size.
     """
 
     cell_tokens = 0  # 0: the engine's own
@@ -46,7 +46,7 @@ class MeasuredEngine(Engine):
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:
-        """The model's own end tokens, for turns that are to end as in earnest."""
+        """The model's own end tokens, for turns that must end as in real use."""
         return super().model.stop_token_ids
 
     @classmethod
@@ -58,7 +58,7 @@ class MeasuredEngine(Engine):
         policy: identity_pb2.KvPolicy | None = None,
         cell_tokens: int = 0,
     ) -> "MeasuredEngine":
-        """As `Engine.open`."""
+        """Open an engine as `Engine.open` does."""
         engine = cls.open(
             model,
             cache_dir=cache_dir,
@@ -72,13 +72,13 @@ class MeasuredEngine(Engine):
 
 
 class Run:
-    """A turn in flight: when each of its events was told, on the lab's clock (s)."""
+    """A turn in flight, and the time of each of its events on the lab's clock (s)."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.submitted_s = clock()
         self.token_times: list[float] = []
         self.cell_times: list[float] = []  # of Prefilled events
-        self.told_s = 0.0  # of the last event
+        self.last_event_s = 0.0  # of the last event
         self._clock = clock
         self._handle: TurnHandle | None = None
         self._last: Ended | Failed | None = None
@@ -105,7 +105,7 @@ class Run:
                     self.cell_times.append(now)
                 elif isinstance(event, Ended | Failed):
                     self._last = event
-            self.told_s = now
+            self.last_event_s = now
             self._changed.notify_all()
         if self._at is not None and self._at[0](self):
             action, self._at = self._at[1], None
@@ -124,25 +124,25 @@ class Run:
             raise self._last.error
 
     def end(self) -> Ended:
-        """Wait for the turn's end; raises what it failed with."""
+        """Wait for the turn's end; raises its error if it failed."""
         self.wait_until(lambda _: False)
         assert isinstance(self._last, Ended)
         return self._last
 
     def cancel(self) -> float:
-        """Cancel the turn; returns the seconds until its end was told."""
+        """Cancel the turn; returns the seconds until its end was reported."""
         assert self._handle is not None
         began = self._clock()
         self._handle.cancel()
         with self._changed:
             if not self._changed.wait_for(lambda: self._last is not None, PATIENCE_S):
                 raise TimeoutError("the cancelled turn did not end")
-        return self.told_s - began
+        return self.last_event_s - began
 
 
 @dataclass(frozen=True)
 class LabMemory:
-    """An agent that the engine remembers, and what it remembers."""
+    """An agent in the engine's memory, and its sequence."""
 
     key: AgentKey
     state: SequenceState
@@ -154,7 +154,7 @@ class LabMemory:
 
 @dataclass(frozen=True)
 class Case:
-    """What a case found: rows of the keys in `kvasir.bench.engine_keys`, and the targets that the project has set."""
+    """The results of a case: rows with the keys of `kvasir.bench.engine_keys`, and the project's targets."""
 
     title: str
     rows: Sequence[object]
@@ -162,7 +162,7 @@ class Case:
 
 
 class Lab:
-    """An engine, a clock (s), how often to repeat, and whether a look is enough."""
+    """An engine, a clock (s), the number of repeats, and whether small quick measurements are enough."""
 
     def __init__(
         self,
@@ -184,18 +184,18 @@ class Lab:
         self._agents = 0
 
     def rounds(self, what: str) -> Iterable[bool]:
-        """The repeats, behind one that warms caches and allocators: whether each counts."""
+        """For each repeat, whether it counts; the first one does not, it warms caches and allocators."""
         for repeat in range(self.repeats + 1):
             self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
             yield repeat > 0
 
     def new_key(self) -> AgentKey:
-        """An agent that nobody used before."""
+        """A new agent."""
         self._agents += 1
         return AgentKey(_NAMESPACE, f"agent {self._agents}")
 
     def run(self) -> Run:
-        """A turn that has not begun."""
+        """A turn that is not yet submitted."""
         return Run(self.clock)
 
     def start(
@@ -215,12 +215,12 @@ class Lab:
         return (run or self.run()).begin(self.engine, plan)
 
     def remember(self, tokens: Sequence[int]) -> LabMemory:
-        """A new agent with these tokens, and the one that follows them, in memory."""
+        """A new agent with these tokens, and the next one, in memory."""
         key = self.new_key()
         return LabMemory(key, self.start(tokens, 1, key=key).end().state)
 
     def fork(self, memory: LabMemory) -> LabMemory:
-        """The same memory for a new agent: one that a turn may use up."""
+        """The same memory for a new agent, so that a turn may use it up."""
         key = self.new_key()
         if not self.engine.fork_hot(memory.key, key).result(PATIENCE_S):
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
@@ -235,7 +235,7 @@ class Lab:
         return self.start((*memory.tokens, *suffix), max_tokens, Hot(len(memory.tokens)), memory.key)
 
     def restored(self, memory: LabMemory) -> Restored:
-        """What a store would give back of a memory."""
+        """A memory in the form in which a store would return it."""
         snapshot = self.engine.snapshot(memory.key, 0).result(PATIENCE_S)
         if snapshot is None:
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
@@ -243,5 +243,5 @@ class Lab:
         return Restored(tuple(data for _, data in files), memory.tokens, len(memory.tokens))
 
     def shortened(self, tokens: int, spare: int = 64) -> int:
-        """`tokens`, or what the model's context leaves of them when `spare` more are to follow."""
+        """`tokens`, or fewer if the model's context has no room for them and `spare` more."""
         return min(tokens, self.engine.model.context_tokens - spare)

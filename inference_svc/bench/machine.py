@@ -1,4 +1,4 @@
-"""What was measured on: facts of the machine and of the model, so that a number can be read later."""
+"""Facts of the machine and of the model under measurement, so that the numbers can be understood later."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ _PACKAGES = ("mlx", "mlx-lm", "mkl")
 
 
 def machine(engine: MeasuredEngine) -> dict[str, Any]:
-    """The machine as it is now, how busy it is among it."""
+    """The machine as it is now, with its load."""
     return {
         "platform": platform.platform(),
         "processor": _processor(),
@@ -26,7 +26,7 @@ def machine(engine: MeasuredEngine) -> dict[str, Any]:
 
 
 def model(engine: MeasuredEngine) -> dict[str, Any]:
-    """The model as it is loaded."""
+    """The loaded model."""
     info = engine.model
     policy = info.kv_identity.policy
     return {

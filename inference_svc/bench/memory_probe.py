@@ -1,4 +1,4 @@
-"""Most and lasting memory of one long prompt, as JSON, in a process of its own: peaks of two would mix.
+"""The peak and the lasting memory of one long prompt, as JSON, in a process of its own: two peaks would mix.
 
 `python -m inference_svc.bench.memory_probe --model … --tokens … --cell … --kv q4|fp16|mlx-lm`
 """
@@ -24,7 +24,7 @@ PEER = "mlx-lm"
 
 
 def probed(model: str | Path, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
-    """Bytes before the prompt, at their most, and after it, with what remembers it still there."""
+    """Bytes before the prompt, at the peak, and after the prompt while its KV is still in memory."""
     with tempfile.TemporaryDirectory() as nowhere:
         engine = MeasuredEngine.opened(model, Path(nowhere), BUDGET_BYTES, _policy(kv), cell_tokens)
         try:
@@ -35,7 +35,7 @@ def probed(model: str | Path, tokens: int, cell_tokens: int, kv: str) -> dict[st
             before = restart_peak()
             turn = lab.start(prompt, 1, key=lab.new_key())
             turn.end()
-            engine.drop_hot(lab.new_key()).result(PATIENCE_S)  # a letter: what the last step did not need is gone
+            engine.drop_hot(lab.new_key()).result(PATIENCE_S)  # by then the last step's arrays are freed
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")

@@ -12,7 +12,7 @@ _MIXED = (200, 4000)
 
 
 class Prompts:
-    """Every number gives another text, and always the same."""
+    """Texts by number: each number has a text of its own, always the same."""
 
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer`: mlx-lm's TokenizerWrapper."""
@@ -31,7 +31,7 @@ class Prompts:
 
 
 def shuffled(messages: Sequence[str], number: int) -> Iterator[str]:
-    """The messages over and over, each time in another order, which `number` alone decides."""
+    """The messages again and again, each time in another order, which depends on `number` alone."""
     for time in count():
 
         def place(message: str, time: int = time) -> bytes:
@@ -41,7 +41,7 @@ def shuffled(messages: Sequence[str], number: int) -> Iterator[str]:
 
 
 def user_turns(turns: int) -> list[list[str]]:
-    """What a person says in the longest conversation, the messages between two replies together: the first turns."""
+    """The user's messages of the longest conversation, by turn: those between two replies. Only the first turns."""
     messages = Conversations.read(kvasir_tiny.conversations_path()).longest.messages
     replies = [-1, *(n for n, message in enumerate(messages) if message["role"] == "assistant")]
     said = [

@@ -32,7 +32,7 @@ def measured(
     clock: Callable[[], float],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Everything that was found. Raises what Engine.open raises for a model that cannot be kept."""
+    """All findings. Raises as Engine.open for a model whose KV cannot be kept."""
     blas = load_optimized_blas()
     # These import MLX, and then it is too late for a BLAS.
     from inference_svc.model.loading import device, find_model, load
@@ -46,7 +46,7 @@ def measured(
     subject = exam.Subject(runner, loaded.tokenizer, conversations)
     request = PolicyRequest.parse(AUTO, exact_layers)
     policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
-    found = exam.held(subject, policies, QUICK if is_quick else FULL, clock=clock, say=say, with_peers=True)
+    found = exam.examine(subject, policies, QUICK if is_quick else FULL, clock=clock, say=say, with_peers=True)
     winner, why = cheapest(found.rungs, found.exact)
     verdicts = {each.name: judged(each, found.exact) for each in found.rungs}
     return {

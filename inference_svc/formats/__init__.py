@@ -1,1 +1,4 @@
-"""Constrained replies: formats are tried, compiled, kept, and advanced a token at a time. No MLX."""
+"""Constrained replies: formats are tried, compiled, cached, and followed token by token. No MLX.
+
+`engine`, `model` and `edge` import it; it imports no other room.
+"""

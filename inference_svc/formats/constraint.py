@@ -1,11 +1,11 @@
-"""A reply format as a request names it: a kind and its text."""
+"""A reply format as a request gives it: a kind and its text."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 
 class ConstraintKind(Enum):
-    """In which language a constraint is written."""
+    """The language in which a constraint is written."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -13,7 +13,7 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the whole reply must match. Already compiled once, so that it is known to be one."""
+    """A format that the whole reply must match. It was compiled once, so it is known to be valid."""
 
     kind: ConstraintKind
     text: str

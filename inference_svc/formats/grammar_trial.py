@@ -1,6 +1,6 @@
-"""Tries a reply format in a process of its own before the service takes it: what takes too long there is refused.
+"""Tries a reply format in a process of its own before the service takes it, and refuses one that takes too long there.
 
-The process is kept for the next one, and replaced when it had to be killed or ended itself for want of memory.
+The process is kept for the next format. It is replaced after it was killed or ran out of memory.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from inference_svc.formats.constraint import Constraint
 from inference_svc.formats.grammar_trial_process import Trial
 
 _SCRIPT = Path(__file__).with_name("grammar_trial_process.py")
-_MAX_TOLD_CHARS = 300
-# A step of a small model takes this long on a CPU. What is below it and still much is bounded by `mask_budget`.
+_MAX_SHOWN_CHARS = 300
+# A step of a small model takes this long on a CPU. `mask_budget` bounds formats that cost less, but still much.
 MAX_STEP_S = 0.01
 
 
 class GrammarTrial:
-    """One process, asked by one caller at a time, on one event loop. Starts with the first format."""
+    """One process, which serves one caller at a time, on one event loop. Starts with the first format."""
 
     def __init__(self, timeout_s: float = 2.0) -> None:
         self._timeout_s = timeout_s
@@ -30,7 +30,7 @@ class GrammarTrial:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def check(self, constraint: Constraint) -> None:
-        """Raise InvalidArgument, the field named, for a format that is none, or takes too much to compile or follow."""
+        """Raise InvalidArgument with the field if a format is invalid, or costs too much to compile or to follow."""
         async with self._asking:
             await self._ask(constraint)
 
@@ -49,14 +49,14 @@ class GrammarTrial:
     async def _ask(self, constraint: Constraint) -> None:
         is_new = self._process is None
         answer = await self._answer(constraint)
-        if not answer and not is_new:  # what was asked before may have ended it
+        if not answer and not is_new:  # the format before may have ended it
             answer = await self._answer(constraint)
         if not answer:
             raise too_complex(constraint)
         check(constraint, Trial(**json.loads(answer)))
 
     async def _answer(self, constraint: Constraint) -> bytes:
-        """A line; empty if the process ended instead."""
+        """The process's answer, a line; empty if the process ended."""
         process = self._process = self._process or await _start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -65,7 +65,7 @@ class GrammarTrial:
             process.stdin.write(question.encode())
             answer = await asyncio.wait_for(process.stdout.readline(), self._timeout_s)
         except BaseException as error:
-            # Also when the caller goes away meanwhile: the next one must not read this one's answer.
+            # Also if the caller goes away meanwhile: the next caller must not read this answer.
             self._end()
             if isinstance(error, ConnectionError):
                 return b""
@@ -78,9 +78,9 @@ class GrammarTrial:
 
 
 def check(constraint: Constraint, trial: Trial) -> None:
-    """Raise InvalidArgument, the field named, for what a trial found unfit."""
+    """Raise InvalidArgument with the field if a trial found the format unfit."""
     if trial.gave_up:
-        raise too_complex(constraint, f"a reply cannot be followed ({_told(trial.error)})")
+        raise too_complex(constraint, f"a reply cannot be followed ({_shortened(trial.error)})")
     if trial.error:
         raise refused(constraint, trial.error)
     if trial.step_s > MAX_STEP_S:
@@ -102,25 +102,25 @@ def too_complex(
 
 
 def refused(constraint: Constraint, problem: str) -> InvalidArgument:
-    """`problem` is llguidance's own, without what it quotes of a regex."""
+    """`problem` is llguidance's own text; the parts of a regex that it quotes are left out."""
     field = constraint.kind.value
-    return InvalidArgument(f"{field}: {_told(problem)}", reason="FORMAT_INVALID", field=field)
+    return InvalidArgument(f"{field}: {_shortened(problem)}", reason="FORMAT_INVALID", field=field)
 
 
-def _told(problem: str) -> str:
-    told = problem[problem.rfind("error: ") :].splitlines()[0] if "error: " in problem else problem
-    return told[:_MAX_TOLD_CHARS].replace("\n<non-verbose/>", "")
+def _shortened(problem: str) -> str:
+    short = problem[problem.rfind("error: ") :].splitlines()[0] if "error: " in problem else problem
+    return short[:_MAX_SHOWN_CHARS].replace("\n<non-verbose/>", "")
 
 
 async def _ended(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         process.kill()
-    # To the end of its pipes, too: what is left open would be closed when nobody expects it.
+    # Its pipes are read to their end: otherwise the garbage collector would close them at some later time.
     await process.communicate()
 
 
 async def _start() -> asyncio.subprocess.Process:
-    # Isolated: nothing of the working directory or the environment can change what it runs.
+    # Isolated: neither the working directory nor the environment can change the code that it runs.
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-I",

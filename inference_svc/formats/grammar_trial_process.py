@@ -1,8 +1,8 @@
-"""Compiles reply formats where it may go wrong: a process of its own, which can be killed and whose memory is bounded.
+"""Compiles reply formats where a failure does no harm: in a process that can be killed, with bounded memory.
 
-Most schemas compile in a millisecond, but some small ones take minutes, or more memory than there is, whatever limits
-the library is given. Some compile at once, and each of their steps takes long, or the library gives up following them:
-so a few replies are begun, too. Started by `grammar_trial.py` as a script: a line of JSON in (kind, text), a line out
+Most schemas compile in a millisecond, but some small ones take minutes, or more memory than the machine has, whatever
+the library's limits are. Others compile at once, but each step takes long, or the library gives up on their replies: so
+a few replies are begun as well. `grammar_trial.py` starts this as a script: a line of JSON in (kind, text), a line out
 (error, gave_up, step_s).
 """
 
@@ -19,17 +19,17 @@ from pathlib import Path
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MEMORY_BYTES = 64 << 20
-_MAX_TOLD_CHARS = 2000  # of a long message the end: it says what is wrong with the quoted text before it
-# A space, or a line's end and what indents the next: a model that may always say one more would until max_tokens.
+_MAX_SHOWN_CHARS = 2000  # the end of a long message: it explains the fault of the text quoted before it
+# A space, or a line's end with indentation. Without a bound a model could write white space until max_tokens.
 _JSON_OPTIONS = {"whitespace_pattern": r"\x20|\n\x20{0,16}"}
-# A few replies of so many tokens; a token's place in the vocabulary is a multiple of the stride.
+# A few replies of _STEPS tokens each; a token's place in the vocabulary is a multiple of the stride.
 _STRIDES, _STEPS, _WALK_S = (33, 31, 101, 7919), 16, 0.2
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What became of a format: an error, or the median seconds of a step. `gave_up`: it compiled, and a reply could
-    not be followed.
+    """The result of a trial: an error, or the median seconds of a step. `gave_up`: the format compiled, but a reply in
+    it could not be followed.
     """
 
     error: str = ""
@@ -45,26 +45,26 @@ def grammar_of(kind: str, text: str) -> str:
 
 
 def limits() -> LLParserLimits:
-    """Defaults where nothing is said: a step then takes some tens of milliseconds at worst."""
-    # States take 1 to 2 KB each, of a grammar that many requests may share. Items in a row: the ways on from one place;
-    # 2,000, the default, ended replies of a choice of 200 small objects, or of 800 properties.
+    """The library's limits, its defaults except for these: a step takes some tens of milliseconds at worst."""
+    # A state takes 1 to 2 KB, in a grammar that many requests may share. Items in a row are the possible continuations
+    # at one place; the default of 2,000 ended replies of a choice of 200 small objects, or of 800 properties.
     return LLParserLimits(max_lexer_states=50_000, max_items_in_row=20_000, verbose_errors=False)
 
 
-def tried(kind: str, text: str, tokenizer: LLTokenizer, clock: Callable[[], float]) -> Trial:
-    """Compile a format and begin replies in it. `clock` gives the seconds that this thread worked."""
+def try_format(kind: str, text: str, tokenizer: LLTokenizer, clock: Callable[[], float]) -> Trial:
+    """Compile a format and begin replies in it. `clock` gives the working seconds of this thread."""
     try:
         matcher = LLMatcher(tokenizer, grammar_of(kind, text), log_level=0, limits=limits())
     except ValueError as error:
         return Trial(str(error))
-    return walked(matcher, clock)
+    return begin_replies(matcher, clock)
 
 
-def walked(matcher: LLMatcher, clock: Callable[[], float]) -> Trial:
-    """Begin a few replies of tokens chosen blindly; the same ones each time. The matcher stays at its beginning."""
+def begin_replies(matcher: LLMatcher, clock: Callable[[], float]) -> Trial:
+    """Begin a few replies of arbitrary tokens, the same ones each time. The matcher stays at its beginning."""
     first = matcher.deep_copy()
     if not matcher.is_error():
-        first.compute_bitmask()  # what is built at the first mask is built once for all replies
+        first.compute_bitmask()  # the first mask builds tables that all replies share
     if first.is_error():
         return Trial(first.get_error())
     began_s, steps_s = clock(), list[float]()
@@ -82,12 +82,12 @@ def walked(matcher: LLMatcher, clock: Callable[[], float]) -> Trial:
                 break
         if reply.is_error():
             return Trial(reply.get_error(), gave_up=True)
-    # Not the mean: on a busy machine some steps take many times what they cost.
+    # Not the mean: on a busy machine some steps are delayed many times over.
     return Trial(step_s=statistics.median(steps_s))
 
 
 def _token(mask: bytes, place: int) -> int | None:
-    """The first token that is allowed from a place on, and around."""
+    """The first allowed token from a place on, or else from the start."""
     allowed = int.from_bytes(mask, "little")
     if not allowed:
         return None
@@ -97,7 +97,7 @@ def _token(mask: bytes, place: int) -> int | None:
 
 
 def _bound_memory() -> None:
-    """What it may take besides what it has. Where this cannot be said, its time alone bounds it."""
+    """Limit the memory that this process may add. Where the system has no such limit, only time bounds it."""
     with contextlib.suppress(OSError, ValueError):
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + _MEMORY_BYTES
@@ -105,13 +105,13 @@ def _bound_memory() -> None:
 
 
 def main() -> None:
-    # Bytes as tokens: what a grammar costs hardly depends on the vocabulary.
+    # Bytes as tokens: a grammar's cost hardly depends on the vocabulary.
     tokenizer = LLTokenizer("byte")
     _bound_memory()
     for line in sys.stdin:
         asked = json.loads(line)
-        trial = asdict(tried(asked["kind"], asked["text"], tokenizer, time.thread_time))
-        print(json.dumps({**trial, "error": trial["error"][-_MAX_TOLD_CHARS:]}), flush=True)
+        trial = asdict(try_format(asked["kind"], asked["text"], tokenizer, time.thread_time))
+        print(json.dumps({**trial, "error": trial["error"][-_MAX_SHOWN_CHARS:]}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Reply formats of one model: compiled once for all requests that ask for the same, advanced a token at a time.
+"""Reply formats of one model: each is compiled once for equal requests, and followed token by token.
 
-The tokenizer's form for llguidance is built once per model, with the first format (a second for large vocabularies).
-Methods may be called from any thread; a matcher belongs to one turn.
+llguidance's form of the tokenizer is built once per model, with the first format; that takes a second for a large
+vocabulary. Methods may be called from any thread; a matcher belongs to one turn.
 """
 
 import threading
@@ -16,16 +16,16 @@ from llguidance.hf import from_tokenizer
 from numpy.typing import NDArray
 
 from inference_svc.formats.constraint import Constraint
+from inference_svc.formats.format_cache import FormatCache
 from inference_svc.formats.grammar_trial import check, refused, too_complex
-from inference_svc.formats.grammar_trial_process import grammar_of, limits, walked
-from inference_svc.formats.kept_formats import KeptFormats
+from inference_svc.formats.grammar_trial_process import begin_replies, grammar_of, limits
 
 _MAX_KEPT = 32
 _WORD_BITS = 32
 
 
 class Grammars:
-    """Compiles and keeps the formats that were asked for last."""
+    """Compiles formats, and keeps those used last."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class Grammars:
         stop_token_ids: Collection[int],
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`build_tokenizer` is called once, by the first that needs it. `stop_token_ids`: the model's own. `clock`
-        gives the seconds that the thread which asks it has worked: what a mask costs, however busy the machine is.
+        """`build_tokenizer` is called once, at the first need. `stop_token_ids`: the model's own. `clock` gives the
+        working seconds of the calling thread: the cost of a mask, however busy the machine is.
         """
         self._build_tokenizer = build_tokenizer
         self._vocabulary_size = vocabulary_size
@@ -43,7 +43,7 @@ class Grammars:
         self._tokenizer: LLTokenizer | None = None
         self._building = threading.Lock()
         self._clock = clock
-        self._kept: KeptFormats[Constraint, LLMatcher] = KeptFormats(_MAX_KEPT)
+        self._kept: FormatCache[Constraint, LLMatcher] = FormatCache(_MAX_KEPT)
         self._keeping = threading.Lock()
 
     @classmethod
@@ -64,19 +64,19 @@ class Grammars:
         return cls(build, vocabulary_size, stop_token_ids)
 
     def knows(self, namespace: str, constraint: Constraint) -> bool:
-        """Whether it is compiled for the namespace already."""
+        """Whether the format is already compiled for the namespace."""
         with self._keeping:
             return self._kept.has(namespace, constraint)
 
     def compile(self, namespace: str, constraint: Constraint) -> None:
-        """Compile a format and keep it. Takes a millisecond, or (large schemas) hundreds. Raises InvalidArgument, the
-        field named, for one that cannot be used; FailedPrecondition for a tokenizer that allows none.
+        """Compile a format and keep it. Takes a millisecond, or hundreds for large schemas. Raises InvalidArgument with
+        the field if the format cannot be used, FailedPrecondition if the tokenizer allows no formats.
         """
         self._compiled(namespace, constraint)
 
     def matcher(self, namespace: str, constraint: Constraint, stop_token_ids: Collection[int] = ()) -> "GrammarMatcher":
-        """A reply's matcher, at its beginning: a copy of the one that is kept. `stop_token_ids`: besides the model's
-        own. Raises as `compile`, unless it was compiled just before.
+        """A matcher for a new reply, copied from the compiled format. `stop_token_ids` are added to the model's own.
+        Raises as `compile`, unless the format was compiled just before.
         """
         matcher, stops = self._compiled(namespace, constraint).deep_copy(), self._stop_token_ids | set(stop_token_ids)
         return GrammarMatcher(constraint, matcher, self._vocabulary_size, stops, self._clock)
@@ -99,14 +99,14 @@ class Grammars:
         except ValueError as error:
             raise refused(constraint, str(error)) from None
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
-        # Again with this model's own tokens: a mask of a large vocabulary may take longer.
-        check(constraint, walked(matcher, self._clock))
+        # A second trial, with this model's own tokens: a mask of a large vocabulary may take longer.
+        check(constraint, begin_replies(matcher, self._clock))
         return matcher
 
 
 class GrammarMatcher:
-    """What may come next in one reply. An end token may once the reply matches, and nothing else may once it cannot
-    go on.
+    """The allowed next tokens of one reply. An end token is allowed once the reply matches, and it is the only one
+    once the reply cannot go on.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class GrammarMatcher:
         clock: Callable[[], float],
     ) -> None:
         self.worked_s = 0.0
-        """What following the reply took so far."""
+        """The working time spent on this reply so far."""
         self._clock = clock
         self._constraint = constraint
         self._matcher = matcher
@@ -126,7 +126,7 @@ class GrammarMatcher:
         self._stop_token_ids = sorted(token for token in stop_token_ids if token < vocabulary_size)
 
     def allowed(self) -> NDArray[np.uint32]:
-        """Bit b of word w tells of token 32 w + b. Raises InvalidArgument for a format that became too complex."""
+        """Bit b of word w stands for token 32 w + b. Raises InvalidArgument for a format that became too complex."""
         began_s = self._clock()
         try:
             return self._allowed()
@@ -134,7 +134,7 @@ class GrammarMatcher:
             self.worked_s += self._clock() - began_s
 
     def accept(self, token_id: int) -> None:
-        """A token that is allowed was drawn. An end token ends the turn and is no part of the reply. Raises as
+        """Follow the reply by a drawn, allowed token. An end token ends the turn and is no part of the reply. Raises as
         `allowed`.
         """
         began_s = self._clock()

@@ -1,7 +1,7 @@
-"""A reply format at the service's edge: tried, then compiled, before anything else is done, and off the event loop.
+"""Checks a request's reply format before anything else is done: tries it, then compiles it, off the event loop.
 
-One format is worked on at a time, namespaces in turn: whoever sends many that use up their two seconds holds up
-another namespace's by one of them.
+One format is checked at a time, namespaces in turn: a namespace that sends many formats of two seconds each delays
+another namespace by one of them.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ _MAX_WAITING = 128
 
 
 class ReplyFormats:
-    """Of all models of one service. Made on the event loop that will use it."""
+    """The check for all models of one service. Made on the event loop that uses it."""
 
     def __init__(self, trial: GrammarTrial, max_waiting: int = _MAX_WAITING) -> None:
         self._trial = trial
@@ -30,14 +30,14 @@ class ReplyFormats:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
 
     async def check(self, namespace: str, constraint: Constraint | None, grammars: Grammars) -> None:
-        """See that a format is compiled for a model. Raises InvalidArgument that names the field; ResourceExhausted
-        when too many of the namespace wait.
+        """Make sure that a format is compiled for a model. Raises InvalidArgument with the field, and ResourceExhausted
+        if too many formats of the namespace wait.
         """
         if constraint is None or grammars.knows(namespace, constraint):
             return
         with self._waits(namespace, constraint):
             async with self._working.held_for(namespace, 1):
-                if grammars.knows(namespace, constraint):  # another of the namespace's requests brought it
+                if grammars.knows(namespace, constraint):  # another request of the namespace compiled it
                     return
                 await self._trial.check(constraint)
                 loop = asyncio.get_running_loop()

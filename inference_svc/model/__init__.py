@@ -1,1 +1,1 @@
-"""A model and what belongs to it: loading, identity, tokenizer, KV policy. Imported by `engine` and above."""
+"""A model and everything that belongs to it: loading, identity, tokenizer, KV policy. `engine` and above import it."""

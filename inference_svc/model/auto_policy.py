@@ -1,4 +1,4 @@
-"""From what was asked for to the KV policy in force: a named rung as it is, `auto` by measuring the model once."""
+"""Turns a request into a KV policy: a named rung is taken as it is, `auto` measures the model once."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from inference_svc.model.quality.findings import cheapest
 from inference_svc.model.quality.material import AT_LOAD, Extent
 
 _LOG = structlog.get_logger(__name__)
-# For each rung that is tried; looked at between texts.
+# For each rung; checked between texts.
 TIME_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenPolicy:
-    """A policy and how it came to be in force, in words."""
+    """A policy, and the reason for it as text."""
 
     policy: identity_pb2.KvPolicy
     why: str
@@ -58,10 +58,10 @@ def _measured(
     extent: Extent,
     clock: Callable[[], float],
 ) -> Choice:
-    """Up the ladder, one exam a rung: most models stay at the first, and wait for no other."""
+    """Climb the ladder with one exam for each rung: most models pass the first, and need no other."""
     reasons: list[str] = []
     for rung in LADDER[:-1]:
-        found = exam.held(
+        found = exam.examine(
             subject,
             {rung.value: policies[rung]},
             extent,

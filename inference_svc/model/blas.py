@@ -1,8 +1,8 @@
-"""An optimized BLAS for MLX on a Linux CPU, loaded before MLX is.
+"""Loads an optimized BLAS for MLX on a Linux CPU, before MLX itself.
 
-The mlx-cpu wheel links the reference BLAS, about 4 GFLOP/s. Symbols of a library that is loaded globally first win,
-so MKL or OpenBLAS makes its matrix products 30 to 60 times faster without a rebuild. A Mac has Accelerate and needs
-none of this. Call `load_optimized_blas()` before the first `import mlx`; afterwards it would change nothing.
+The mlx-cpu wheel links the reference BLAS, about 4 GFLOP/s. The symbols of a library that is loaded globally and first
+take precedence, so MKL or OpenBLAS makes its matrix products 30 to 60 times faster without a rebuild. A Mac has
+Accelerate and does not need this. Call `load_optimized_blas()` before the first `import mlx`; later it has no effect.
 """
 
 import ctypes
@@ -19,10 +19,10 @@ _MKL_CBWR_STRICT = 0x10000
 
 @functools.cache
 def load_optimized_blas() -> str | None:
-    """Load MKL or OpenBLAS for MLX and return the library's file name; None where there is none or none is needed.
+    """Load MKL or OpenBLAS for MLX and return the library's file name; None if none is found or needed.
 
-    Effects: the library stays loaded, its symbols global. With MKL, equal operands then give equal results whatever
-    their alignment, so that a restored sequence is not decided by where an allocator put it.
+    The library stays loaded, with global symbols. With MKL, equal operands then give equal results at any alignment, so
+    that a restored sequence does not depend on where an allocator put it.
     """
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None

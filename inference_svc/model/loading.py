@@ -41,15 +41,16 @@ def find_model(name: str | Path) -> Path:
 
 
 def load(directory: Path, compute_type: str | None) -> LoadedModel:
-    """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is the
-    fastest, else the model's own. Code that comes with a model is never run."""
+    """Load on the calling thread, which must be the MLX thread. `compute_type` None: float32 on a CPU, where it is
+    fastest, elsewhere the model's own. Code that comes with a model is never run.
+    """
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
     try:
         model, config = mlx_lm.utils.load_model(directory, lazy=True)
         load_tokenizer: Any = mlx_lm.utils.load_tokenizer
         tokenizer = load_tokenizer(directory, eos_token_ids=config.get("eos_token_id"))
-    except Exception as error:  # of whichever kind a configuration provokes in mlx-lm or transformers
+    except Exception as error:  # of any kind: a configuration can provoke every error in mlx-lm or transformers
         raise FailedPrecondition(f"model: mlx-lm cannot load it: {error}", reason="MODEL_NOT_LOADABLE") from error
     if compute_type is None and device() == "cpu":
         compute_type = "float32"

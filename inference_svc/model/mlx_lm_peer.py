@@ -12,22 +12,22 @@ from inference_svc.model.loading import find_model, load
 
 
 class MlxLmPeer:
-    """A model as mlx-lm loads and runs it. Lives on its MLX thread, and does nothing between two letters."""
+    """A model as mlx-lm loads and runs it. Lives on an MLX thread, and works only when a letter asks for it."""
 
     def __init__(self, model: str | Path, compute_type: str, clock: Callable[[], float]) -> None:
         self.loaded = load(find_model(model), compute_type)
         self._clock = clock
 
-    def step(self, take_mail: Callable[[], None]) -> bool:  # noqa: ARG002 - letters are all there is
+    def step(self, take_mail: Callable[[], None]) -> bool:  # noqa: ARG002 - letters are its only work
         return False
 
     def close(self) -> None:
         """Nothing is left to end."""
 
     def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[float]]:
-        """Times of the start, and then of each row's tokens: a list for each prompt, the start first in all.
+        """The times of each prompt's tokens, a list for each prompt; every list begins with the time of the start.
 
-        All prompts are computed in one batch, which is how mlx-lm is fastest.
+        All prompts are computed in one batch, where mlx-lm is fastest.
         """
         started = self._clock()
         generator: Any = BatchGenerator(

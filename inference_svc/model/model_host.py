@@ -1,7 +1,7 @@
-"""The one model that is loaded at a time, and the way from one to the next.
+"""The one model that is loaded at a time, and the change from one model to the next.
 
-Only names that configuration lists exist here; their paths never come from the wire. A change is a task of its own, so
-that a caller that goes away does not leave it half done; turns are refused meanwhile, with a time to come back.
+Only models that the configuration names can be loaded; their paths never come from the wire. A change is a task of its
+own, so that a caller that goes away does not leave it half done. Meanwhile turns are refused, with a time to retry.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _RETRY_AFTER_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class MemoriesLeft:
-    """What became of hot memories: in the store as they were, or not."""
+    """How many hot memories were in the store when their model went, and how many were not."""
 
     stored: int = 0
     unstored: int = 0
@@ -28,11 +28,11 @@ class Served(Protocol):
     """One loaded model with all that serves it."""
 
     async def retire(self) -> MemoriesLeft:
-        """Let turns end, or end them, and store what is hot. It can go on serving afterwards."""
+        """Let turns end, or end them, and store hot memories. The model can go on serving afterwards."""
         ...
 
     async def close(self) -> None:
-        """Free it. What is hot and not stored is lost."""
+        """Free the model. Hot memories that are not stored are lost."""
         ...
 
 
@@ -43,8 +43,8 @@ class ModelHost(Generic[ServedT]):
     """The models of one service. On one event loop."""
 
     def __init__(self, models: Mapping[str, str], open_model: Callable[[str, str], Awaitable[ServedT]]) -> None:
-        """`models`: what may be loaded, by name. `open_model` loads one, given its name and where it is; it raises
-        KvasirError for one that cannot be.
+        """`models`: the paths of the models that may be loaded, by name. `open_model` loads one by name and path; it
+        raises KvasirError if that fails.
         """
         self._models = dict(models)
         self._open = open_model
@@ -55,7 +55,7 @@ class ModelHost(Generic[ServedT]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What may be loaded, in configuration's order."""
+        """The models that may be loaded, in the order of the configuration."""
         return tuple(self._models)
 
     @property
@@ -65,12 +65,12 @@ class ModelHost(Generic[ServedT]):
 
     @property
     def served(self) -> ServedT | None:
-        """The loaded model, also while it is being unloaded."""
+        """The loaded model, even while it is being unloaded."""
         return self._served
 
     def serving(self, name: str) -> ServedT:
-        """The loaded model if it has this name, or none is named. Raises NotFound, FailedPrecondition (another or none
-        is loaded), Unavailable (it is being changed).
+        """The loaded model, if it has this name or the name is empty. Raises NotFound, FailedPrecondition (another
+        model or none is loaded), Unavailable (a change is under way).
         """
         if name:
             self._check_known(name)
@@ -98,8 +98,9 @@ class ModelHost(Generic[ServedT]):
         return name or self._loaded
 
     async def load(self, name: str, *, drop_unstored: bool = False) -> MemoriesLeft:
-        """Make this the loaded model; what became of the memories of the one before. Raises NotFound, Unavailable
-        (another change is under way), FailedPrecondition and what loading raises: then the one before is loaded.
+        """Make this the loaded model; returns what became of the previous model's memories. Raises NotFound,
+        Unavailable (another change is under way), FailedPrecondition, and the errors of loading: then the previous
+        model is loaded again.
         """
         self._check_known(name)
         if name == self._loaded and self._change is None:
@@ -115,7 +116,7 @@ class ModelHost(Generic[ServedT]):
         return await self._changing(lambda: self._unload(drop_unstored))
 
     async def close(self) -> MemoriesLeft:
-        """At the end of the service: whatever is under way ends, hot memories are stored, and the model is freed."""
+        """End the service's model: wait for a change under way, store hot memories, and free the model."""
         if self._change is not None:
             await asyncio.wait({self._change})
         return await self._unload(drop_unstored=True)

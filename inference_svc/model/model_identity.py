@@ -1,7 +1,7 @@
-"""Which model this is, by its bytes: weights digest, tokenizer digest, template digest, KV identity.
+"""A model's identity, from its bytes: weights digest, tokenizer digest, template digest, KV identity.
 
-The weights digest covers every weights file and what the configuration says about computing with them (rope, norms,
-heads, quantization), for equal tensors under another rope give other KV. Shape alone never identifies a model.
+The weights digest covers every weights file and the configuration's fields that change the computation (rope, norms,
+heads, quantization): equal tensors under another rope give other KV. Shape alone never identifies a model.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from blake3 import blake3
 from kvasir.cachestore.v1 import identity_pb2
 
-# Fields of config.json that change no KV: where it came from, the type it was saved in, and how text is made from it.
+# Fields of config.json that change no KV: the model's origin, the type it was saved in, and how text is made.
 _NO_PART_OF_WEIGHTS = frozenset(
     {
         "_name_or_path",

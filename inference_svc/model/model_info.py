@@ -1,4 +1,4 @@
-"""What a loaded model is: plain data for everyone above it."""
+"""The facts of a loaded model, as plain data for the rooms above."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from kvasir.cachestore.v1 import identity_pb2
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The loaded model, as far as others need to know it. Read after a probe of the live caches."""
+    """The facts of a loaded model that other rooms need, read after a probe of the live caches."""
 
     name: str
     kv_identity: identity_pb2.KvIdentity  # never mutated
@@ -22,8 +22,8 @@ class ModelInfo:
     cell_tokens: int
     compute_type: str  # "float32", "float16" or "bfloat16"
     stop_token_ids: tuple[int, ...]  # the model's own end tokens
-    policy_name: str = ""  # in words: "q4-rotated, layer 7 exact"
-    policy_why: str = ""  # how it came to be in force
-    has_states: bool = False  # some layers do not keep all tokens: KV is resumed at snapshot points only
-    state_bytes: int = 0  # of what those layers keep at one point, at most
-    live_state_bytes: int = 0  # of what they hold while a sequence runs, at most
+    policy_name: str = ""  # as text: "q4-rotated, layer 7 exact"
+    policy_why: str = ""  # the reason for this policy
+    has_states: bool = False  # some layers do not keep all tokens: a sequence can continue from rewind points only
+    state_bytes: int = 0  # the most that those layers keep at one rewind point
+    live_state_bytes: int = 0  # the most that those layers hold while a sequence runs

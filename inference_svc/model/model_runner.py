@@ -1,4 +1,4 @@
-"""The model on the MLX thread: what its layers keep, and one chunk of tokens at a time through it."""
+"""The model on the MLX thread: the layout of its KV, and its computation of one chunk of tokens at a time."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,9 +26,9 @@ _FILE_TYPES = {mx.uint32: "U32", mx.float16: "F16", mx.bfloat16: "BF16"}
 
 
 class ModelRunner:
-    """A loaded model whose layers can all be kept. Lives on the MLX thread.
+    """A loaded model, the KV of whose layers can all be kept. Lives on the MLX thread.
 
-    Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, naming the first layer that is not kept.
+    Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, with the first layer that cannot be kept.
     """
 
     def __init__(self, model: Module) -> None:
@@ -41,21 +41,21 @@ class ModelRunner:
         self.vocabulary_size = int(_computes_last_position_only(model).shape[-1])
 
     def check_policy(self, policy: identity_pb2.KvPolicy) -> None:
-        """Raise InvalidArgument for a policy that cannot be had, FailedPrecondition for a layer that cannot have it."""
+        """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
         self._layout.check_policy(self._model, policy)
 
     def new_kv(self, policy: identity_pb2.KvPolicy) -> SequenceKV:
         return SequenceKV.of(identity_pb2.KvIdentity(layers=self.layers, policy=policy))
 
     def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
-        """A new KV in the form in which the model takes its caches."""
+        """A new KV, arranged as the model takes its caches."""
         return self._layout.caches(self.new_kv(policy).layers)
 
     def prefill(
         self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Compute the KV of the next tokens, and no more than that. Evaluates. Raises Cancelled between two layers; the
-        rows are there then, but only those of the first layers are computed.
+        """Compute the KV of the next tokens, without logits. Evaluates. Raises Cancelled between two layers; then all
+        layers have the rows, but only the first layers have computed them.
         """
         self._forward(kv, token_ids)
         self._evaluate(kv, is_cancelled)
@@ -64,8 +64,8 @@ class ModelRunner:
     def last_logits(
         self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
     ) -> mx.array:
-        """Compute the KV of the next tokens; logits [1, vocabulary] of what follows the last. Evaluates. Raises
-        Cancelled as `prefill` does.
+        """Compute the KV of the next tokens; returns logits [1, vocabulary] for the token after the last. Evaluates.
+        Raises Cancelled as `prefill` does.
         """
         logits = self._forward(kv, token_ids)[:, -1]
         self._evaluate(kv, is_cancelled)
@@ -74,27 +74,27 @@ class ModelRunner:
         return logits
 
     def _evaluate(self, kv: SequenceKV, is_cancelled: Callable[[], bool]) -> None:
-        """Layer by layer: far into a long prompt a cell takes longer than a cancelled turn may hold others up."""
+        """Evaluate layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long."""
         for layer in kv.layers:
             mx.eval(layer.state)
             if is_cancelled():
                 raise Cancelled("the turn was cancelled; the agent remembers what it did before")
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Logits [rows, 1 or n, vocabulary] of tokens [rows, n], the last ones at least, not evaluated. `caches`: one
-        batched cache per entry of the layout.
+        """Logits of tokens [rows, n], not evaluated: of all positions or of the last one, [rows, n or 1, vocabulary].
+        `caches`: one batched cache for each entry of the layout.
         """
         return self._layout.forward(self._model, tokens, caches)
 
     def stepped(self) -> None:
-        """A token of every sequence was decoded."""
+        """Count a decoding step; every few hundred give unused memory back."""
         self._steps += 1
         if self._steps % _RELEASE_STEPS == 0:
             self.release_unused()  # every step reads one row more, in buffers of another size
 
     def scores(self, caches: Sequence[Any], token_ids: Sequence[int]) -> mx.array:
-        """Log probabilities [tokens, vocabulary] in 32 bits of what follows each of the next tokens, through any caches
-        that the model takes, one per layer. For measuring: a turn needs the last one only. Evaluates.
+        """Log probabilities [tokens, vocabulary], in 32 bits, for the token after each of these. Takes any caches that
+        the model takes, one for each layer. For measurements: a turn needs the last position only. Evaluates.
         """
         with _every_position(self._model):
             logits = self._model(mx.array([token_ids], dtype=mx.uint32), cache=list(caches))[0].astype(mx.float32)
@@ -103,12 +103,12 @@ class ModelRunner:
         return scores
 
     def exact_caches(self) -> list[Any]:
-        """mlx-lm's own fresh caches for this model."""
+        """New caches of mlx-lm's own for this model."""
         caches: list[Any] = make_prompt_cache(self._model)
         return caches
 
     def release_unused(self) -> None:
-        """Give memory back that nothing uses, and that MLX would keep for arrays of the same size."""
+        """Give unused memory back, which MLX would keep for arrays of the same size."""
         mx.clear_cache()
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
@@ -127,11 +127,11 @@ def _probe_tokens() -> mx.array:
 
 
 def _computes_last_position_only(model: Module) -> mx.array:
-    """Make the model apply its head to the last position only, if it can be made to; returns the probe's logits.
+    """Make the model apply its head to the last position only, if that is possible; returns the probe's logits.
 
-    mlx-lm's models are a trunk, `model.model`, and a head over all its positions: a prompt's whole cell would pay for
-    the vocabulary 256 times. The trunk's class is replaced by one that hands on its last position, and put back if the
-    model's logits are then not what they were.
+    mlx-lm's models are a trunk, `model.model`, and a head over all its positions: a prompt's cell would pay for the
+    vocabulary 256 times. The trunk's class is replaced by one that returns its last position only. It is put back if
+    that changes the model's logits.
     """
     before: mx.array = model(_probe_tokens(), cache=make_prompt_cache(model))[:, -1:]
     trunk = getattr(model, "model", None)
@@ -155,7 +155,7 @@ def _computes_last_position_only(model: Module) -> mx.array:
 
 @contextmanager
 def _every_position(model: Module) -> Iterator[None]:
-    """Undo `_computes_last_position_only` for a while."""
+    """Undo `_computes_last_position_only` inside a `with` block."""
     trunk: Any = getattr(model, "model", None)
     narrowed = type(trunk)
     if not narrowed.__name__.startswith(_NARROWED):
@@ -171,7 +171,7 @@ def _every_position(model: Module) -> Iterator[None]:
 def _is_stored_as_said(
     layer: AnyLayerKV, identity: identity_pb2.KvIdentity, index: int, own_keys: mx.array | None
 ) -> bool:
-    """Whether what the layer really holds after a probe is what a file of the identity says, rotation included."""
+    """Whether the layer's arrays after a probe are those that a file of the identity has, rotation included."""
     if isinstance(layer, StateKV) or own_keys is None:
         return False
     live = _live_tensors(layer, index) == layer_tensors(identity, index, layer.offset)
@@ -179,7 +179,7 @@ def _is_stored_as_said(
 
 
 def _live_tensors(layer: LayerKV | WindowKV, index: int) -> list[TensorSpec]:
-    """What the layer really holds, in a file's words."""
+    """The layer's arrays, described as a file describes its tensors."""
     specs: list[TensorSpec] = []
     for letter, buffer in zip("kv", layer.buffers, strict=True):
         parts = buffer.read(0, layer.offset)

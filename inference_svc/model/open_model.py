@@ -1,4 +1,4 @@
-"""From a model's name to what serves it: loaded, probed, identified. Runs on the MLX thread, once."""
+"""Opens a model by name: loads, probes and identifies it. Runs once, on the MLX thread."""
 
 import time
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _ANY_LENGTH = 1 << 40  # longer than any window
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What other threads may know of the model."""
+    """The parts of an opened model that other threads may use."""
 
     info: ModelInfo
     tokenizer: Any
@@ -50,7 +50,7 @@ def open_model(
     compute_type: str | None,
     conversations_file: Path | None,
 ) -> tuple[OpenedModel, ModelRunner]:
-    """Load a model and say what it is. Raises as `Engine.open` says."""
+    """Load a model and find its facts. Raises as `Engine.open` does."""
     directory = find_model(name)
     loaded = load(directory, compute_type)
     runner = ModelRunner(loaded.model)

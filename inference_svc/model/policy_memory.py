@@ -1,7 +1,7 @@
-"""What `auto` chose, remembered by the weights' digest in the state directory, so that only a first start measures.
+"""The choices of `auto`, kept by weights digest in the state directory, so that only the first start measures.
 
-A small JSON file. It is only a shortcut: what cannot be read, is of another format or was chosen under other
-conditions is no memory, and the model is measured again.
+A small JSON file, and only a shortcut: if it cannot be read, has another format, or has no choice under the same
+conditions, the model is measured again.
 """
 
 import json
@@ -12,14 +12,14 @@ from typing import Any
 
 from inference_svc.kv.policy import Rung
 
-# Raised when the gate or what it asks changes: yesterday's choices are then measured again.
+# Increased when the gate or its questions change: older choices are then measured again.
 FORMAT = 1
 FILE = "kv-policies.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What a choice depends on."""
+    """The conditions that a choice depends on."""
 
     weights_digest: str
     compute_type: str
@@ -32,7 +32,7 @@ class Conditions:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A rung, and the gate's words for it."""
+    """A rung, and the gate's reason for it."""
 
     rung: Rung
     why: str

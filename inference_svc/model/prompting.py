@@ -1,7 +1,7 @@
-"""Text to tokens and back: the model's tokenizer and chat template behind one thread.
+"""Text to tokens and back: the model's tokenizer and chat template, on one thread.
 
-A tokenizer may keep state while it encodes, and a long prompt takes it a second: so it has a thread of its own, and the
-event loop goes on. Namespaces come to it in turn: a hundred long prompts of one hold up another's by one of them.
+A tokenizer may keep state while it encodes, and a long prompt takes it a second. So it has a thread of its own, and the
+event loop goes on. Namespaces take turns: a hundred long prompts of one namespace delay another by one of them.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _REPLACEMENT = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class Tokenized:
-    """Tokens of a text and the code points of it that each completes."""
+    """The tokens of a text, and how many of its code points each token completes."""
 
     ids: tuple[int, ...]
     chars: tuple[int, ...]
@@ -38,7 +38,7 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A prompt and its reply as they are remembered, and the reply as its message holds it."""
+    """A prompt and its reply as the agent remembers them, and the reply as its message holds it."""
 
     transcript: RememberedText
     reply: str
@@ -59,29 +59,31 @@ class Prompting:
         self._twin: Prompting | None = None
         self._special_ids = _special_ids(tokenizer)
         self.specials = Specials(self._special_ids)
-        """How the tokens are spelled that are no text but structure, such as a message's end."""
-        unknown = getattr(tokenizer, "unk_token_id", None)  # comes of characters that the tokenizer does not know
+        """The spellings of tokens that are structure and not text, such as the end of a message."""
+        unknown = getattr(tokenizer, "unk_token_id", None)  # stands for characters that the tokenizer does not know
         self._structure = frozenset(self._special_ids.values()) - {unknown}
         self._reply_machine = reply_machine(tokenizer)
         self._longest_token = max((len(token.encode()) for token in tokenizer.get_vocab()), default=1)
 
     async def run(self, namespace: str, work: Callable[[], T]) -> T:
-        """Do something with the tokenizer on its thread, in the namespace's turn. Raises Unavailable after close."""
+        """Run `work` on the tokenizer's thread when the namespace's turn comes. Raises Unavailable after close."""
         async with self._thread_room.held_for(namespace, 1):
             self._check_open()
             return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     async def read(self, namespace: str, objects: GivenJson) -> None:
-        """Parse a request's JSON on a thread for it, namespaces in turn. Raises InvalidArgument, the field named, and
-        Unavailable after close."""
+        """Parse a request's JSON on a thread of its own, namespaces in turn. Raises InvalidArgument with the field, and
+        Unavailable after close.
+        """
         if not objects.is_read:
             async with self._json_room.held_for(namespace, 1):
                 self._check_open()
                 await asyncio.get_running_loop().run_in_executor(self._json_thread, objects.read)
 
     async def twin(self, namespace: str) -> "Prompting":
-        """The same tokenizer again, with threads of its own, made when first asked for: what it does holds up nothing
-        that is done here. Raises Unavailable after close."""
+        """A copy of this tokenizer with threads of its own, made at the first call: its work delays none of the work
+        here. Raises Unavailable after close.
+        """
         if self._twin is None:
             self._twin = await self.run(namespace, lambda: Prompting(copy.deepcopy(self._tokenizer), self._token_text))
             if self._is_closed:
@@ -100,13 +102,13 @@ class Prompting:
             raise Unavailable("the model was unloaded", reason="MODEL_CHANGING", retry_after_s=1.0)
 
     def fewest_tokens(self, text: str) -> int:
-        """No text of so many bytes has fewer tokens: lets an absurd prompt be refused without tokenizing it."""
+        """A lower bound of the text's tokens, from its bytes: an absurd prompt is refused without tokenizing it."""
         return -(-utf8_bytes(without_guards(text)) // self._longest_token)
 
     def template(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, add_generation_prompt: bool
     ) -> str:
-        """The chat template's text. Raises InvalidArgument when there is none, and whatever the template raises."""
+        """The chat template's text. Raises InvalidArgument if the model has none, and any error of the template."""
         if not self._tokenizer.has_chat_template:
             raise InvalidArgument("messages: this model has no chat template; send a prompt", field="messages")
         text = self._tokenizer.apply_chat_template(
@@ -115,13 +117,13 @@ class Prompting:
         return str(text)
 
     def tokenize(self, text: str) -> Tokenized:
-        """Tokens of a text that stands for itself: nothing is put before or behind it. Special tokens are those that it
-        spells without a guard, and no others.
+        """Tokens of exactly this text, with nothing before or behind it. Only spellings without a guard become special
+        tokens.
         """
         return self._in_pieces(text.split(GUARD), between=len(GUARD))
 
     def _in_pieces(self, pieces: Sequence[str], between: int) -> Tokenized:
-        """Pieces of a text, each for itself. So many characters between two count to the token before them."""
+        """Tokenize pieces of a text, each by itself. The `between` characters after a piece count to its last token."""
         ids: list[int] = []
         chars: list[int] = []
         unclaimed = 0  # characters that no token completes yet
@@ -151,22 +153,22 @@ class Prompting:
             return self._in_pieces(parts, between=0)
         spelled, chars = self._token_text.spell(ids)
         if spelled != text:
-            # A tokenizer that normalizes: its own offsets say which characters a token stands for.
+            # This tokenizer normalizes: its own offsets show which characters a token stands for.
             return self._by_offsets(text)
         return Tokenized(tuple(ids), tuple(chars))
 
     def ends_whole(self, token_ids: Sequence[int]) -> bool:
-        """Whether the last of a few consecutive tokens ends at a character's border."""
+        """Whether the last of a few consecutive tokens ends at the border of a character."""
         return not self._tokenizer.decode(list(token_ids), skip_special_tokens=False).endswith(_REPLACEMENT)
 
     @property
     def tool_start(self) -> str:
-        """What stands before a tool call in a reply."""
+        """The text before a tool call in a reply."""
         return self._tokenizer.tool_call_start or TOOL_CALL_START
 
     def reader(self, prompt: str, tools: Sequence[dict[str, Any]], id_prefix: str) -> ReplyReader:
-        """Reads a reply to a prompt that the chat template made; the prompt may have begun the reasoning already.
-        `tools`: as templates know them.
+        """A reader of the reply to a prompt that the chat template made; that prompt may already begin the reasoning.
+        `tools`: as templates take them.
         """
         tokenizer, fields = self._tokenizer, list(tools) or None
         parser = tokenizer.tool_parser
@@ -180,13 +182,15 @@ class Prompting:
         return ReplyReader(markup, id_prefix)
 
     def said(self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState) -> Said:
-        """What is remembered of a reply: of what the model spelled letter by letter, no special token comes later."""
+        """The transcript after a reply. Guards keep text that the model spelled letter by letter from becoming special
+        tokens later.
+        """
         spans, at = [], 0
         for token_id, count in zip(state.token_ids[prompt_tokens:], state.token_chars[prompt_tokens:], strict=True):
             if token_id in self._structure:
                 spans.append((at, at + count))
             at += count
-        # What a token held before a stop string belongs to the reply, and not to what was generated.
+        # Characters of a token before a stop string belong to the reply, but not to the generated text.
         whole = reply if reply.startswith(generated) else generated
         places = self.specials.echoed(whole, spans)
         before = [len(prompt) + place for place in places if place <= len(generated)]
@@ -195,11 +199,11 @@ class Prompting:
         return Said(RememberedText(text, state.token_ids, chars), told)
 
     def _parts(self, text: str) -> list[str]:
-        """The text, cut inside of each stretch that becomes a special token without spelling it."""
+        """The text, cut inside each stretch that would become a special token without spelling it."""
         encoded = self._tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         parts, begin = [], 0
         for token_id, (start, end) in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True):
-            # Some take the spaces around them in.
+            # Some special tokens include the spaces around them.
             if token_id not in self._structure or self._special_ids.get(text[start:end].strip()) == token_id:
                 continue
             if end - start == 1:  # it cannot be cut
@@ -212,7 +216,7 @@ class Prompting:
     def _by_offsets(self, text: str) -> Tokenized:
         encoded = self._tokenizer._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts = [start for start, _ in encoded["offset_mapping"]] + [len(text)]
-        # A token completes what lies before the next one's first character; the last completes the rest.
+        # A token completes the characters before the next token's first one; the last token completes the rest.
         ends = [0, *(max(min(begin, len(text)), 0) for begin in starts[1:])]
         for index in range(1, len(ends)):
             ends[index] = max(ends[index], ends[index - 1])

@@ -1,7 +1,8 @@
-"""What memories of well-known models weigh: layouts from the models' published configurations, arithmetic, no weights.
+"""How many bytes the KV of well-known models takes: arithmetic on layouts from their published configurations.
 
-As mlx-lm computes them, which is what is kept: its DeepSeek V2 keeps every head's keys and values, its DeepSeek V3 the
-latent rows. Recurrent states are convolution inputs in the model's 16-bit type, and what the scan carries in 32 bits.
+The layouts are those of mlx-lm's implementations: its DeepSeek V2 keeps every head's keys and values, its DeepSeek V3
+the latent rows. A recurrent state is the convolution's inputs in the model's 16-bit type, and the scan's carry in 32
+bits.
 """
 
 from collections import Counter
@@ -59,9 +60,9 @@ REAL_LAYOUTS: Mapping[str, Layers] = {
 }
 
 
-def weighed(layers: Layers) -> dict[str, Any]:
-    """Layers by kind, and bytes: per token, and of the state at one point, as the default policy stores them and at 16
-    bits.
+def byte_costs(layers: Layers) -> dict[str, Any]:
+    """Layers by kind, and the bytes of a token and of the state at one rewind point: under the default policy, and at
+    16 bits.
     """
     quantized, exact = _identity(layers, 4), _identity(layers, 16)
     return {

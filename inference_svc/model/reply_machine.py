@@ -1,11 +1,11 @@
-"""Where the parts of a reply begin and end, as mlx-lm knows of a model: reasoning, tool calls, answer."""
+"""Where the parts of a reply begin and end, as mlx-lm knows it for a model: reasoning, tool calls, answer."""
 
 from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm.generate import make_text_state_machine
 
-# What many models were taught, and what is looked for in the replies of a model of which mlx-lm knows no markers.
+# Many models were taught these markers. They serve for models of which mlx-lm knows no markers.
 TOOL_CALL_START, TOOL_CALL_END = "<tool_call>", "</tool_call>"
 _KNOWN = (
     *("has_thinking", "think_start", "think_end", "has_tool_calling", "tool_call_start", "tool_call_end"),

@@ -40,7 +40,7 @@ def run(lab: Lab) -> Case:
 
 
 def _cancelled(lab: Lab, prompt_tokens: int, has_come: Callable[[Run], bool]) -> tuple[float, float]:
-    """Seconds until the cancelled turn was over, and of its last whole step or cell before."""
+    """Seconds until the cancelled turn was over, and the seconds of its last whole step or cell before that."""
     turn = lab.start(lab.prompts.tokens(prompt_tokens, 0), 64)
     turn.wait_until(has_come)
     seconds = turn.cancel()

@@ -34,14 +34,14 @@ def run(lab: Lab) -> Case:
 
 
 def lengths_of(context: str, batch: int) -> list[int]:
-    """How many tokens each row has before it. One row of a mix has the mix's mean."""
+    """The context length of each row. A single row of a mix has the mean length."""
     if context != MIXED:
         return [int(context)] * batch
     return mixed_lengths(batch) if batch > 1 else [sum(mixed_lengths(2)) // 2]
 
 
 def decode_rate(lab: Lab, memories: Sequence[LabMemory], tokens: int) -> float:
-    """Tokens per second of all memories going on at once, about `tokens` each while all of them do."""
+    """Tokens per second of all memories together, for about `tokens` tokens each while all of them decode."""
     forks = [lab.fork(memory) for memory in memories]
     # Rows join one after another, a suffix of one token each: as many steps pass until the last has joined.
     runs = [lab.resume(fork, fork.tokens[:1], tokens + len(forks)) for fork in forks]

@@ -24,7 +24,7 @@ class FirstTokenRow:
 
 
 def run(lab: Lab) -> Case:
-    """Restored means from bytes in memory: what disk and wire cost is `kvasir bench store`'s."""
+    """A restored turn gets its files from memory: `kvasir bench store` measures disk and wire."""
     contexts = (96,) if lab.is_quick else (256, 512, 1024, 2048, 4096, 8192)
     return Case("Time to the first token", [_row(lab, lab.shortened(context)) for context in contexts])
 

@@ -1,4 +1,4 @@
-"""What a running stream notices while another turn prefills, or restores, a long prompt."""
+"""The gaps of a running stream while another turn prefills, or restores, a long prompt."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from inference_svc.bench.lab import Case, Lab, Run
 
 @dataclass(frozen=True, slots=True)
 class InterruptionRow:
-    """What happens beside the stream; keys as in `kvasir.bench.engine_keys`."""
+    """The turn beside the stream; keys as in `kvasir.bench.engine_keys`."""
 
     beside: str
     tokens: int

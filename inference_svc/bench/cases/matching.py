@@ -55,7 +55,7 @@ class _Messages:
 
 
 class _Agent:
-    """The engine's memory of one chat, and the text that it stands for."""
+    """The engine's memory of one chat, and its text."""
 
     def __init__(self, lab: Lab, prompting: Prompting) -> None:
         self._lab = lab
@@ -64,7 +64,7 @@ class _Agent:
         self._memory = RememberedText("", (), ())
 
     def turn(self, text: str) -> tuple[str, int, int, int]:
-        """Reply and remember. Returns the reply, tokens of the prompt, and those that each matching reuses."""
+        """Reply and remember. Returns the reply, the prompt's tokens, and how many of them each matching reuses."""
         anew = self._prompting.tokenize(text)
         memory = self._memory
         match = match_prefix(memory, text, worthwhile_fraction=0.0, ends_whole=self._prompting.ends_whole)

@@ -1,4 +1,4 @@
-"""Memory of a long prompt: in cells against in one chunk, four bits against sixteen. Each in a process of its own."""
+"""Memory of a long prompt, in cells and in one chunk, with four bits and with sixteen, each in its own process."""
 
 import json
 import subprocess

@@ -79,7 +79,7 @@ def _engine_total(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> floa
     runs = [lab.start(prompt, tokens) for prompt in prompts]
     for each in runs:
         each.end()
-    return max(each.told_s for each in runs) - runs[0].submitted_s
+    return max(each.last_event_s for each in runs) - runs[0].submitted_s
 
 
 def _peer(peer: MlxThread[MlxLmPeer], prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float]:

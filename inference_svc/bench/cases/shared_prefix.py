@@ -1,4 +1,4 @@
-"""Agents that arrive together with one prefix: what is computed, and how long they wait, with and without sharing."""
+"""Agents that arrive together with one prefix: computed tokens and waiting times, with and without sharing."""
 
 from dataclasses import dataclass
 from statistics import mean

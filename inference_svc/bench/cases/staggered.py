@@ -1,4 +1,4 @@
-"""One agent speaks, another arrives: how soon the second is answered, and what the first notices."""
+"""A second agent arrives while the first decodes: the second's time to its first token, and the first's gaps."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,7 +38,9 @@ class _Round:
 
 
 def run(lab: Lab) -> Case:
-    """A: 1,024 tokens and 427 to say; B: 1,024 tokens, when A has said a third (the seed's two seconds, to scale)."""
+    """A: 1,024 tokens and a reply of 427. B: 1,024 tokens, after a third of that reply (the seed's two seconds, to
+    scale).
+    """
     found: list[_Round] = []
     for counts in lab.rounds("B joins A, and waits for A"):
         each = _round(lab)

@@ -1,4 +1,4 @@
-"""One exam: the same material put to exact KV and to every rung that a model can have, as far as the time allows."""
+"""One exam: the same material for exact KV and for every rung that a model can have, within a time limit."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ class Subject:
 
 @dataclass(slots=True)
 class Exam:
-    """What was asked and found. `refused` says of each rung that the model cannot have, why."""
+    """The material and the findings of an exam. `refused` has the reason for each rung that the model cannot have."""
 
     material: str  # QUESTIONS or CANARY
     exact: Findings
@@ -46,7 +46,7 @@ class Exam:
     is_cut_short: bool = False
 
 
-def held(
+def examine(
     subject: Subject,
     policies: Mapping[str, identity_pb2.KvPolicy],
     extent: Extent,
@@ -58,7 +58,7 @@ def held(
 ) -> Exam:
     """Measure the policies, by name and cheapest first, beside exact KV. Runs on the MLX thread.
 
-    The time limit is looked at between texts: at least one is read.
+    The time limit is checked between texts: at least one text is read.
     """
     began = clock()
     meter = Meter(subject.runner, clock)
@@ -91,7 +91,7 @@ def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iter
     exact = exact_way(subject.runner)
     vocabulary = plain_tokens(subject.tokenizer, subject.runner.vocabulary_size)
     own = own_texts(vocabulary, extent, lambda beginning, tokens, seed: meter.go_on(exact, beginning, tokens, seed))
-    # In turns, so that a cut leaves some of both.
+    # Alternating, so that an exam that is cut short has some of both.
     return CANARY, chain.from_iterable(zip(repetitions(vocabulary, extent), own, strict=True))
 
 

@@ -1,13 +1,13 @@
-"""What was found out about one way to keep KV, and the gate: whether a rung does as well as exact KV. Pure numbers."""
+"""The findings about one way to keep KV, and the gate: whether a rung does as well as exact KV. Pure numbers."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# A rung passes when it gets this part of what exact KV gets right.
+# A rung passes if it gives at least this part of exact KV's right answers.
 WITHIN = 0.99
-# What exact KV itself must get right, for a task to say anything.
+# The part that exact KV itself must get right for a task to mean anything.
 CAN_DO = 0.5
 
 RECALL = "recall"
@@ -32,7 +32,7 @@ class Share:
 
 @dataclass(slots=True)
 class Findings:
-    """Sums over what was measured so far, with one way to keep KV."""
+    """Sums over the measurements so far, with one way to keep KV."""
 
     name: str
     bytes_per_token: int
@@ -60,7 +60,7 @@ class Findings:
         return math.exp(self.surprise_sum / self.positions) if self.positions else math.nan
 
     def as_json(self) -> dict[str, Any]:
-        """Stable key names; `kvasir bench quality --help` says what each is."""
+        """Stable key names; `kvasir bench quality --help` explains each."""
         return {
             "name": self.name,
             "bytes_per_token": self.bytes_per_token,
@@ -83,10 +83,11 @@ class Verdict:
 
 
 def judged(found: Findings, exact: Findings) -> Verdict:
-    """A rung against exact KV on the same material.
+    """Compare a rung with exact KV on the same material.
 
-    A model that answers questions is held to its answers: recall and tool calls within 1 % of exact KV. Another one to
-    the canary: the tokens that it repeats, if it repeats any, and its likeliest next token at 99 of 100 positions.
+    A model that answers questions is judged by its answers: recall and tool calls within 1 % of exact KV. Any other
+    model is judged by the canary: the tokens that it repeats, if it repeats any, and the same likeliest next token at
+    99 of 100 positions.
     """
     asked = [task for task in (RECALL, TOOL_CALLS) if task in exact.shares]
     tasks = asked or [task for task in (REPEAT,) if exact.share(task).rate >= CAN_DO]
@@ -101,7 +102,7 @@ def judged(found: Findings, exact: Findings) -> Verdict:
 
 
 def cheapest(ladder: Sequence[Findings], exact: Findings) -> tuple[Findings | None, str]:
-    """The first of the ladder that passes, if one does, and the verdicts up to it in words."""
+    """The first rung of the ladder that passes, if one does, and the verdicts up to it as text."""
     reasons = []
     for found in ladder:
         verdict = judged(found, exact)

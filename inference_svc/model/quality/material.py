@@ -1,4 +1,4 @@
-"""What a model is given to read and is asked: the conversations that it was given, or a canary for any other model.
+"""The texts that a model reads and the questions that it is asked: conversations, or a canary for any other model.
 
 Token ids only, made once and put to every rung alike; seeds are fixed.
 """
@@ -14,7 +14,7 @@ from inference_svc.model.quality.findings import RECALL, TOOL_CALLS
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Tokens put behind what was read, and the only right reply, its end token included."""
+    """Tokens to put behind the text, and the only right reply, its end token included."""
 
     task: str
     ids: tuple[int, ...]
@@ -53,20 +53,20 @@ _BEGINNING_TOKENS = 8
 
 
 def conversation_sheets(conversations: Conversations, tokenizer: Any, extent: Extent) -> Iterator[Sheet]:
-    """Conversations and questions, for a model that has their tokenizer."""
+    """Conversations with questions, for a model that has their tokenizer."""
     for number_and_tokens in enumerate(extent.lengths):
         yield _sheet(tokenizer, conversations.by_number[number_and_tokens], extent)
 
 
 def repetitions(vocabulary: Sequence[int], extent: Extent) -> Iterator[Sheet]:
-    """Random tokens, twice: who keeps the first half well can say the second."""
+    """Random tokens, twice: a model that keeps the first half well can predict the second."""
     for seed in range(extent.canaries):
         half = _random_tokens(f"kvasir quality {seed}", vocabulary, extent.canary_tokens)
         yield Sheet(half + half, scored_from=len(half) + 1, is_repetition=True)
 
 
 def own_texts(vocabulary: Sequence[int], extent: Extent, go_on: GoOn) -> Iterator[Sheet]:
-    """Texts of the model's own behind a few random tokens."""
+    """Texts that the model itself writes behind a few random tokens."""
     for seed in range(extent.canaries):
         beginning = _random_tokens(f"kvasir quality own {seed}", vocabulary, _BEGINNING_TOKENS)
         yield Sheet(go_on(beginning, extent.canary_tokens, seed), scored_from=_BEGINNING_TOKENS + 1)

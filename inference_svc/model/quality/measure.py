@@ -1,7 +1,7 @@
-"""Reads and asks the material with exact KV and with each other way to keep it, and counts what differs.
+"""Runs the material through exact KV and through each other way to keep KV, and counts the differences.
 
 Exact KV is mlx-lm's own KVCache in the type that the model computes in. Runs on the MLX thread. Everything is teacher
-forced: a text is read in cells as the engine reads it, and a reply is right when every token of it wins.
+forced: a text is read in cells as the engine reads it, and a reply is right if every token of it is the likeliest.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +27,7 @@ CELL_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to keep KV: where it adds up its findings, and fresh caches for a text."""
+    """One way to keep KV: the sums of its findings, and a maker of new caches for a text."""
 
     found: Findings
     new_caches: Callable[[], Caches]
@@ -35,7 +35,7 @@ class Way:
 
 @dataclass(slots=True)
 class Reading:
-    """What came of a sheet: log probabilities [positions, vocabulary] of every scored next token; right answers."""
+    """The results of a sheet: log probabilities [positions, vocabulary] of each scored next token; right answers."""
 
     scores: mx.array
     right: list[bool]
@@ -49,11 +49,11 @@ class Meter:
         self._clock = clock
 
     def can_ask(self) -> bool:
-        """Whether a question leaves no trace: windows and recurrent states cannot be cut back to what was read."""
+        """Whether a question can be undone: windows and recurrent states cannot be cut back to the text."""
         return all(type(cache) is KVCache for cache in self._runner.exact_caches())
 
     def measure(self, sheet: Sheet, exact: Way, others: Iterable[Way]) -> None:
-        """Add what this sheet shows to the findings of each."""
+        """Add the results of this sheet to the findings of each way."""
         expected = self._timed(sheet, exact)
         _count(sheet, expected, expected, exact.found)
         for way in others:
@@ -61,7 +61,7 @@ class Meter:
             self._runner.release_unused()
 
     def go_on(self, way: Way, beginning: tuple[int, ...], tokens: int, seed: int) -> tuple[int, ...]:
-        """Text of the model's own: `tokens` more, each drawn as likely as the model finds it."""
+        """Continue a text by `tokens` tokens, each drawn with the model's own probabilities."""
         ids, caches = list(beginning), way.new_caches()
         scores = self._runner.scores(caches, ids)
         for step in range(tokens):
@@ -81,7 +81,7 @@ class Meter:
         for start in range(0, len(sheet.ids), CELL_TOKENS):
             cell = sheet.ids[start : start + CELL_TOKENS]
             scores = self._runner.scores(caches, cell)
-            # The row of position p scores token p + 1; that of the last token has none to score.
+            # The row of position p scores token p + 1; the row of the last token has none to score.
             first, last = max(sheet.scored_from - 1 - start, 0), min(len(cell), len(sheet.ids) - 1 - start)
             if first < last:
                 scored.append(scores[first:last])
@@ -89,7 +89,7 @@ class Meter:
         return Reading(mx.concatenate(scored), [self._is_right(question, caches) for question in sheet.questions])
 
     def _is_right(self, question: Question, caches: Caches) -> bool:
-        """Ask behind what was read, and leave that as it was."""
+        """Ask behind the text, and cut the caches back to it afterwards."""
         ids = (*question.ids, *question.answer[:-1])
         scores = self._runner.scores(caches, ids)
         guesses = scores[len(question.ids) - 1 :].argmax(-1).tolist()
@@ -120,14 +120,14 @@ def peer_ways(runner: ModelRunner) -> list[Way]:
 
         try:
             ways.append(_peer(runner, f"mlx-lm q{bits}", new_caches))
-        # Not for this model: another attention, or a head that the groups do not divide.
+        # This model cannot use it: another attention, or a head that the groups do not divide.
         except (ValueError, TypeError, AttributeError, NotImplementedError):
             continue
     return ways
 
 
 def _peer(runner: ModelRunner, name: str, new_caches: Callable[[], Caches]) -> Way:
-    """Bytes per token are those of the arrays that a probe leaves, their spare rows not counted."""
+    """Bytes per token are those of the arrays after a probe, without their spare rows."""
     probed = new_caches()
     runner.scores(probed, (0, 1, 2))
     kept = [[cache.keys, cache.values] for cache in probed if getattr(cache, "keys", None) is not None]

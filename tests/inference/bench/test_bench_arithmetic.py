@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, told
+from inference_svc.bench.arithmetic import Summary, Target, gaps, rate_of_all, rounded_row
 from inference_svc.bench.cases.matching import common_tokens
 from inference_svc.bench.prompts import mixed_lengths, shuffled, user_turns
 
@@ -56,7 +56,7 @@ class _Row:
 
 
 def test_a_row_is_told_with_four_digits_and_whole_counts() -> None:
-    assert told(_Row(0.123456, 123456, None)) == {"seconds": 0.1235, "count": 123456, "ratio": None}
+    assert rounded_row(_Row(0.123456, 123456, None)) == {"seconds": 0.1235, "count": 123456, "ratio": None}
 
 
 @pytest.mark.parametrize("rows", [2, 3, 8, 16])

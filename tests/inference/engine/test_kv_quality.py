@@ -15,7 +15,7 @@ from inference_svc.model.model_identity import tokenizer_digest
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.policy_memory import FILE
 from inference_svc.model.quality.conversations import Conversations
-from inference_svc.model.quality.exam import CANARY, QUESTIONS, Exam, Subject, held
+from inference_svc.model.quality.exam import CANARY, QUESTIONS, Exam, Subject, examine
 from inference_svc.model.quality.findings import RECALL, TOOL_CALLS, judged
 from inference_svc.model.quality.material import Extent, conversation_sheets
 from inference_svc.model.quality.measure import Caches, Meter, Way, exact_way, policy_way
@@ -34,7 +34,7 @@ def subject_of(directory: Path) -> Subject:
 
 def examined(subject: Subject, rungs: tuple[Rung, ...] = LADDER, with_peers: bool = False) -> Exam:
     policies = {rung.value: policy_of(rung, "float32") for rung in rungs}
-    return held(subject, policies, GLANCE, clock=time.monotonic, say=lambda _: None, with_peers=with_peers)
+    return examine(subject, policies, GLANCE, clock=time.monotonic, say=lambda _: None, with_peers=with_peers)
 
 
 def chosen(subject: Subject, state_dir: Path, digest: str = "d" * 64, request: PolicyRequest = AUTO) -> ChosenPolicy:
@@ -147,7 +147,7 @@ def test_the_exam_stops_between_texts_when_its_time_is_over(tiny: Subject) -> No
     now = iter(range(0, 10**6, 10))
     policies = {"q4": policy_of(Rung.Q4, "float32")}
     said: list[str] = []
-    exam = held(tiny, policies, extent, clock=lambda: float(next(now)), say=said.append, time_limit_s=60.0)
+    exam = examine(tiny, policies, extent, clock=lambda: float(next(now)), say=said.append, time_limit_s=60.0)
     assert exam.material == QUESTIONS
     assert exam.is_cut_short
     assert len(said) in (1, 2)

@@ -20,7 +20,7 @@ from inference_svc.formats import grammar_trial
 from inference_svc.formats import grammars as module
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.formats.grammar_trial import GrammarTrial, too_complex
-from inference_svc.formats.grammar_trial_process import Trial, tried
+from inference_svc.formats.grammar_trial_process import Trial, try_format
 from inference_svc.formats.grammars import GrammarMatcher, Grammars
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.model import kvasir_tiny
@@ -212,7 +212,7 @@ def test_a_matcher_that_gives_up_while_a_reply_runs_says_that_the_format_is_too_
     grammars: Grammars, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "limits", lambda: LLParserLimits(verbose_errors=False))
-    monkeypatch.setattr(module, "walked", lambda matcher, clock: Trial())
+    monkeypatch.setattr(module, "begin_replies", lambda matcher, clock: Trial())
     matcher = grammars.matcher("ns", small_objects(200))
     [brace] = tokenizer.encode("{", add_special_tokens=False)
     assert brace in allowed(matcher)
@@ -230,7 +230,7 @@ def test_a_format_whose_every_step_takes_long_is_refused_with_numbers(
     times as much does not.
     """
     dear, trial = schema({"const": "a" * 60_000}), GrammarTrial(timeout_s=20)
-    needed_s = tried("json_schema", dear.text, LLTokenizer("byte"), time.thread_time).step_s
+    needed_s = try_format("json_schema", dear.text, LLTokenizer("byte"), time.thread_time).step_s
 
     def compiled() -> None:
         grammars.compile("ns", dear)
@@ -255,7 +255,7 @@ def test_bytes_tell_what_a_step_costs_with_the_models_own_tokens(tokenizer: Any)
     """What the trial measures is what a reply will take, within a factor."""
     bytes_, tokens = LLTokenizer("byte"), from_tokenizer(tokenizer._tokenizer, n_vocab=VOCABULARY, eos_token=[END])
     text = json.dumps({"const": "a" * 30_000})
-    one, other = (tried("json_schema", text, each, time.thread_time).step_s for each in (bytes_, tokens))
+    one, other = (try_format("json_schema", text, each, time.thread_time).step_s for each in (bytes_, tokens))
     assert 0.25 < one / other < 4
 
 

@@ -3,11 +3,11 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inference_svc.formats.kept_formats import KeptFormats
+from inference_svc.formats.format_cache import FormatCache
 
 
 def test_a_namespace_that_asks_for_many_drops_its_own() -> None:
-    kept: KeptFormats[int, str] = KeptFormats(8)
+    kept: FormatCache[int, str] = FormatCache(8)
     kept.put("b", 1, "b's")
     for key in range(100):
         kept.put("a", key, str(key))
@@ -18,7 +18,7 @@ def test_a_namespace_that_asks_for_many_drops_its_own() -> None:
 
 
 def test_what_is_used_stays() -> None:
-    kept: KeptFormats[int, int] = KeptFormats(4)
+    kept: FormatCache[int, int] = FormatCache(4)
     for key in range(20):
         kept.put("a", key, key)
         assert kept.get("a", 0) == 0
@@ -26,7 +26,7 @@ def test_what_is_used_stays() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 9)), max_size=80), st.integers(1, 6))
 def test_never_more_than_so_many_and_the_newest_is_there(asked: list[tuple[str, int]], most: int) -> None:
-    kept: KeptFormats[int, int] = KeptFormats(most)
+    kept: FormatCache[int, int] = FormatCache(most)
     for namespace, key in asked:
         kept.put(namespace, key, key)
         assert kept.get(namespace, key) == key

@@ -1,7 +1,6 @@
-"""What was compiled for callers and may be asked for again: the newest of each namespace, in shares. Pure.
+"""A cache of compiled formats: the newest of each namespace, in fair shares. Pure.
 
-A namespace's formats are its own, also where two namespaces ask for the same: how fast one is answered would tell what
-another had asked.
+Namespaces share no formats, even if two ask for the same one: a fast answer would show one what the other has asked.
 """
 
 from collections import OrderedDict
@@ -13,8 +12,10 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 
-class KeptFormats(Generic[KeyT, ValueT]):
-    """At most so many. Who needs room and has its share drops its own oldest; who has less, the largest holder's."""
+class FormatCache(Generic[KeyT, ValueT]):
+    """At most `most` formats. A namespace with its share makes room by dropping its own oldest; one with less drops the
+    oldest of the largest holder.
+    """
 
     def __init__(self, most: int) -> None:
         self._shares = Shares(most)
@@ -27,14 +28,14 @@ class KeptFormats(Generic[KeyT, ValueT]):
         return key in self._kept.get(namespace, ())
 
     def get(self, namespace: str, key: KeyT) -> ValueT | None:
-        """Counts as a use."""
+        """The value, which becomes the namespace's newest."""
         if not self.has(namespace, key):
             return None
         self._kept[namespace].move_to_end(key)
         return self._kept[namespace][key]
 
     def put(self, namespace: str, key: KeyT, value: ValueT) -> None:
-        """Keep it; of what was kept the oldest may go."""
+        """Keep a value; an older one may be dropped."""
         if not self.has(namespace, key):
             while not self._shares.has_room(namespace, 1):
                 has_some = self._shares.held(namespace) > 0
