@@ -1,4 +1,4 @@
-"""A running turn with its KV: how it begins from a memory, what it leaves, and how it is undone."""
+"""A running turn with its KV: how it begins from a memory, the memory that it leaves, and how it is undone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ from inference_svc.kv.tensor_files import check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
-# Where it began, the prompt's, the turn's end, and that of the memory which is put back if the turn is undone.
+# At the turn's beginning, its prompt, its end, and the memory's own one, which is put back if the turn is undone.
 MOST_REWIND_POINTS = 4
 
 
 @dataclass
 class ActiveSequence:
-    """`memory` is the hot memory whose KV the turn extends, `saved` the rows of it that the turn overwrites."""
+    """`memory` is the hot memory whose KV the turn extends; `saved` are its rows that the turn overwrites."""
 
     turn: Turn
     kv: SequenceKV
@@ -32,24 +32,26 @@ class ActiveSequence:
 
     @classmethod
     def sharing(cls, turn: Turn, kv: SequenceKV, shared_tokens: int) -> "ActiveSequence":
-        """The turn with a fork of the first `shared_tokens` tokens of another's KV: what it would compute itself."""
+        """The turn with a fork of the first `shared_tokens` tokens of another KV, which has the bits that it would
+        compute itself.
+        """
         turn.restoring()
         forked = kv.fork_of(shared_tokens)
         turn.began(shared_tokens, shared_tokens, is_shared=True)
         return cls(turn, forked, _sampler(turn), turn.chain[: shared_tokens // BLOCK_TOKENS])
 
     def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory[SequenceKV]:
-        """What the turn leaves behind. Computes the last token, which was drawn but never fed, if it is remembered."""
+        """The memory that the turn leaves. Computes the last token, drawn but never fed, if it is remembered."""
         state = self.turn.state()
         missing = state.token_ids[self.kv.length :]
         if missing:
             runner.prefill(self.kv, missing)
         self.kv.trim_to(len(state.token_ids))
-        if self.kv.can_go_on_from(len(state.token_ids)):  # not so if states have seen what is not remembered
+        if self.kv.can_go_on_from(len(state.token_ids)):  # not if states have seen tokens that are not remembered
             self.kv.mark()
-        # Where this turn began others of its kind may begin again: the last words said otherwise, or once more.
+        # Another turn may begin where this one began: a retry, or an edited last message.
         kept = {self.turn.cached, self.turn.prompt_rewind_point, len(state.token_ids)}
-        # Who says nothing takes nothing away: what could be gone back to before may be still.
+        # A warm-up turn generates nothing, so it keeps the existing rewind points (at most MOST_REWIND_POINTS).
         self.kv.keep_rewind_points(kept if self.turn.plan.generates else self.kv.rewind_points[-MOST_REWIND_POINTS:])
         self.turn.rewind_points = self.kv.rewind_points
         state = self.turn.state()

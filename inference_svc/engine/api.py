@@ -1,6 +1,6 @@
-"""What turn preparation and the engine say to each other: plain data, no tensors, no wire.
+"""The engine's language: plans of turns in, events out. Plain data, no tensors, no wire.
 
-Turn preparation makes a `TurnPlan`; the engine answers with events. Everything here is frozen and may cross threads.
+Turn preparation makes a `TurnPlan`; the engine answers with events. All classes here are frozen and may cross threads.
 """
 
 from dataclasses import dataclass, field
@@ -16,14 +16,14 @@ from inference_svc.text.sequence_state import SequenceState
 
 @dataclass(frozen=True, slots=True)
 class AgentKey:
-    """Whose memory a sequence is. The namespace comes from the caller's credential."""
+    """The agent that a memory belongs to. The namespace comes from the caller's credential."""
 
     namespace: str
     agent_id: str
 
 
 class Priority(Enum):
-    """Who is served first when not all can be. Waiting raises a turn: nobody waits for ever."""
+    """Which turns are served first when not all can be. A waiting turn ages, so that none waits for ever."""
 
     INTERACTIVE = "interactive"  # a person waits for it
     BACKGROUND = "background"
@@ -31,7 +31,7 @@ class Priority(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. Already validated: the engine refuses only what does not fit the model."""
+    """How the next token is chosen. Already validated: the engine refuses only values that do not fit the model."""
 
     max_tokens: int
     temperature: float = 0.0  # 0 is greedy
@@ -44,21 +44,21 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # above 1, tokens among the last `repetition_tokens` become less likely
     repetition_tokens: int = 64
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit)
-    logprobs: int | None = None  # tell each token's log probability and those of this many likeliest; None: neither
+    logprobs: int | None = None  # report each token's log probability and so many of the likeliest; None: neither
     constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Cold:
-    """Nothing is reused."""
+    """The turn reuses no KV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hot:
     """The engine's own memory of the plan's key is reused: its first `keep_tokens` tokens, which must equal the plan's.
 
-    `keep_tokens` may lie anywhere (DIVERGE). The engine refuses with FailedPrecondition, reason HOT_MEMORY_GONE, if the
-    memory was dropped in between; nothing has happened then, and the turn may be planned again.
+    `keep_tokens` may lie anywhere (DIVERGE). If the memory was dropped in between, the engine refuses with
+    FailedPrecondition, reason HOT_MEMORY_GONE; the turn has had no effect then, and may be planned again.
     """
 
     keep_tokens: int
@@ -68,18 +68,18 @@ class Hot:
 class Restored:
     """KV read from outside: `blobs` are tensor files' bytes, in order from position 0, the last one full or a tail.
 
-    `token_ids` are the tokens of the files, all of them (a block's chain hash covers the whole block). The first
-    `keep_tokens` of them are reused and must equal the plan's; `keep_tokens` may cut inside the last file (DIVERGE).
-    `shareable_tokens` is what the manifest says or, for blocks found by block hash, all of them. Every file is checked
-    before MLX sees it: DataLoss (reason BLOB_DAMAGED, metadata "blob" = its index) when one is not what it must be;
-    live state is untouched then, and the turn may be planned again.
+    `token_ids` are all tokens of the files (a block's chain hash covers the whole block). The first `keep_tokens` of
+    them are reused and must equal the plan's; `keep_tokens` may cut inside the last file (DIVERGE). `shareable_tokens`
+    is the manifest's number or, for blocks found by block hash, all of the tokens. Every file is checked before MLX
+    sees it. A wrong file raises DataLoss (reason BLOB_DAMAGED, metadata "blob" = its index); live state is untouched
+    then, and the turn may be planned again.
     """
 
     blobs: tuple[bytes, ...]
     token_ids: tuple[int, ...]
     keep_tokens: int
     shareable_tokens: int = 0
-    state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states cannot do without
+    state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states need it
 
 
 Reuse: TypeAlias = Cold | Hot | Restored
@@ -87,31 +87,31 @@ Reuse: TypeAlias = Cold | Hot | Restored
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """One turn: the whole prompt as tokens, what of it need not be computed, and how to go on."""
+    """One turn: the whole prompt as tokens, the KV that it reuses, and how to generate."""
 
     token_ids: tuple[int, ...]
     token_chars: tuple[int, ...]  # code points that each prompt token completes, as in manifest.proto
     sampling: SamplingParams
     reuse: Reuse = field(default_factory=Cold)
-    key: AgentKey | None = None  # None: nothing is remembered
+    key: AgentKey | None = None  # None: the turn leaves no memory
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
     priority: Priority = Priority.INTERACTIVE
     namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody
     # Prompt tokens after which a model with states records a rewind point: the next prompt will begin with them too.
     # None: all but the last, which is computed in any case.
     rewind_point_tokens: int | None = None
-    # While another turn needs its room its KV may be given to its listener (`Preempted`) and, if it extends a hot
-    # memory, that memory be dropped: it is whole elsewhere.
+    # While another turn needs the room, the turn's KV may be given to its listener (`Preempted`). If the turn extends a
+    # hot memory, that memory may be dropped then: the store has all of it.
     can_be_preempted: bool = False
 
     @property
     def generates(self) -> bool:
-        """False, by max_tokens 0, of a turn that only leaves its prompt as the key's hot memory."""
+        """False, with max_tokens 0, for a turn that only leaves its prompt as the key's hot memory."""
         return self.sampling.max_tokens > 0
 
     @property
     def most_reused(self) -> int:
-        """Prompt tokens that may be reused. Of a turn that decodes the last is computed: the reply begins behind it."""
+        """Prompt tokens that may be reused. A generating turn computes its last one, because the reply begins there."""
         return len(self.token_ids) - (1 if self.generates else 0)
 
 
@@ -139,9 +139,9 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The turn has its memory and begins. `cached_tokens` is what was truly reused: they will not be computed.
+    """The turn has its memory and begins. `cached_tokens` tokens are reused and will not be computed.
 
-    `is_shared`: they are what another turn or memory of the namespace prefilled, not what the plan named.
+    `is_shared`: another turn or memory of the namespace gave them, not the source that the plan named.
     """
 
     cached_tokens: int
@@ -158,8 +158,8 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class BlocksFull:
-    """The sequence now holds `count` full blocks, whose rows will not change during this turn: they may be published
-    meanwhile, by `Engine.snapshot(key, first_block)` with `blocks_only=True`.
+    """The sequence now holds `count` full blocks. Their rows will not change during this turn, so they may be published
+    meanwhile: see `Engine.snapshot` with `blocks_only=True`.
     """
 
     count: int
@@ -167,7 +167,7 @@ class BlocksFull:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log of a drawn token's probability before temperature and filters; the likeliest tokens with theirs."""
+    """Natural log of a drawn token's probability before temperature and filters, and those of the likeliest tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -175,9 +175,9 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens generated since the last event, and the text that is now certain to belong to the reply (may lag behind: a
-    character or a possible stop string is held back until it is whole or ruled out). A stop token is among `ids`, its
-    text is not.
+    """Tokens generated since the last event, and the text that now certainly belongs to the reply. The text may lag
+    behind: a character is held back until it is whole, a possible stop string until it is ruled out. A stop token is
+    among `ids`, its text is not in `text`.
     """
 
     ids: tuple[int, ...]
@@ -187,8 +187,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The turn gave up its rows for another's. `files` are the tensor files of its first `tokens` tokens: full blocks,
-    and the tail. They are the listener's to keep, who says by `TurnHandle.files_stored` when they have left this
+    """The turn gave up its rows for another turn. `files` are the tensor files of its first `tokens` tokens: full
+    blocks and the tail. The listener must keep them, and calls `TurnHandle.files_stored` once they have left this
     machine's memory. The turn goes on after `Wanted`.
     """
 
@@ -198,13 +198,13 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """There is room again for a turn that was preempted, and it is held until `TurnHandle.resume` brings the files."""
+    """There is room again for a preempted turn; it is reserved until `TurnHandle.resume` brings the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """A turn that was preempted goes on where it was. KV of its first `tokens` tokens came back; that of `lost_tokens`
-    more did not, and is computed again.
+    """A preempted turn goes on where it was. KV of its first `tokens` tokens came back; that of the next `lost_tokens`
+    did not, and is computed again.
     """
 
     tokens: int
@@ -213,13 +213,12 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The turn is over and, with a key, is the key's hot memory. Also after a cancel with keep_partial; a cancel
-    without it is `Failed(Cancelled)`, and the memory is the one before the turn.
+    """The turn is over. With a key, its sequence is the key's hot memory now. A cancel with keep_partial ends so too; a
+    cancel without it is `Failed(Cancelled)`, and the memory stays as it was before the turn.
 
-    `state` is exactly what a snapshot taken now holds: the prompt, the reply, and its stop token; not tokens that only
-    spell a stop string. `generated_text` is the text of all tokens of `state` behind the prompt, special tokens
-    spelled, so that prompt text + generated_text is the text of the state. `text` is the whole reply as the client saw
-    it.
+    `state` is what a snapshot taken now holds: the prompt, the reply, and its stop token, but no tokens that only spell
+    a stop string. `generated_text` is the text of all tokens of `state` behind the prompt, special tokens included, so
+    that prompt text + generated_text is the text of the state. `text` is the whole reply as the client saw it.
     """
 
     finish_reason: FinishReason
@@ -245,8 +244,8 @@ Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Preempted | Wante
 
 @dataclass(frozen=True, slots=True)
 class HotMemory:
-    """An agent's memory in the engine, as of its last whole turn. `tag` is what `tag_hot` attached: opaque to the
-    engine.
+    """An agent's memory in the engine, as of its last whole turn. `tag` was attached by `Engine.tag_hot`; the engine
+    does not look into it.
     """
 
     state: SequenceState
@@ -255,8 +254,8 @@ class HotMemory:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if it was asked for and
-    there is one. Of a model with states also the state file of each of the sequence's rewind points.
+    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if the snapshot reaches
+    it. For a model with states also the state file of each rewind point.
     """
 
     first_block: int

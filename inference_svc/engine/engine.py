@@ -1,7 +1,7 @@
 """The engine: turns in, events out, memories kept between them. Start here.
 
-Everything that computes lives on one thread (`mlx_thread`), which this class feeds through its mailbox. All methods may
-be called from any thread, do not block, and touch no tensor; what they return is plain data (`plan`) or a future of it.
+All computation runs on one thread (`mlx_thread`), which this class feeds through its mailbox. All methods may be called
+from any thread, do not block, and touch no tensor. They return plain data (`api`) or a future of it.
 """
 
 import time
@@ -45,12 +45,12 @@ class TurnHandle:
         self._post(lambda _worker: None)  # wakes it
 
     def files_stored(self) -> None:
-        """The files of `Preempted` have left this machine's memory: others may be preempted."""
+        """The files of `Preempted` have left this machine's memory: other turns may be preempted."""
         self._post(lambda worker: worker.files_stored(self._turn))
 
     def resume(self, blobs: Sequence[bytes]) -> None:
-        """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be had. They are checked;
-        what is missing or damaged is computed again. Without effect once the turn is over.
+        """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be read. They are checked;
+        KV of missing or damaged files is computed again. Without effect once the turn is over.
         """
         self._post(lambda worker: worker.resume(self._turn, blobs))
 
@@ -81,13 +81,13 @@ class Engine:
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
         `model`: a directory that mlx-lm can load, or a Hugging Face repository name. `cache_dir` keeps weights digests
-        by file identity, and what `auto` chose by weights digest. `memory_budget_bytes` bounds all KV, hot and running.
-        `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first, unless its
-        choice is known, and asks it from `conversations_file` if that is written for its tokenizer. `compute_type`:
-        None for float32 on a CPU, else the model's own. `step_budget_s`: for so long a step computes prompts while
-        others decode, and a cell more. `name`: what callers know the model by; empty: what its path says. Raises
-        NotFound (no such model), FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named;
-        MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV, hot and
+        running. `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first,
+        unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
+        `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while
+        other turns decode, a step computes prompts for so long, and one cell more. `name`: the model's name for
+        callers; empty: the name in its path. Raises NotFound (no such model), FailedPrecondition (reason
+        LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
         """
         load_optimized_blas()
         made: list[tuple[OpenedModel, EngineWorker]] = []
@@ -165,35 +165,35 @@ class Engine:
 
     @property
     def computed_tokens(self) -> int:
-        """Tokens that went through the model since it was loaded, of prompts and of replies."""
+        """Prompt and reply tokens that went through the model since it was loaded."""
         return self._worker.computed_tokens
 
     @property
     def preemptions(self) -> int:
-        """Turns that were preempted because others needed their room."""
+        """How often a turn was preempted because another needed its room."""
         return self._worker.preemptions
 
     def hot_sizes(self) -> dict[AgentKey, int]:
-        """Allocated KV bytes of each hot memory, those that running turns extend included."""
+        """Allocated KV bytes of each hot memory, also of those that running turns extend."""
         return self._worker.memories.sizes()
 
     def hot_keys(self) -> set[AgentKey]:
-        """Whose memories are hot. Cheaper than `hot_sizes`."""
+        """Agents that have a hot memory. Cheaper than `hot_sizes`."""
         return self._worker.memories.keys()
 
     def needed_bytes(self, plan: TurnPlan) -> int:
-        """KV that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
+        """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
         return turn_bytes(plan, self.model)
 
     def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
-        since the last time, in order; it must return at once and not raise. The last event is `Ended` or `Failed`,
-        always exactly one of them.
+        since the last call, in order; it must return at once and not raise. The last event is exactly one `Ended` or
+        `Failed`.
 
-        Turns of different keys run interleaved; turns of one key run in the order of submission (but plan them one by
-        one: a plan depends on the memory that the turn before leaves). How many turns are open is the caller's to
-        bound. Raises ResourceExhausted at once when the prompt and max_tokens cannot fit the context, or the empty KV
-        budget; InvalidArgument for an invalid plan; Unavailable after close.
+        Turns of different keys run interleaved; turns of one key run in the order of submission. Plan the turns of one
+        key one by one: a plan depends on the memory that the turn before leaves. How many turns are open is the
+        caller's to bound. Raises ResourceExhausted at once when the prompt and max_tokens cannot fit the context, or
+        the empty KV budget; InvalidArgument for an invalid plan; Unavailable after close.
         """
         self._check(plan)
         turn = Turn(
@@ -216,18 +216,18 @@ class Engine:
         return self._worker.memories.described(key)
 
     def hot_tag(self, key: AgentKey) -> object:
-        """What is attached to the key's hot memory; None if there is none. Not counted as a use."""
+        """The tag of the key's hot memory; None if there is no memory. Does not count as a use."""
         memory = self._worker.memories.get(key)
         return memory.tag if memory is not None else None
 
     def tag_hot(self, key: AgentKey, tag: object) -> None:
-        """Attach anything (say, the store version that equals this memory) to the key's hot memory. A turn that changes
-        the memory removes the tag. Without effect if there is no memory.
+        """Attach an object to the key's hot memory: say, the store version that equals it. A turn that changes the
+        memory removes the tag. Without effect if there is no memory.
         """
         self._worker.memories.tag(key, tag)
 
     def drop_hot(self, key: AgentKey) -> "Future[bool]":
-        """Forget the key's memory, once no turn of it runs; True if there was one."""
+        """Forget the key's memory, once no turn of the key runs; True if there was one."""
         return self._when_idle(key, lambda worker: worker.memories.drop(key))
 
     def fork_hot(self, source: AgentKey, target: AgentKey) -> "Future[bool]":
@@ -240,19 +240,19 @@ class Engine:
         self, key: AgentKey, first_block: int, *, blocks_only: bool = False, max_blocks: int | None = None
     ) -> "Future[Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
-        of it runs.
+        of the key runs.
 
-        With `max_blocks`, at most so many blocks, and the tail only if they are the last: a long memory is taken in
-        pieces, and other turns go on between them. With `blocks_only`, full blocks alone, at once, and of the running
-        turn if one runs. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may
-        differ from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
+        `max_blocks`: at most so many blocks, and the tail only with the last of the memory. So a long memory is taken
+        in pieces, and other turns go on between them. `blocks_only`: full blocks alone, at once, of the running turn if
+        there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
+        from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
         if blocks_only:
             return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
         return self._when_idle(key, lambda worker: worker.snapshot(key, first_block, max_blocks))
 
     def close(self) -> None:
-        """Fail what runs with Unavailable, free the model, end the thread cleanly; blocks until it has. Idempotent."""
+        """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""
         self._is_closed = True
         self._thread.close()
 
@@ -267,7 +267,7 @@ class Engine:
         return result
 
     def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
-        """Compiled by the edge already, or now, for who comes another way."""
+        """The plan's compiled format. The edge has compiled it already; for other callers it is compiled now."""
         sampling = plan.sampling
         if sampling.constraint is None:
             return None
@@ -299,7 +299,7 @@ class Engine:
 
 def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
     rules = Rules(cell_tokens=model.cell_tokens, budget_s=step_budget_s)
-    # Layers that do not keep all tokens share nothing: who waited for a sibling would wait for nothing.
+    # Layers that do not keep all tokens share no rows, so a turn would wait for its sibling in vain.
     return replace(rules, prefix_wait_s=0) if model.has_states else rules
 
 
@@ -311,5 +311,5 @@ def _fulfil(result: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
     if result.set_running_or_notify_cancel():
         try:
             result.set_result(work())
-        except Exception as error:  # noqa: BLE001 - it is the caller's
+        except Exception as error:  # noqa: BLE001 - the caller gets it
             result.set_exception(error)

@@ -1,8 +1,8 @@
-"""What the MLX thread does: begins turns, steps them, ends them, and keeps what they leave.
+"""The work of the MLX thread: it begins turns, steps them, ends them, and keeps the memories that they leave.
 
-All turns that decode are decoded in one batch; prompts are computed one at a time, cell by cell, beside it. A turn that
-fails or is cancelled changes no memory: rows that it overwrote are put back, to the bit. When an interactive turn finds
-no room, background turns are preempted for it (`preempted_turns`).
+A step decodes one token for each generating turn, as one batch, and computes cells of prompts beside it, one prompt at
+a time. A turn that fails or is cancelled changes no memory: the rows that it overwrote are put back, to the bit. When
+an interactive turn finds no room, background turns are preempted for it (`preempted_turns`).
 """
 
 import logging
@@ -31,18 +31,18 @@ from inference_svc.model.model_runner import ModelRunner
 
 OnEvents = Callable[[list[Event]], None]
 logger = logging.getLogger(__name__)
-# Files of turns that were preempted and are not stored yet may take this part of the budget, beside it.
+# Files of preempted turns that are not stored yet may take this part of the budget, beside it.
 _UNSTORED_PART = 2
 
 
 def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
-    """KV bytes that a turn may come to need, all of its tokens generated. Known before anything is allocated."""
+    """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
     rows_bytes = capacity_rows(len(plan.token_ids) + plan.sampling.max_tokens) * model.kv_bytes_per_token
     return rows_bytes + model.live_state_bytes + MOST_REWIND_POINTS * model.state_bytes
 
 
 class EngineWorker:
-    """The worker of the MLX thread. Only `memories`' tags and uses, and the byte counts, are for other threads."""
+    """The worker of the MLX thread. Other threads may use the tags and expected uses of `memories`, and the counts."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class EngineWorker:
     ) -> None:
         self.memories: HotMemories[SequenceKV] = HotMemories(memory_budget_bytes)
         self.memory_used_bytes = 0
-        self.computed_tokens = 0  # that went through the model: what is reused is not among them
+        self.computed_tokens = 0  # tokens that went through the model; reused tokens do not count
         self.preemptions = 0
         self._runner = runner
         self._model = model
@@ -67,8 +67,8 @@ class EngineWorker:
         self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._active: dict[Turn, ActiveSequence] = {}
         self._preempted = PreemptedTurns(runner, model, memory_budget_bytes // _UNSTORED_PART)
-        self._refused: dict[Turn, Collection[Hashable]] = {}  # who found no room in this step, and what it protected
-        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known, or not wanted
+        self._refused: dict[Turn, Collection[Hashable]] = {}  # turns without room in this step; keys they protected
+        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known or not needed
         self._listeners: dict[Turn, OnEvents] = {}
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
 
@@ -77,32 +77,32 @@ class EngineWorker:
         self._scheduler.submit(turn, self._clock())
 
     def step(self, take_mail: Callable[[], None]) -> bool:
-        """One step of all that runs; False if there was nothing to do. `take_mail` is called between cells, so that
-        whoever comes or goes does not wait for a whole step.
+        """One step of all running turns; False if there was no work. `take_mail` is called between cells, so that a new
+        turn or a cancel does not wait for a whole step.
         """
         for turn in self._scheduler.cancelled():
             self._guarded(turn, self._cancel)
         before_s = self._clock()
         self._begin_waiting()
         spent_s = self._clock() - before_s
-        has_ended = self._finish_generated()  # whose memory is whole and who says nothing
+        has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
         present = {*self._scheduler.running, *self._scheduler.waiting}
         if may_decode := self._masks.begin_step(decoding, present):
             self._decode(may_decode)
-            self._tell()
+            self._emit_all()
         has_prefilled = self._prefill(take_mail, spent_s)
         self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
         self._count_bytes()
         if not self._active:
             self._runner.release_unused()
-        return bool(decoding) or has_prefilled or has_ended  # who ended may have left room for another
+        return bool(decoding) or has_prefilled or has_ended  # a turn that ended may have left room for another
 
     def close(self) -> None:
         for turn in list(self._listeners):
             self._abandon(turn, Unavailable("the engine is shutting down", retry_after_s=1.0))
-        self._tell()
+        self._emit_all()
 
     def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:
         """Do `work` now, or as soon as no turn of the key runs or is preempted."""
@@ -112,27 +112,27 @@ class EngineWorker:
             self._when_idle.setdefault(key, []).append(work)
 
     def resume(self, turn: Turn, blobs: Sequence[bytes]) -> None:
-        """The files of a turn that was preempted and is wanted, as far as they could be had."""
+        """The answer to `Wanted`: the preempted turn's files, or as many leading ones as could be read."""
         if turn.is_restoring and turn in self._preempted:
             self._guarded(turn, lambda _: self._active.update({turn: self._preempted.take_back(turn, blobs)}))
-            self._tell()
+            self._emit_all()
 
     def files_stored(self, turn: Turn) -> None:
-        """The files of a turn that was preempted are not held in memory any more."""
+        """The files of a preempted turn are no longer held in memory."""
         self._preempted.stored(turn)
 
     # --- memories ---
 
     def fork(self, source: AgentKey, target: AgentKey) -> bool:
-        """Give `target` the memory of `source`, untagged: a tag is one agent's. False if there is none."""
+        """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none."""
         memory = self.memories.get(source)
         return memory is not None and self.memories.put(
             target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
         )
 
     def snapshot(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
-        """The key's memory: blocks from `first_block` on, at most `max_blocks`, and with the last of them the tail and
-        the states.
+        """The key's memory: blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the
+        last block.
         """
         memory = self.memories.get(key)
         if memory is None:
@@ -148,10 +148,10 @@ class EngineWorker:
         return Snapshot(first_block, tuple(files), tail, memory.state, self._states(memory))
 
     def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
-        """Full blocks from `first_block` on, at most `max_blocks`: of the key's running turn, else of its memory."""
+        """Full blocks from `first_block` on, at most `max_blocks`, of the key's running turn or else of its memory."""
         active = self._active_of(key)
         if active is None and self._is_used(key):
-            return None  # its turn is preempted: the memory is another's blocks
+            return None  # its turn is preempted: the memory holds other blocks than the turn's
         if active is None:
             whole = self.snapshot(key, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
@@ -167,7 +167,7 @@ class EngineWorker:
         self, kv: SequenceKV, token_ids: Sequence[int], chain: Sequence[str], first_block: int
     ) -> list[tuple[FileIdentity, bytes]]:
         if not kv.row_layers:
-            return []  # nothing is in blocks
+            return []  # no layer is kept in blocks
         identities = file_identities(self._model.kv_identity_hash, token_ids, chain, first_block)
         return [(identity, kv.to_file(self._model.kv_identity, identity)) for identity in identities]
 
@@ -179,7 +179,7 @@ class EngineWorker:
     # --- beginning ---
 
     def _begin_waiting(self) -> None:
-        """To bring a memory back takes time: while somebody decodes, it counts with the prefill of the step."""
+        """Restoring a memory takes time. While turns decode, that time counts as prefill of the step."""
         self._refused.clear()
         before_s = self._clock()
 
@@ -192,7 +192,7 @@ class EngineWorker:
             self._scheduler.begin_waiting(self._clock(), self._try_begin, has_time)
 
     def _try_begin(self, turn: Turn, protected: Collection[Hashable]) -> bool:
-        """Begin a waiting turn, or have the files of one that was preempted brought; False if there is no room yet."""
+        """Begin a waiting turn, or ask for the files of a preempted one; False if there is no room yet."""
         extends = turn.memory_key is not None
         needed, key, namespace = self._needed_bytes(turn), turn.plan.key, turn.namespace
         if not self.memories.reserve(turn, needed, key, extends=extends, protected=protected, namespace=namespace):
@@ -200,13 +200,13 @@ class EngineWorker:
             return False
         if turn in self._preempted:
             turn.wanted()
-            self._tell_one(turn, self._listeners[turn])
+            self._emit(turn, self._listeners[turn])
         else:
             self._guarded(turn, lambda turn: self._begin(turn, protected))
         return True
 
     def _make_room(self, blocked: Turn) -> bool:
-        """Preempt turns for one that found no room; False if nobody was."""
+        """Preempt turns for a turn that found no room; whether any was preempted."""
         needed, extends = self._needed_bytes(blocked), blocked.memory_key is not None
         protected = self._refused.get(blocked, ())
         missing = self.memories.missing_bytes(needed, blocked.plan.key, extends=extends, protected=protected)
@@ -228,10 +228,10 @@ class EngineWorker:
         self.memories.release(turn)
         self._scheduler.preempted(turn, self._clock())
         self.preemptions += 1
-        self._tell_one(turn, self._listeners[turn])
+        self._emit(turn, self._listeners[turn])
 
     def _needed_bytes(self, turn: Turn) -> int:
-        """KV of all tokens that the turn may come to have, and of those that it overwrites and may have to put back."""
+        """KV of all tokens that the turn may come to have, and of the rows that it overwrites and may put back."""
         memory = self.memories.get(turn.plan.key) if turn.plan.key is not None else None
         is_cut = turn.memory_key is not None and memory is not None
         saved = max(0, memory.kv.length - memory.kv.start_before(turn.reusable_tokens)) if is_cut and memory else 0
@@ -243,7 +243,9 @@ class EngineWorker:
         self._active[turn] = active
 
     def _shared(self, turn: Turn, protected: Collection[Hashable]) -> ActiveSequence | None:
-        """The turn with a fork of what another of its namespace prefilled, if that is worth more than its own plan."""
+        """The turn with a fork of the prefix that another turn of its namespace computed, if that saves more than its
+        own plan does.
+        """
         if turn.namespace is None or self._model.has_states:
             return None
         prefix = self._scheduler.prefix_source_of(turn, self.memories.idle(turn.namespace))
@@ -256,7 +258,9 @@ class EngineWorker:
         return ActiveSequence.sharing(turn, owner.kv, prefix.shared_tokens)
 
     def _leaves_its_memory(self, turn: Turn, protected: Collection[Hashable]) -> bool:
-        """Whether there is room for the turn beside the memory that it was to extend; that one is idle then."""
+        """Reserve room for the turn beside the memory that it was to extend, which becomes idle. False, and the turn's
+        reservation is as before, if there is none.
+        """
         key = turn.plan.key
         self.memories.release(turn)
         needed, namespace = turn_bytes(turn.plan, self._model), turn.namespace
@@ -271,8 +275,8 @@ class EngineWorker:
     # --- stepping ---
 
     def _decode(self, decoding: Sequence[Turn]) -> None:
-        """One more token of every turn that decodes, in one forward pass. Turns that drew their last token in the step
-        before have it computed here, so that they remember it, and end.
+        """Compute one more token of every decoding turn, in one forward pass. A turn that drew its last token in the
+        step before computes that token here, so that it remembers it, and ends.
         """
         try:
             order = self._joined(decoding)
@@ -297,11 +301,11 @@ class EngineWorker:
                 turn.accept(token.token_id, token.logprobs)
 
     def _joined(self, decoding: Sequence[Turn]) -> list[Turn]:
-        """Those that decode in this step, in the batch, by slot; and nobody else: who sits out, and who was cancelled
-        since this step began, leaves it.
+        """Make the batch hold the turns that decode in this step and no others; returns them by slot. Turns that sit
+        out, and turns that were cancelled since the step began, leave it.
         """
         by_kv = {id(self._active[turn].kv): turn for turn in decoding}
-        # From the last slot on: when many leave at once, few are moved to take their places.
+        # From the last slot on: when many turns leave at once, few are moved to take their places.
         for kv in [kv for kv in reversed(self._batch.sequences) if id(kv) not in by_kv]:
             self._batch.leave(kv)
         for turn in decoding:
@@ -310,11 +314,13 @@ class EngineWorker:
         return [by_kv[id(kv)] for kv in self._batch.sequences]
 
     def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
-        """Cells of prompts, as long as the scheduler says, `spent_s` of its time being spent; False if none waits."""
+        """Compute cells of prompts while the scheduler grants them; `spent_s` of the step's time is spent already.
+        Returns whether there was one.
+        """
         began_s, cells = self._clock() - spent_s, 0
         while (turn := self._scheduler.grant_prefill(self._clock() - began_s)) is not None:
             self._guarded(turn, self._prefill_cell)
-            self._tell()
+            self._emit_all()
             cells += 1
             take_mail()
         return cells > 0
@@ -339,9 +345,9 @@ class EngineWorker:
     # --- ending ---
 
     def _finish_generated(self) -> bool:
-        """End the turns that drew their last token and need no more KV: who remembers nothing, or nothing of it; False
-        if there are none. At a step's end, so that a listener's request for the turn's snapshot is served before the
-        next step admits a turn that may need the room.
+        """Finish turns that have drawn their last token and need not compute its KV: turns without an agent, and turns
+        that do not remember that token. Returns whether any finished. At a step's end, so that a listener's request for
+        the turn's snapshot is served before the next step admits a turn that may need the room.
         """
         generated = [turn for turn in self._active if turn.finish_reason is not None]
         ending = [turn for turn in generated if turn.plan.key is None or turn.remembered <= turn.computed]
@@ -366,7 +372,7 @@ class EngineWorker:
             self._abandon(turn, Cancelled("the turn was cancelled; the agent remembers what it did before"))
 
     def _guarded(self, turn: Turn, work: Callable[[Turn], None]) -> None:
-        """A turn that fails takes nobody with it."""
+        """Do a turn's work. If it fails, only this turn ends."""
         try:
             work(turn)
         except KvasirError as error:
@@ -377,7 +383,7 @@ class EngineWorker:
             self._abandon(turn, Internal("the turn failed in the engine"))
 
     def _lose(self, decoding: Sequence[Turn]) -> None:
-        """A forward pass of these turns failed half-way; with them goes whoever else is in the batch."""
+        """A forward pass of these turns failed half-way: they end, and so does every other turn in the batch."""
         lost = [turn for turn, active in self._active.items() if turn in decoding or active.kv in self._batch]
         self._batch.discard()
         for turn in lost:
@@ -385,14 +391,14 @@ class EngineWorker:
             self._abandon(turn, Internal("the turn failed in the engine"))
 
     def _forget(self, turn: Turn) -> None:
-        """Layers may disagree on their length now: the memory that the turn extends must not serve again."""
+        """Drop the memory that the turn extends: its layers may disagree on their length now."""
         active = self._active.get(turn)
         if active is not None and active.memory is not None and turn.plan.key is not None:
             self.memories.drop(turn.plan.key)
             active.memory = None
 
     def _abandon(self, turn: Turn, error: KvasirError) -> None:
-        """End it without effect, whatever happens: somebody waits for it."""
+        """End the turn without effect on its memory. Its listener gets an end whatever happens here."""
         if active := self._active.get(turn):
             try:
                 self._batch.leave(active.kv)
@@ -401,29 +407,29 @@ class EngineWorker:
                 logger.exception("turn.not_undone")
                 self._forget(turn)
                 del self._active[turn]
-                if active.kv in self._batch:  # it left some layers, and not others
+                if active.kv in self._batch:  # it left the batch of some layers only
                     self._lose(())
         turn.fail(error)
         self._remove(turn)
 
     def _remove(self, turn: Turn) -> None:
-        """The turn is over: it leaves the schedule, and what waited for its agent is done."""
+        """The turn is over: it leaves the schedule, and work that waited for its agent is done."""
         self._active.pop(turn, None)
         self._preempted.forget(turn)
         self.memories.release(turn)
         self._scheduler.remove(turn)
-        self._tell_one(turn, self._listeners.pop(turn))
+        self._emit(turn, self._listeners.pop(turn))
         if turn.plan.key is not None and not self._is_used(turn.plan.key):
             for work in self._when_idle.pop(turn.plan.key, ()):
                 work()
 
-    # --- telling ---
+    # --- events ---
 
-    def _tell(self) -> None:
+    def _emit_all(self) -> None:
         for turn, on_events in list(self._listeners.items()):
-            self._tell_one(turn, on_events)
+            self._emit(turn, on_events)
 
-    def _tell_one(self, turn: Turn, on_events: OnEvents) -> None:
+    def _emit(self, turn: Turn, on_events: OnEvents) -> None:
         if events := turn.take_events():
             try:
                 on_events(events)
@@ -435,7 +441,7 @@ class EngineWorker:
         return next((active for turn, active in self._active.items() if turn.plan.key == key), None)
 
     def _is_used(self, key: AgentKey) -> bool:
-        """A turn of the key has begun and is not over."""
+        """Whether a turn of the key has begun and is not over."""
         return self._active_of(key) is not None or self._preempted.has(key)
 
     def _sampler_of(self, turn: Turn) -> Sampler:

@@ -1,9 +1,9 @@
 """Turns that gave up their rows to others, and how they go on where they were.
 
-Of such a turn all that is small stays: its tokens, its text, its sampler with key and constraint. Its KV leaves as
-tensor files, which are its listener's to keep, and comes back as files from outside: checked like any others. What
-does not come back is computed again from the tokens, the prompt in its cells and the reply token by token. States are
-taken where the turn is, and come back with all of it or not at all.
+The small parts of such a turn stay: its tokens, its text, its sampler with key and constraint. Its KV leaves as tensor
+files, which its listener keeps, and comes back as files from outside, checked like any others. KV that does not come
+back is computed again from the tokens, the prompt in its cells and the reply token by token. States are taken where the
+turn is; they come back with all of its KV or not at all.
 """
 
 import logging
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 class _PreemptedTurn:
     sampler: Sampler
     chain: tuple[str, ...]
-    tokens: int  # whose KV is in the files
-    rewind_points: tuple[int, ...]  # whose states are, of a model that has them: the last files, the last at `tokens`
-    unstored_bytes: int  # of files that are in memory still
+    tokens: int  # tokens whose KV is in the files
+    rewind_points: tuple[int, ...]  # token counts of the state files, which come last; the last count is `tokens`
+    unstored_bytes: int  # bytes of files that are still in memory
 
 
 class PreemptedTurns:
-    """The turns of one engine that are preempted. On the MLX thread."""
+    """The preempted turns of one engine. On the MLX thread."""
 
     def __init__(self, runner: ModelRunner, model: ModelInfo, max_unstored_bytes: int) -> None:
         """`max_unstored_bytes` bounds the files that have not left this machine's memory."""
@@ -60,7 +60,7 @@ class PreemptedTurns:
         return not more or held + more <= self._max_unstored_bytes
 
     def put(self, active: ActiveSequence) -> None:
-        """Make files of a turn's KV and tell of them. The KV is settled, and the caller's to drop."""
+        """Make files of a turn's KV and emit them as `Preempted`. The caller has flushed the KV, and drops it."""
         turn, model = active.turn, self._model
         tokens = turn.token_ids[: turn.computed]
         chain = chain_hashes(model.kv_identity_hash, tokens, active.chain)
@@ -74,12 +74,12 @@ class PreemptedTurns:
         turn.preempted(files)
 
     def stored(self, turn: Turn) -> None:
-        """Its files have left memory. Without effect if it is not preempted any more."""
+        """The turn's files have left memory. Without effect if it is no longer preempted."""
         if preempted := self._turns.get(turn):
             preempted.unstored_bytes = 0
 
     def take_back(self, turn: Turn, blobs: Sequence[bytes]) -> ActiveSequence:
-        """The turn with the KV of its files, or of as many leading ones as are here and whole."""
+        """The turn with KV from its files, or from as many leading ones as arrived whole."""
         preempted = self._turns.pop(turn)
         restored = self._restored_with_states if self._model.has_states else self._restored
         kv, kept = restored(turn, preempted, blobs)
@@ -93,7 +93,7 @@ class PreemptedTurns:
     def _restored_with_states(
         self, turn: Turn, preempted: _PreemptedTurn, blobs: Sequence[bytes]
     ) -> tuple[SequenceKV, int]:
-        """All of it or nothing: states go on from where they were taken and from nowhere else."""
+        """All KV or none: states can only go on from where they were taken."""
         model, tokens = self._model, turn.token_ids[: preempted.tokens]
         rows = len(blobs) - len(preempted.rewind_points)
         try:
@@ -124,5 +124,5 @@ class PreemptedTurns:
         return self._runner.new_kv(model.kv_identity.policy), 0
 
     def _edge_before(self, turn: Turn, tokens: int) -> int:
-        """Where a prompt that is computed again goes on as it was computed: at an edge of the grid."""
+        """The last position from which the rest of the prompt gets the same bits: an edge of the grid."""
         return tokens if tokens >= turn.prompt_tokens else tokens // self._model.cell_tokens * self._model.cell_tokens

@@ -1,4 +1,4 @@
-"""One turn as it runs: what is computed, what was generated, what may be told, and what will be remembered. Pure."""
+"""One turn as it runs: its computed and generated tokens, its events, and the state that it will leave. Pure."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import replace
@@ -49,20 +49,22 @@ class Turn:
         *,
         has_states: bool = False,
     ) -> None:
-        """`has_states`: of a model with layers that do not keep all tokens."""
+        """`has_states`: the model has layers that do not keep all tokens."""
         self.plan = plan
         self.matcher = matcher  # of the plan's constraint; advanced by the turn's sampler
         self._kv_identity_hash = kv_identity_hash
         self.token_ids = list(plan.token_ids)
         self.computed = 0  # leading tokens whose KV exists
-        self.cached = 0  # of those, the reused ones
-        self.rewind_points: tuple[int, ...] = ()  # token counts that its memory can go back to, of a model with states
+        self.cached = 0  # reused tokens among them
+        self.rewind_points: tuple[
+            int, ...
+        ] = ()  # token counts to which its memory can go back, with a model with states
         self.shareable = 0
         self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
-        self.is_restoring = False  # it has room again after it was preempted, but not its KV yet
+        self.is_restoring = False  # it was preempted and has room again, but not its KV yet
         self._was_preempted = False
-        self._full_told = self._prefilled_told = 0
+        self._full_reported = self._prefilled_reported = 0
         self._stop_token_ids = stop_token_ids
         self._cell_tokens = cell_tokens
         self._has_states = has_states
@@ -105,23 +107,23 @@ class Turn:
 
     @property
     def masks_s(self) -> float:
-        """What following the reply's format took so far."""
+        """Seconds that the reply's format has taken so far."""
         return self.matcher.worked_s if self.matcher is not None else 0.0
 
     @property
     def memory_key(self) -> Hashable | None:
-        """The hot memory that the plan extends; none once the turn was preempted, with that memory's rows."""
+        """The hot memory that the plan extends. None after a preemption, which took that memory's rows too."""
         return self.plan.key if isinstance(self.plan.reuse, Hot) and not self._was_preempted else None
 
     @property
     def can_be_preempted(self) -> bool:
-        """Not if a cancel must leave what was said so far."""
+        """False also if a cancel must leave the reply so far."""
         is_allowed = self.plan.can_be_preempted and not self.plan.keep_partial
         return is_allowed and self.finish_reason is None
 
     @property
     def is_ending(self) -> bool:
-        """Its last token is drawn; only the KV of it is to be computed yet."""
+        """Its last token is drawn, and only that token's KV may still be computed."""
         return self.finish_reason is not None
 
     @property
@@ -132,12 +134,12 @@ class Turn:
 
     @cached_property
     def chain(self) -> tuple[str, ...]:
-        """Chain hashes of the prompt's full blocks; of none without a namespace, since nobody shares them."""
+        """Chain hashes of the prompt's full blocks. Empty without a namespace: then no other turn shares them."""
         return () if self.namespace is None else chain_hashes(self._kv_identity_hash, self.plan.token_ids)
 
     @property
     def final_shareable(self) -> int:
-        """What `shareable` will be once the prompt is computed: a turn that left the grid stays off it."""
+        """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
         is_on_grid = self.shareable == self.computed and self.computed % self._cell_tokens == 0
         whole_cells = self.prompt_tokens // self._cell_tokens * self._cell_tokens
         return max(self.shareable, whole_cells) if is_on_grid else self.shareable
@@ -153,7 +155,7 @@ class Turn:
 
     @property
     def prompt_rewind_point(self) -> int:
-        """Prompt tokens after which the memory is to have a rewind point; 0 for none."""
+        """Prompt tokens after which the memory must have a rewind point; 0 for none."""
         if not self._has_states:
             return 0
         asked = self.plan.rewind_point_tokens
@@ -161,7 +163,7 @@ class Turn:
 
     @property
     def is_at_rewind_point(self) -> bool:
-        """The memory is to have a rewind point here."""
+        """Whether the memory must have a rewind point here."""
         return 0 < self.computed == self.prompt_rewind_point
 
     @property
@@ -172,7 +174,7 @@ class Turn:
 
     @property
     def next_cell_draws(self) -> bool:
-        """The next cell ends the prompt, and the reply's first token is still to be drawn."""
+        """Whether the next cell ends the prompt and the reply's first token is not drawn yet."""
         ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
         return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.generates
 
@@ -185,30 +187,30 @@ class Turn:
         self._begun_s = self._clock()
 
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
-        """The first `cached` tokens' KV is there; `is_shared`: from another turn or memory of the namespace."""
+        """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cached = self.computed = cached
-        if isinstance(self.plan.reuse, Restored):  # the files are KV now: nobody holds them for the turn's whole life
+        if isinstance(self.plan.reuse, Restored):  # the files are KV now: do not hold them for the turn's whole life
             self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None))
-        self._full_told = self.full_blocks
+        self._full_reported = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
         self._events.append(Started(cached, is_shared))
-        self._end_if_silent()
+        self._end_if_only_prompt()
 
     def preempted(self, files: tuple[bytes, ...]) -> None:
-        """Its KV is in these files and nowhere else."""
+        """The turn was preempted: its KV is in these files only."""
         self._was_preempted = True
         self._events.append(Preempted(files, self.computed))
 
     def wanted(self) -> None:
-        """There is room for its KV."""
+        """There is room for its KV again."""
         self.is_restoring = True
         self._events.append(Wanted())
 
     def resumed(self, computed: int, shareable: int) -> None:
-        """It goes on after it was preempted. The first `computed` tokens' KV is there again; 0 if it was lost. The rest
-        is computed as it was before, the prompt in its cells and the reply token by token, so that its KV is what it
-        was; nothing of it is drawn or told again.
+        """The turn goes on after a preemption. KV of the first `computed` tokens is there again; 0 if it was lost. The
+        rest is computed as before, the prompt in its cells and the reply token by token, so that its KV has the same
+        bits. No token is drawn or reported again.
         """
         self.is_restoring = False
         self._events.append(Resumed(computed, self.computed - computed))
@@ -224,10 +226,10 @@ class Turn:
         stop = self.computed + count
         self.shareable = shareable_after(self.shareable, self.computed, stop, self._cell_tokens)
         self._advance(stop)
-        if stop > self._prefilled_told:
-            self._prefilled_told = stop
+        if stop > self._prefilled_reported:
+            self._prefilled_reported = stop
             self._events.append(Prefilled(stop, self.prompt_tokens))
-        self._end_if_silent()
+        self._end_if_only_prompt()
 
     @property
     def next_token(self) -> int:
@@ -236,7 +238,7 @@ class Turn:
 
     @property
     def next_token_draws(self) -> bool:
-        """Computing it says what follows: it is the last known one. Not so while a resumed turn catches up."""
+        """Whether computing it draws a token: it is the last known one. False while a resumed turn catches up."""
         return self.computed == len(self.token_ids) - 1
 
     def decoded(self) -> None:
@@ -252,12 +254,12 @@ class Turn:
         self._spelled.append(text)
         if self._stream.is_whole:
             self._whole_tokens = len(self._spelled)
-        told = self._tell(token_id, text)
-        self._events.append(Tokens((token_id,), told, () if logprobs is None else (logprobs,)))
+        visible = self._visible(token_id, text)
+        self._events.append(Tokens((token_id,), visible, () if logprobs is None else (logprobs,)))
 
     @property
     def remembered(self) -> int:
-        """Tokens that are remembered if it ends now: no half characters, nothing that only spells a stop string."""
+        """Tokens that are remembered if it ends now: no half character, and no token that only spells a stop string."""
         kept = self._whole_tokens
         if self.finish_reason is FinishReason.STOP_SEQUENCE:
             reply_chars = sum(map(len, self._reply))
@@ -266,7 +268,7 @@ class Turn:
         return self.prompt_tokens + kept
 
     def end(self) -> None:
-        """The turn is over and remembered as `remembered` says. A cancel tells what was held back."""
+        """The turn is over, and `remembered` tokens are remembered. After a cancel the held-back text is reported."""
         if self.finish_reason is None:
             self.finish_reason = FinishReason.CANCELLED
             if rest := self._scanner.rest():
@@ -295,14 +297,14 @@ class Turn:
         )
 
     def fail(self, error: KvasirError) -> None:
-        """The turn is over and nothing of it is remembered."""
+        """The turn is over and leaves no memory."""
         self._events.append(Failed(error))
 
     def state(self) -> SequenceState:
-        """What is remembered if the turn ends now."""
+        """The state that the turn leaves if it ends now."""
         kept = self.remembered - self.prompt_tokens
         chars = (*self.plan.token_chars, *(len(text) for text in self._spelled[:kept]))
-        # What states make of shared rows would have to be shared too: such a memory serves its own agent.
+        # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._has_states else self.shareable
         return SequenceState(tuple(self.token_ids[: self.remembered]), chars, shareable, self.rewind_points)
 
@@ -313,27 +315,27 @@ class Turn:
 
     def _advance(self, computed: int) -> None:
         self.computed = computed
-        if self.full_blocks > self._full_told:
-            self._full_told = self.full_blocks
+        if self.full_blocks > self._full_reported:
+            self._full_reported = self.full_blocks
             self._events.append(BlocksFull(self.full_blocks))
 
-    def _end_if_silent(self) -> None:
-        """A turn that says nothing ends with its prompt."""
+    def _end_if_only_prompt(self) -> None:
+        """End a turn that generates nothing once its prompt is computed."""
         if not self.plan.generates and not self.is_prefilling:
             self._first_token_s = self._clock()
             self.finish_reason = FinishReason.LENGTH
 
-    def _tell(self, token_id: int, text: str) -> str:
+    def _visible(self, token_id: int, text: str) -> str:
         """The part of a token's text that the client may see now."""
         if token_id in self._stop_token_ids:
             self.finish_reason = FinishReason.STOP
-            told = self._scanner.rest()
+            visible = self._scanner.rest()
         else:
-            told = self._scanner.push(text)
+            visible = self._scanner.push(text)
             if self._scanner.matched is not None:
                 self.finish_reason = FinishReason.STOP_SEQUENCE
             elif len(self._spelled) >= self.plan.sampling.max_tokens:
                 self.finish_reason = FinishReason.LENGTH
-                told += self._scanner.rest()
-        self._reply.append(told)
-        return told
+                visible += self._scanner.rest()
+        self._reply.append(visible)
+        return visible

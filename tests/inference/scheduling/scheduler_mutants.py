@@ -690,7 +690,11 @@ MUTANTS = (
         TURN,
     ),
     Mutant(
-        "a resumed turn tells its blocks again", "turn.py", "if self.full_blocks > self._full_told:", "if True:", TURN
+        "a resumed turn tells its blocks again",
+        "turn.py",
+        "if self.full_blocks > self._full_reported:",
+        "if True:",
+        TURN,
     ),
     Mutant(
         "the chain is that of no KV identity",
