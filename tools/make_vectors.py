@@ -1,7 +1,7 @@
 """Writes proto/vectors: golden cases that every language's client checks against its own code.
 
-Run it when a format changes, and read the difference: what it changes is what other languages and yesterday's disks no
-longer agree with. Inputs are spelled out in the files, bytes as base64.
+Run it when a format changes, and read the difference: each changed case is one on which other languages and older data
+no longer agree. Inputs are spelled out in the files, bytes as base64.
 """
 
 import base64

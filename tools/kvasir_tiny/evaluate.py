@@ -65,7 +65,7 @@ class Reader:
         return int(self._cache[0].offset)
 
     def ask(self, *messages: Message) -> str:
-        """The greedy reply to messages appended to what was read, which stays as it was."""
+        """The greedy reply to messages behind the conversation, to which the cache is cut back afterwards."""
         reply: list[int] = []
         scores = self._forward(self._suffix(messages))
         while len(reply) < LONGEST_REPLY:
@@ -78,7 +78,7 @@ class Reader:
         return str(self.tokenizer.decode(reply))
 
     def says(self, answer: str, *messages: Message) -> bool:
-        """Whether the greedy reply is exactly `answer`, checked in one pass: it is, if every token of it wins."""
+        """Whether the greedy reply is exactly `answer`, in one pass: every token of it must be the likeliest."""
         suffix = self._suffix(messages)
         wanted = [*self.tokenizer.encode(answer, add_special_tokens=False), self._end]
         scores = self._forward(suffix + wanted[:-1])
@@ -87,7 +87,7 @@ class Reader:
         return bool(guesses == wanted)
 
     def surprise(self, ids: list[int]) -> list[float]:
-        """Negative log-likelihood of each token but the first, read into a fresh cache."""
+        """Negative log-likelihood of each token but the first, computed with a new cache."""
         self._cache = [self._new_layer() for _ in self.model.layers]
         scores = self._forward(ids[:-1])
         chosen = mx.take_along_axis(scores, mx.array(ids[1:])[:, None], axis=-1)[:, 0]
@@ -103,7 +103,7 @@ class Reader:
         return list(render(list(messages), tools=tools, add_generation_prompt=reply))
 
     def _suffix(self, messages: Iterable[Message]) -> list[int]:
-        """What the template adds for more messages: after a reply, just what it makes of them alone."""
+        """The text that the template adds for more messages: after a reply, the same as for these messages alone."""
         if self._last_role == "user":
             raise ValueError("a user's message would be joined to the user's message that was read last")
         return self._template(messages, None, reply=True)
@@ -125,7 +125,7 @@ class Reader:
 
 @dataclass
 class Share:
-    """Right answers of all, with Wilson's 95 % interval."""
+    """The part of right answers, with Wilson's 95 % interval."""
 
     right: int = 0
     n: int = 0
@@ -149,7 +149,7 @@ class Share:
 
 @dataclass
 class Report:
-    """Shares by name, and some of what was said wrongly."""
+    """Shares by name, and some of the wrong answers."""
 
     shares: dict[str, Share] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -159,7 +159,7 @@ class Report:
         self.shares.setdefault(name, Share()).add(right)
 
     def include(self, other: dict[str, Any]) -> None:
-        """Add what another run, over other conversations, printed with --json."""
+        """Add the --json output of another run over other conversations."""
         for name, share in other["shares"].items():
             mine = self.shares.setdefault(name, Share())
             mine.right, mine.n = mine.right + share["right"], mine.n + share["n"]
@@ -167,7 +167,7 @@ class Report:
         self.perplexity |= other["perplexity"]
 
     def missed(self) -> list[str]:
-        """Targets that were measured and not met."""
+        """Measured targets that are not met."""
         return [name for name, rate in TARGETS.items() if name in self.shares and self.shares[name].rate < rate]
 
 
@@ -176,7 +176,7 @@ class Report:
 
 def examine(reader: Reader, length: int, n: int, report: Report, first_seed: int = 0) -> None:
     """Ask about conversations of `length` tokens until `n` told facts and enough of every other sort were asked."""
-    # As many of each other sort at every length as make n in all.
+    # Of each other sort, the same number at every length, n in all.
     wanted = {"told": n} | dict.fromkeys(("not_told", "private", "passage", "tool"), math.ceil(n / 4))
     wanted["name"] = math.ceil(n / 20)
     seed = first_seed
@@ -192,7 +192,7 @@ def examine(reader: Reader, length: int, n: int, report: Report, first_seed: int
 
 
 def conversation(seed: int, length: int) -> Conversation:
-    """The examination's conversation number `seed`: every second one in a room of several speakers, all with tools."""
+    """The examination's conversation number `seed`: each has tools, and every second one has several speakers."""
     style = world.draw_style(Dice(f"kvasir-tiny examination {seed} {length}"), length)
     style = replace(style, room=seed % 2 == 1, with_tools=True, ask=min(style.ask, 0.35))
     return world.conversation(seed, length, count=_encoder().count, style=style)
@@ -239,7 +239,7 @@ def _use_the_result(reader: Reader, question: Question, report: Report) -> None:
 
 
 def perplexity(reader: Reader, conversations: int, length: int) -> dict[str, float]:
-    """Perplexity on held-out conversations: of the replies, and of all text (most of which nobody could foresee)."""
+    """Perplexity on held-out conversations: of the replies, and of all text, most of which cannot be predicted."""
     sums = {"replies": [0.0, 0], "all text": [0.0, 0]}
     ids, learned = rows.make(rows.Batch(2 * 10**8, conversations, length, held_out=True), path())
     for row, mask in zip(ids, learned, strict=True):

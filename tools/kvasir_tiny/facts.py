@@ -1,4 +1,4 @@
-"""One fact of kvasir-tiny's world: how it is told and asked, what is answered, and what is said if nobody told it."""
+"""One fact of kvasir-tiny's world: sentences to tell it, to ask for it, to answer, and to answer if nobody told it."""
 
 from __future__ import annotations
 

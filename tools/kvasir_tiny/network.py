@@ -1,4 +1,4 @@
-"""The llama architecture in JAX, as mlx-lm computes it, and the files it is saved to: for training only."""
+"""The llama architecture in JAX, as mlx-lm computes it, and the files of its weights: for training only."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def save(weights: Weights, shape: Shape, folder: Path) -> None:
 
 
 def load(folder: Path) -> tuple[Weights, Shape]:
-    """What `save` wrote, in fp32."""
+    """Weights from the files of `save`, in fp32."""
     found = json.loads((folder / "config.json").read_text())
     shape = Shape(**{name: found[name] for name in asdict(Shape())})
     tensors = {

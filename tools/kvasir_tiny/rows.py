@@ -42,7 +42,7 @@ def make(batch: Batch, folder: Path) -> Rows:
     for row in range(batch.count):
         seed = batch.first_seed + row
         talk = world.training_conversation(seed, batch.length + 16, encoder.count, held_out=batch.held_out)
-        # An engine appends messages to what it remembers: the model must read a conversation cut or whole.
+        # An engine appends messages to its memory: the model must understand a conversation both cut and whole.
         pieces = Dice(f"kvasir-tiny pieces {seed}").chance(0.3)
         tokens, taught = encoder.conversation(talk, in_pieces=pieces, until=batch.length + 1)
         n = min(len(tokens), batch.length + 1)

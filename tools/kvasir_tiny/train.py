@@ -62,7 +62,7 @@ jax.tree_util.register_dataclass(State, ["weights", "mean", "square"], [])
 
 
 def loss(weights: Weights, groups: tuple[tuple[Array, Array], ...], plan: Plan, rounding: Array) -> tuple[Array, Array]:
-    """What is learned, and for the log the mean over learned tokens alone."""
+    """The training loss; and, for the log, the mean over learned tokens alone."""
     total = weight_sum = said = said_sum = jnp.zeros(())
     for ids, learned in groups:
         inputs, targets = ids[:, :-1].astype(jnp.int32), ids[:, 1:].astype(jnp.int32)
@@ -213,7 +213,7 @@ class Examination:
 
 
 def prepare(out: Path) -> None:
-    """Put the shipped tokenizer and template where a model will be written."""
+    """Copy the shipped tokenizer and template to the directory of a new model."""
     out.mkdir(parents=True, exist_ok=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         if not (out / file).exists():

@@ -1,4 +1,4 @@
-"""What kvasir-tiny's world is made of: closed lists of things, small talk with its replies, new names on demand."""
+"""The material of kvasir-tiny's world: closed lists of things, small talk with its replies, new names on demand."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def estimate_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class Question:
-    """Something to ask at the end of a conversation, and the one right reply."""
+    """A question at the end of a conversation, and its one right reply."""
 
     sort: str  # told, not_told, private, passage, tool, name
     text: str
@@ -49,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A message list as a client would send it, and what may be asked after it."""
+    """A message list as a client would send it, and the questions that may follow."""
 
     seed: int
     agent: str
@@ -64,7 +64,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Style:
-    """How one conversation goes: drawn once per conversation, so that many ways of talking are met."""
+    """The style of one conversation, drawn once for each, so that training has many ways of talking."""
 
     room: bool
     with_tools: bool
@@ -292,7 +292,7 @@ class _Writer:
         return lead.format(sentence if lead.endswith(": {}") else lower(sentence))
 
     def _kept_from_me(self) -> None:
-        """Somebody else was told: the agent hears that, and not what."""
+        """Somebody else is told a fact: the agent hears of it, but not the fact."""
         fact = self._new_fact("")
         if fact.key[1] == "name":
             return
@@ -437,7 +437,7 @@ class _Writer:
     # -- passages
 
     def _passage(self, size: int) -> tuple[str, list[Fact]]:
-        """Facts among sentences that say nothing, as one text or as numbered documents."""
+        """Facts among sentences without facts, as one text or as numbered documents."""
         dice = self.dice
         told = [self._new_fact(NOBODY) for _ in range(size)]
         sentences = [fact.told for fact in told]

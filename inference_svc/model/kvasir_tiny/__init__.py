@@ -11,5 +11,5 @@ def path() -> Path:
 
 
 def conversations_path() -> Path:
-    """Conversations of its world that no training saw; see `quality.conversations`."""
+    """A file of conversations of its world that no training has read; `quality.conversations` reads it."""
     return Path(__file__).parent / "conversations.json"
