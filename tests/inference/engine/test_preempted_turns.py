@@ -1,7 +1,9 @@
 """Background turns that give up their room to people's: they go on where they were, to the bit, and nothing is lost."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -111,21 +113,42 @@ SETTINGS: dict[str, dict[str, Any]] = {
 CUTS: list[tuple[type[Event], int]] = [(Tokens, 10), (Prefilled, 2)]
 
 
+@dataclass(frozen=True)
+class Undisturbed:
+    """A background turn that nobody preempts, with its events and the files of its memory."""
+
+    listener: Keeper
+    ended: Ended
+    files: tuple[bytes, ...]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(small: Driver) -> Callable[[str], Undisturbed]:
+    """Of the settings of a name, run once for all tests."""
+
+    @cache
+    def run(settings: str) -> Undisturbed:
+        listener, key = Keeper(), small.key()
+        ended = background(small, listener, key=key, **SETTINGS[settings]).end()
+        files = small.files(key)
+        assert small.engine.drop_hot(key).result(60)
+        return Undisturbed(listener, ended, files)
+
+    return run
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_a_turn_that_was_preempted_says_and_remembers_what_it_does_undisturbed(
-    small: Driver, cut: tuple[type[Event], int], settings: dict[str, Any]
+    small: Driver, cut: tuple[type[Event], int], settings: str, undisturbed: Callable[[str], Undisturbed]
 ) -> None:
-    alone, alone_key = Keeper(), small.key()
-    expected = background(small, alone, key=alone_key, **settings).end()
-    expected_files = small.files(alone_key)
-    assert small.engine.drop_hot(alone_key).result(60)
+    expected = undisturbed(settings)
     keeper, key = Keeper(), small.key()
-    ended = disturbed(small, keeper, *cut, key=key, **settings)
+    ended = disturbed(small, keeper, *cut, key=key, **SETTINGS[settings])
     assert keeper.one(Resumed).lost_tokens == 0
-    assert (ended.text, ended.state) == (expected.text, expected.state)
-    assert logprobs(keeper) == logprobs(alone)
-    assert small.files(key) == expected_files
+    assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
+    assert logprobs(keeper) == logprobs(expected.listener)
+    assert small.files(key) == expected.files
 
 
 def test_a_stop_string_is_found_across_the_cut_and_not_told(small: Driver) -> None:
@@ -164,23 +187,22 @@ def test_a_person_gets_the_room_within_a_step_and_a_cell(
 )
 @pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
 def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said_twice(
-    small: Driver, cut: tuple[type[Event], int], brought: Callable[[Sequence[bytes]], Sequence[bytes]]
+    small: Driver,
+    cut: tuple[type[Event], int],
+    brought: Callable[[Sequence[bytes]], Sequence[bytes]],
+    undisturbed: Callable[[str], Undisturbed],
 ) -> None:
-    settings = SETTINGS["sampled"]
-    alone, alone_key = Keeper(), small.key()
-    expected = background(small, alone, key=alone_key, **settings).end()
-    expected_files = small.files(alone_key)
-    small.engine.drop_hot(alone_key).result(60)
+    expected = undisturbed("sampled")
     keeper, key = Keeper(brought), small.key()
-    ended = disturbed(small, keeper, *cut, key=key, **settings)
+    ended = disturbed(small, keeper, *cut, key=key, **SETTINGS["sampled"])
     preempted, resumed = keeper.one(Preempted), keeper.one(Resumed)
     assert resumed.tokens + resumed.lost_tokens == preempted.tokens
-    assert (ended.text, ended.state) == (expected.text, expected.state)
-    assert logprobs(keeper) == logprobs(alone)
+    assert (ended.text, ended.state) == (expected.ended.text, expected.ended.state)
+    assert logprobs(keeper) == logprobs(expected.listener)
     assert [event for event in keeper.events if isinstance(event, Prefilled)] == [
-        event for event in alone.events if isinstance(event, Prefilled)
+        event for event in expected.listener.events if isinstance(event, Prefilled)
     ]
-    assert small.files(key) == expected_files
+    assert small.files(key) == expected.files
 
 
 def test_a_turn_is_preempted_twice_and_no_more(small: Driver) -> None:

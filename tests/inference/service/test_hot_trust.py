@@ -132,7 +132,7 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
                 running = client.generate(
                     agent_id="ada",
                     append_messages=[{"role": "user", "content": "Go on."}],
-                    sampling={"max_tokens": 900},
+                    sampling={"max_tokens": 3000},
                 )
                 while not next(running).HasField("delta"):
                     pass

@@ -95,7 +95,7 @@ def test_agents_that_do_not_fit_together_take_turns_in_memory_and_none_forgets(s
 
 def test_a_reader_that_stops_when_its_turn_is_over_is_given_up(model: Path, tmp_path: Path) -> None:
     """Its turn notices no more: what is left of the reply would be held for as long as the connection lasts."""
-    options = ("--reader-stall-s", "2", "--max-unread-bytes", str(64 << 20), "--context-tokens", "1500")
+    options = ("--reader-stall-s", "1", "--max-unread-bytes", str(64 << 20), "--context-tokens", "1500")
     # A window that does not grow: what is not taken stays at the service.
     small_window = [("grpc.http2.lookahead_bytes", 16 << 10), ("grpc.http2.bdp_probe", 0)]
     sampling = pb.Sampling(max_tokens=1000, logprobs=True, top_logprobs=20)
@@ -112,7 +112,7 @@ def test_a_reader_that_stops_when_its_turn_is_over_is_given_up(model: Path, tmp_
             while not client.get_stats().namespaces[0].turn_ends:
                 assert time.monotonic() < give_up
                 time.sleep(0.1)
-        time.sleep(4)
+        time.sleep(2)
         with pytest.raises(grpc.RpcError) as caught:
             list(call)
     error = from_rpc_error(caught.value)

@@ -136,6 +136,7 @@ def test_a_swap_lets_running_turns_end_and_refuses_new_ones_meanwhile(house: Hou
         assert client.get_model().name == "second"
 
 
+@pytest.mark.parametrize("house", ["1"], indirect=True)
 def test_memories_that_cannot_be_stored_keep_their_model_unless_they_may_be_lost(house: House) -> None:
     with house.client() as client:
         client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
