@@ -1,6 +1,6 @@
 """Messages in, text out: conversations through the model's chat template, and replies back into messages.
 
-The whole conversation is rendered each time; what of it is already remembered, the character match finds. A template
+The whole conversation is rendered each time; the character match finds the part that is remembered already. A template
 is asked for text and never for tokens.
 """
 
@@ -42,7 +42,7 @@ class ChatTemplate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A conversation as templates know it: JSON parsed, and guards in strangers' words (literal_text)."""
+    """A conversation in the form of templates: JSON parsed, and guards in callers' texts (`literal_text`)."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...]
@@ -55,7 +55,7 @@ class Dialogue:
 def dialogue(
     messages: Sequence[manifest_pb2.Message], tools: Sequence[Tool], objects: GivenJson, specials: Specials
 ) -> Dialogue:
-    """`objects`: all JSON of these messages and tools, read."""
+    """`objects`: all JSON of these messages and tools, parsed."""
     return Dialogue(
         tuple(_message_fields(message, objects, specials) for message in messages),
         tuple(tool_fields(tools, objects, specials.guarded_value)),
@@ -64,8 +64,8 @@ def dialogue(
 
 
 def check_counts(messages: Sequence[manifest_pb2.Message], field: str) -> None:
-    """Raise InvalidArgument, the field named, for more messages or tool calls than are looked at one by one: an empty
-    one is two bytes of a request, and a microsecond of everybody's time.
+    """Raise InvalidArgument, the field named, for too many messages or tool calls. An empty one takes two bytes of a
+    request, and a microsecond of every caller's time.
     """
     if not messages:
         raise InvalidArgument(f"{field}: expected at least one message", field=field)
@@ -76,7 +76,7 @@ def check_counts(messages: Sequence[manifest_pb2.Message], field: str) -> None:
 
 
 def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
-    """Raise InvalidArgument, the field named, unless these are messages that may be rendered, if their JSON is."""
+    """Raise InvalidArgument, the field named, unless these messages may be rendered. JSON is checked elsewhere."""
     check_counts(messages, field)
     for index, message in enumerate(messages):
         if message.role not in ROLES:
@@ -87,7 +87,7 @@ def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None
 
 
 def of_caller(messages: Iterable[manifest_pb2.Message]) -> tuple[manifest_pb2.Message, ...]:
-    """Messages that somebody sent: whatever they claim, none is a reply of this engine."""
+    """Messages that a caller sent: none is a reply of this engine, whatever they claim."""
     return tuple(_unclaimed(message) if message.is_reply else message for message in messages)
 
 
@@ -103,7 +103,7 @@ def json_of_tools(tools: Iterable[Tool]) -> Iterator[JsonField]:
 
 
 def check_tool_count(count: int) -> None:
-    """Raise InvalidArgument for more tools than are looked at."""
+    """Raise InvalidArgument for too many tools."""
     if count > _MAX_TOOLS:
         raise InvalidArgument(f"tools: expected at most {_MAX_TOOLS}, got {count}", field="tools")
 
@@ -124,47 +124,47 @@ def tool_bytes(tool: Tool) -> int:
     return sum(utf8_bytes(text) for text in (tool.name, tool.description, tool.parameters_json))
 
 
-def render(template: ChatTemplate, told: Dialogue, *, add_generation_prompt: bool = True) -> str:
-    """The text of a conversation. Raises InvalidArgument when the template refuses it, or what it makes is no text."""
+def render(template: ChatTemplate, conversation: Dialogue, *, add_generation_prompt: bool = True) -> str:
+    """The text of a conversation. Raises InvalidArgument when the template refuses it or returns invalid text."""
     try:
-        text = template(list(told.messages), list(told.tools) or None, add_generation_prompt)
-        text.encode()  # half of a surrogate pair is no text, and what comes after this counts on text
-        return told.specials.settled(text)
+        text = template(list(conversation.messages), list(conversation.tools) or None, add_generation_prompt)
+        text.encode()  # raises for half of a surrogate pair; later steps rely on valid text
+        return conversation.specials.settled(text)
     except InvalidArgument:
         raise
     except Exception as error:  # noqa: BLE001 - a template is a program from outside and may raise anything
-        # The template's own words may quote the conversation: only the kind of its error is told.
+        # The template's message may quote the conversation, so that only the kind of its error is reported.
         raise InvalidArgument(
             f"messages: the model's chat template refused them ({type(error).__name__})", field="messages"
         ) from None
 
 
-def lasting_chars(template: ChatTemplate, told: Dialogue, text: str) -> int | None:
-    """Characters of the conversation's prompt `text` that the next prompt surely begins with: all but what asks for the
-    reply, which templates often write otherwise once the reply is there. None when the template does not say.
+def lasting_chars(template: ChatTemplate, conversation: Dialogue, text: str) -> int | None:
+    """Characters of the conversation's prompt `text` with which the next prompt will begin: all but the generation
+    prompt, because templates often render it differently once the reply exists. None when the template does not say.
     """
     try:
-        lasting = render(template, told, add_generation_prompt=False)
+        lasting = render(template, conversation, add_generation_prompt=False)
     except InvalidArgument:
-        return None  # some templates render only what is to be answered
+        return None  # some templates render only conversations that need a reply
     return common_prefix_length(lasting, text)
 
 
 def reply_message(
     template: ChatTemplate,
-    told: Dialogue,
+    conversation: Dialogue,
     *,
     reply: str,
-    told_text: str,
+    rendered_text: str,
     tool_calls: Sequence[manifest_pb2.ToolCall],
     tool_start: str,
     is_trusted: bool = True,
 ) -> manifest_pb2.Message:
-    """The assistant's message to remember: the form that the template renders back to what was said, `told_text`.
+    """The assistant's message to remember: the form that the template renders back to `rendered_text`.
 
     Structured tool calls where they render to the same characters; else the reply as it was, so that the next turn
-    extends the memory instead of diverging from it. `tool_start` stands before the calls. `is_trusted`: whether it may
-    be known as a reply later; of a line that was brought here nothing is believed.
+    extends the memory instead of diverging from it. `tool_start` stands before the calls. `is_trusted`: whether the
+    message may count as a reply later; no message of a line that was imported does.
     """
     plain = manifest_pb2.Message(role="assistant", content=reply, is_reply=True)
     if not is_trusted:
@@ -177,10 +177,10 @@ def reply_message(
         objects = GivenJson(json_of_messages([structured], "reply"))
         objects.check_size()
         objects.read()
-        rendered = render(template, told.with_message(structured, objects), add_generation_prompt=False)
+        rendered = render(template, conversation.with_message(structured, objects), add_generation_prompt=False)
     except InvalidArgument:
-        return plain  # what the model wrote as arguments is no JSON object, or the template dislikes it
-    return structured if rendered.startswith(told_text) else plain
+        return plain  # the arguments are no JSON object, or the template refuses them
+    return structured if rendered.startswith(rendered_text) else plain
 
 
 def input_digest(
@@ -213,16 +213,16 @@ def input_digest(
 
 
 def tool_fields(
-    tools: Sequence[Tool], objects: GivenJson, words: Callable[[Any], Any] = lambda value: value
+    tools: Sequence[Tool], objects: GivenJson, guarded: Callable[[Any], Any] = lambda value: value
 ) -> list[dict[str, Any]]:
-    """Tools as templates and parsers know them. `words` is what becomes of a stranger's words."""
+    """Tools in the form of templates and parsers. `guarded` is applied to all strings of the caller."""
     return [
         {
             "type": "function",
             "function": {
-                "name": words(tool.name),
-                "description": words(tool.description),
-                "parameters": words(objects.object(tool.parameters_json)),
+                "name": guarded(tool.name),
+                "description": guarded(tool.description),
+                "parameters": guarded(objects.object(tool.parameters_json)),
             },
         }
         for tool in tools
@@ -230,19 +230,19 @@ def tool_fields(
 
 
 def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials: Specials) -> dict[str, Any]:
-    strange = specials.guarded_value
-    # What the model said is rendered as it said it: it may have said special tokens itself.
-    said: Callable[[Any], Any] = (lambda value: value) if message.is_reply else strange
+    guarded = specials.guarded_value
+    # A reply is rendered as the model generated it: it may hold special tokens that the model generated itself.
+    said: Callable[[Any], Any] = (lambda value: value) if message.is_reply else guarded
     fields: dict[str, Any] = {"role": message.role, "content": said(message.content)}
     if message.name:
-        fields["name"] = strange(message.name)
+        fields["name"] = guarded(message.name)
     if message.tool_call_id:
-        fields["tool_call_id"] = strange(message.tool_call_id)
+        fields["tool_call_id"] = guarded(message.tool_call_id)
     if message.tool_calls:
         fields["tool_calls"] = [
             {
                 "type": "function",
-                "id": strange(call.id),  # a reply's too: it begins with its request's id
+                "id": guarded(call.id),  # a reply's too: it begins with its request's id
                 "function": {"name": said(call.name), "arguments": said(objects.object(call.arguments_json))},
             }
             for call in message.tool_calls
@@ -251,8 +251,8 @@ def _message_fields(message: manifest_pb2.Message, objects: GivenJson, specials:
 
 
 def _unclaimed(message: manifest_pb2.Message) -> manifest_pb2.Message:
-    strange = manifest_pb2.Message()
-    strange.CopyFrom(message)
-    strange.ClearField("is_reply")
-    strange.content = without_guards(strange.content)
-    return strange
+    unclaimed = manifest_pb2.Message()
+    unclaimed.CopyFrom(message)
+    unclaimed.ClearField("is_reply")
+    unclaimed.content = without_guards(unclaimed.content)
+    return unclaimed

@@ -1,4 +1,4 @@
-"""JSON that a request brings: bounded before it is parsed, parsed once, and never on the event loop.
+"""The JSON in a request: bounded before it is parsed, parsed once, and never on the event loop.
 
 Text of a megabyte can become a hundred megabytes of objects, and parsing holds the interpreter while it lasts.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from kvasir.errors import InvalidArgument
 
 MAX_BYTES = 1 << 20
-"""Of all the JSON of one request."""
+"""Bytes of all JSON in one request."""
 MAX_VALUES = 1 << 15
 MAX_DEPTH = 64
 _STRUCTURE = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[][{},]', re.DOTALL)
@@ -22,7 +22,7 @@ JsonField = tuple[str, str]
 
 
 class GivenJson:
-    """The JSON objects of one request, those of what is remembered too. May be read from several threads."""
+    """The JSON objects of one request and of its remembered messages. May be read from several threads."""
 
     def __init__(self, fields: Iterable[JsonField] = (), known: Mapping[str, dict[str, Any]] | None = None) -> None:
         """`known`: objects by their text."""
@@ -35,16 +35,16 @@ class GivenJson:
         return all(text in self._known for _, text in self._fields)
 
     def check_size(self) -> None:
-        """Raise InvalidArgument, the field named, when it is too much to be parsed."""
+        """Raise InvalidArgument, the field named, when it is too large to be parsed."""
         size_bytes = 0
         for field, text in self._fields:
-            # A character is at least a byte: what is far too long is not encoded.
+            # A character is at least a byte, so a text that is far too long need not be encoded.
             size_bytes += len(text) if len(text) > MAX_BYTES else len(text.encode())
             if size_bytes > MAX_BYTES:
                 raise _refused(field, f"expected at most {MAX_BYTES} bytes of JSON in all, got {size_bytes} or more")
 
     def read(self) -> None:
-        """Parse what was not parsed before. Blocks. Raises InvalidArgument that names the field."""
+        """Parse the fields that are not parsed yet. Blocks. Raises InvalidArgument that names the field."""
         with self._reading:
             values = 0
             for field, text in self._fields:
@@ -55,11 +55,11 @@ class GivenJson:
                     self._known[text] = _object(field, text)
 
     def also(self, fields: Iterable[JsonField]) -> "GivenJson":
-        """These fields and others, such as those of what is remembered; what was parsed stays parsed."""
+        """These fields and others, such as those of remembered messages. Parsed fields stay parsed."""
         return GivenJson([*fields, *self._fields], self._known)
 
     def object(self, text: str) -> dict[str, Any]:
-        """The object of a field's text, which must have been read. Never to be changed."""
+        """The object of a field's text, which must have been parsed. Callers must not change it."""
         return self._known[text] if text else {}
 
 
@@ -87,8 +87,8 @@ def _object(field: str, text: str) -> dict[str, Any]:
 
 
 def _values(text: str, field: str = "") -> int:
-    """About how many values a text has, or more than `MAX_VALUES`; also of what is no JSON. Raises InvalidArgument, the
-    field named, when brackets nest too deep.
+    """About how many values a text has, or a number above `MAX_VALUES`; the text need not be JSON. Raises
+    InvalidArgument, the field named, when brackets nest too deep.
     """
     if (most := sum(map(text.count, ",[{"))) <= MAX_DEPTH:
         return most

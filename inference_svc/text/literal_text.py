@@ -1,9 +1,9 @@
-"""Strangers' words beside a model's special tokens: the same letters may be a special token, or text.
+"""Callers' texts beside a model's special tokens: the same letters may be a special token, or text.
 
 A guard stands inside every spelling of a special token that is text: the noncharacter U+FDD0, which no text from
 outside holds (it becomes U+FFFD). Tokenizers get the text in pieces, cut at its guards, so that no special token can
-come of letters that have one between them. The guard stays in the text that is remembered and matched, where it tells
-the two apart. Pure.
+come of letters with a guard between them. The guard stays in the text that is remembered and matched, and separates the
+two there. Pure.
 """
 
 import re
@@ -14,12 +14,12 @@ from typing import Any
 
 GUARD = "\ufdd0"
 _REPLACEMENT = "\ufffd"
-# A search holds the interpreter until it finds something: it goes through a text in pieces.
+# A search holds the interpreter until it finds a match, so it goes through a text in pieces.
 _SEARCHED_CHARS = 1 << 16
 
 
 def utf8_bytes(text: str) -> int:
-    """Its length in UTF-8. A text of ASCII alone, which Python knows it for, is not copied for that."""
+    """Length of a text in UTF-8. An ASCII text, which Python marks as such, is not copied for that."""
     return len(text) if text.isascii() else len(text.encode())
 
 
@@ -28,7 +28,7 @@ def without_guards(text: str) -> str:
 
 
 def from_outside(text: str) -> str:
-    """A text that somebody sent, without what looks like a guard. It keeps its length."""
+    """A caller's text with other characters in place of guards. It keeps its length."""
     return text.replace(GUARD, _REPLACEMENT)
 
 
@@ -53,7 +53,7 @@ class Specials:
         self._hold_spaces = any(char.isspace() for spelling in several for char in spelling)
 
     def guarded(self, text: str) -> str:
-        """A stranger's string, to be put into a template. Guards stand inside each spelling, and at an end where the
+        """A caller's string, for use in a template. Guards stand inside each spelling, and at an end where the
         template's own words could complete one.
         """
         text = from_outside(text).translate(self._single) if self._single else from_outside(text)
@@ -63,7 +63,7 @@ class Specials:
         return with_guards(text, sorted(places | self._open_ends(text)))
 
     def guarded_value(self, value: Any) -> Any:
-        """The same for all strings of a value that was read from JSON, keys too."""
+        """The same for all strings of a JSON value, keys too."""
         if isinstance(value, str):
             return self.guarded(value)
         if isinstance(value, list):
@@ -73,7 +73,7 @@ class Specials:
         return value
 
     def settled(self, text: str) -> str:
-        """A text with one guard in each spelling that had any, and none anywhere else."""
+        """A text with one guard in each spelling that had one or more, and none anywhere else."""
         if GUARD not in text:
             return text
         parts = text.split(GUARD)
@@ -100,8 +100,8 @@ class Specials:
         return found
 
     def echoed(self, text: str, tokens: Sequence[tuple[int, int]]) -> list[int]:
-        """Where guards belong in what a model said. `tokens`: from where to where, ascending, special tokens stand in
-        it; every other spelling was said letter by letter.
+        """Where guards belong in a text that a model generated. `tokens`: from where to where, ascending, special
+        tokens stand in it; every other spelling was said letter by letter.
         """
         begins, ends = [start for start, _ in tokens], [end for _, end in tokens]
         places = set()

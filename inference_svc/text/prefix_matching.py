@@ -1,9 +1,9 @@
 """Character-level prefix matching: how much of an agent's memory a new prompt may reuse.
 
-Tokenizing a conversation in pieces differs from tokenizing it whole, so token lists are never compared: texts are.
-The tokens that spell the common text keep their KV, whatever a fresh tokenization would have made of it. Letters that
+Tokenizing a conversation in pieces differs from tokenizing it whole, so texts are compared, and never token lists.
+The tokens that spell the common text keep their KV, even where a fresh tokenization would differ. Letters that
 spell a special token differ from the token itself by a guard (literal_text).
-Pure: no tokenizer, no MLX; what spells a whole character is asked of the caller.
+Pure: no tokenizer, no MLX; the caller says which tokens spell whole characters.
 """
 
 import bisect
@@ -19,7 +19,7 @@ _CHARACTER_WINDOW = 8
 
 
 class Outcome(enum.Enum):
-    """What became of a prompt held against a memory."""
+    """The result of comparing a prompt with a memory."""
 
     NONE = "none"
     EXACT = "exact"
@@ -58,7 +58,7 @@ NO_MATCH = PrefixMatch(Outcome.NONE, 0, 0, 0)
 def match_prefix(
     memory: RememberedText, prompt: str, *, worthwhile_fraction: float, ends_whole: Callable[[Sequence[int]], bool]
 ) -> PrefixMatch:
-    """Hold a prompt against a memory.
+    """Compare a prompt with a memory.
 
     EXACT: the prompt is the memory's text. EXTEND: the text is a proper prefix of the prompt. DIVERGE: they part inside
     the text, or the memory ends inside a character; kept is up to the last token wholly inside the match. NONE when

@@ -1,7 +1,7 @@
-"""A reply taken apart as it comes: what was thought, what was answered, which tools were called.
+"""Splits a reply as it comes: into reasoning, answer and tool calls.
 
-Nothing that a model says is lost: what turns out to be no tool call is answer, markers and all. What is remembered of a
-reply does not depend on how it is told.
+No text of a reply is lost: a call that turns out to be invalid is answer, with its markers. The memory of a reply does
+not depend on how the reply was split.
 """
 
 import json
@@ -13,7 +13,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 
 from inference_svc.text.given_json import is_bounded
 
-# States of mlx-lm's machine; what it calls otherwise stands before a part and says only which one comes.
+# States of mlx-lm's machine. Its other states stand before a part and say only which part follows.
 _ANSWER, _REASONING, _TOOL = "normal", "reasoning", "tool"
 
 ToolParser = Callable[[str], Any]
@@ -31,7 +31,7 @@ class ReplyMachine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Markup:
-    """How one model's replies are to be read."""
+    """How to read one model's replies."""
 
     machine: ReplyMachine
     parse: ToolParser  # what stands between the markers of a call: a mapping with name and arguments, or several
@@ -41,17 +41,17 @@ class Markup:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """What is now certain to be part of the reply."""
+    """Text that is now certain to be part of the reply."""
 
     answer: str = ""
     reasoning: str = ""
 
 
 class ReplyReader:
-    """Reads one reply. Without markup all of it is answer."""
+    """Reads one reply. Without markup, all of it is answer."""
 
     def __init__(self, markup: Markup | None = None, id_prefix: str = "") -> None:
-        """A call's id is `id_prefix` and its number."""
+        """The id of a call is `id_prefix` and the call's number."""
         self.calls: list[manifest_pb2.ToolCall] = []
         self._markup = markup
         self._id_prefix = id_prefix
@@ -125,7 +125,7 @@ class ReplyReader:
 
 
 def tool_calls(text: str, parse: ToolParser, id_prefix: str, first: int) -> list[manifest_pb2.ToolCall]:
-    """What a model wrote between the markers of a call, or of several; empty unless all of it is calls."""
+    """The calls in a text between markers; empty unless all of the text is calls."""
     if not is_bounded(text):
         return []
     try:
@@ -138,7 +138,7 @@ def tool_calls(text: str, parse: ToolParser, id_prefix: str, first: int) -> list
 
 
 def _tool_call(call_id: str, fields: Any) -> manifest_pb2.ToolCall | None:
-    """Raises anything when the name or the arguments are no text."""
+    """May raise anything when the name or the arguments are no text."""
     if not isinstance(fields, Mapping) or not isinstance(fields.get("name"), str):
         return None
     arguments = fields.get("arguments", {})

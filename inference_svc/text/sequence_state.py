@@ -1,11 +1,11 @@
-"""What a sequence remembers, as tokens and the text that they complete."""
+"""The content of a sequence: its tokens, and how much text each of them completes."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
-    """What a sequence remembers: token i completes `token_chars[i]` code points of the whole text."""
+    """The tokens of a sequence; token i completes `token_chars[i]` code points of the whole text."""
 
     token_ids: tuple[int, ...]
     token_chars: tuple[int, ...]

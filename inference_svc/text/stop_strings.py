@@ -1,4 +1,4 @@
-"""Stop strings in a text that arrives in pieces: what may be told, what is held back, and when to end."""
+"""Stop strings in a text that arrives in pieces: which text is certain, which is held back, and when to end."""
 
 from collections.abc import Sequence
 
@@ -20,16 +20,16 @@ class StopScanner:
         found = [(index, stop) for stop in self._stops if (index := self._held.find(stop)) >= 0]
         if found:
             index, self.matched = min(found)
-            told, self._held = self._held[:index], ""
-            return told
+            before, self._held = self._held[:index], ""
+            return before
         certain = len(self._held) - self._possible_beginning()
-        told, self._held = self._held[:certain], self._held[certain:]
-        return told
+        released, self._held = self._held[:certain], self._held[certain:]
+        return released
 
     def rest(self) -> str:
-        """What was held back, at an end that is no stop string."""
-        told, self._held = self._held, ""
-        return told
+        """The text that was held back, at an end without a stop string."""
+        rest, self._held = self._held, ""
+        return rest
 
     def _possible_beginning(self) -> int:
         """Length of the longest end of the held text with which a stop string begins."""

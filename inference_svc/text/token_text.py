@@ -83,23 +83,23 @@ class _PieceStream:
 
 
 class _WindowStream:
-    """For decoders that look at neighbours: decodes a short window and tells what it grew by.
+    """For decoders that look at neighbours: decodes a short window and returns the text by which it grew.
 
-    A window ends in U+FFFD while a character is not whole; then nothing is told yet.
+    A window ends in U+FFFD while a character is not whole; then no text is returned yet.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._told: list[int] = []  # the last tokens that were told, context for the next
+        self._returned: list[int] = []  # the last tokens whose text was returned, context for the next
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         self._held.append(token_id)
-        text, told = self._decode([*self._told, *self._held]), self._decode(self._told)
+        text, before = self._decode([*self._returned, *self._held]), self._decode(self._returned)
         if text.endswith("\ufffd"):
             return ""
-        self._told, self._held = self._held, []
-        return text[len(told) :]
+        self._returned, self._held = self._held, []
+        return text[len(before) :]
 
     @property
     def is_whole(self) -> bool:

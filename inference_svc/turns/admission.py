@@ -1,11 +1,11 @@
-"""Who may begin a turn: counts what open turns hold, and refuses with numbers and a time to come back before anything
-is allocated.
+"""Admits turns: counts the room that open turns hold, and refuses with numbers and a time to come back before any
+memory is allocated.
 
 Three kinds of room are given out. Turns: so many in all, and fewer for one credential. Bytes that wait: prompts, KV
-that turns may come to need, memory read from the store that is not KV yet. And copies of KV that wait for the store.
-Each is shared between namespaces (`kvasir.server.fair_shares`), so that one which holds nothing always finds some. A
-refused caller is told its own numbers and the service's limits, never what others hold. Whoever takes room gives it
-back at its end, whatever the end is.
+that turns may come to need, and memory read from the store that is not KV yet. Copies of KV that wait for the store.
+Namespaces share each kind (`kvasir.server.fair_shares`), so that a namespace which holds none always finds some. The
+error of a refused caller has its own numbers and the service's limits, never the numbers of others. Room that was taken
+is given back at the end, whatever the end is.
 """
 
 import contextlib
@@ -19,28 +19,28 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.memory.service_stats import ServiceStats
 
-_USUAL_TURN_S = 1.0  # until a turn has ended
+_USUAL_TURN_S = 1.0  # assumed until a turn has ended
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.1, 30.0
 _NEWEST_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What all callers, one namespace and one credential may take at once."""
+    """Room that all callers, one namespace and one credential may take at once."""
 
     max_turns: int
     max_turns_per_namespace: int
-    """The most, when nobody else has a turn; beside others it is less, so that a place is left for whoever comes."""
+    """While no other namespace has a turn. Beside others it is less, so that a place is left for new callers."""
     max_turns_per_caller: int
     max_open_prompt_bytes: int
-    """Prompts of all turns that wait or run."""
+    """Bytes of the prompts of all turns that wait or run."""
     kv_memory_bytes: int
     kv_backlog: float
-    """Open turns may come to need this many times the KV memory; the rest is refused rather than kept waiting."""
+    """Open turns may come to need this many times the KV memory; further turns are refused, not kept waiting."""
     max_restoring_bytes: int
-    """Memory read from the store that is not KV yet. Turns wait for their part of it."""
+    """Bytes read from the store that are not KV yet. Turns wait for their part of this room."""
     max_publishing_bytes: int
-    """Copies of KV that wait for the store."""
+    """Bytes of KV copies that wait for the store."""
 
     @property
     def max_kv_backlog_bytes(self) -> int:
@@ -100,12 +100,12 @@ class Admission:
 
     @property
     def open_prompt_bytes(self) -> int:
-        """Of all callers: for the service's owner."""
+        """Bytes of all callers' prompts, for the service's owner only."""
         return self._prompt_bytes.held_by_all
 
     def retry_after_s(self, namespace: str) -> float:
         """When a place is likely to be free: the namespace's open turns end one after the other, each in its usual
-        time. Of others' turns it tells nothing.
+        time. The number reveals nothing about other namespaces.
         """
         usual_s = self._usual_turn_s.get(namespace, _USUAL_TURN_S)
         return min(max(usual_s / max(self._turns.held(namespace), 1), _SHORTEST_WAIT_S), _LONGEST_WAIT_S)
@@ -172,5 +172,5 @@ class Admission:
 
 
 def _has_room(shares: Shares, namespace: str, amount: int) -> bool:
-    """What is larger than all of it goes alone, not never."""
+    """Whether there is room. An amount larger than all of the room goes alone, not never."""
     return not shares.held_by_all or shares.has_room(namespace, amount)

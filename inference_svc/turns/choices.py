@@ -1,4 +1,4 @@
-"""Several replies to one input, told in one stream: one turn for each, and all of them end together."""
+"""Several replies to one input in one stream: one turn for each, and all of them end together."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -16,12 +16,12 @@ class Choices:
 
     def __init__(self, turns: Sequence[TurnTask]) -> None:
         self._turns = turns
-        self._first: int | None = None  # the choice that began first: of beginnings, its own is told
+        self._first: int | None = None  # the choice that began first: only its beginning is reported
 
     async def events(self) -> AsyncIterator[tuple[int, TurnEvent]]:
-        """Each event with its choice, from 0; one choice's in their order. The first that fails ends them all.
+        """Each event with the index of its choice; events of one choice are in order. The first failure ends them all.
 
-        No choice is read ahead: of a reader that is slow, each turn's own outbox knows.
+        No choice is read ahead, so that each turn's own outbox notices a slow reader.
         """
         streams = [turn.events() for turn in self._turns]
         coming = {asyncio.ensure_future(_next(stream)): choice for choice, stream in enumerate(streams)}
@@ -32,7 +32,7 @@ class Choices:
                     choice = coming.pop(task)
                     if (event := task.result()) is None:
                         continue
-                    if self._is_told(choice, event):
+                    if self._is_reported(choice, event):
                         yield choice, event
                     coming[asyncio.ensure_future(_next(streams[choice]))] = choice
         finally:
@@ -44,7 +44,7 @@ class Choices:
         for turn in self._turns:
             turn.cancel()
 
-    def _is_told(self, choice: int, event: TurnEvent) -> bool:
+    def _is_reported(self, choice: int, event: TurnEvent) -> bool:
         if isinstance(event, TurnStarted) and self._first is None:
             self._first = choice
             return True

@@ -1,6 +1,6 @@
-"""From the MLX thread to the event loop: one wake-up for everything that a step produced.
+"""Hands events from the MLX thread to the event loop: one wake-up for all events of a step.
 
-A wake-up costs more than a token; with many turns in a batch, one for each would be most of the work.
+A wake-up costs more than a token. With many turns in a batch, one wake-up for each would be most of the work.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The bounded buffer between a turn and its reader.
 
-A slow reader never stops a turn and never makes it pile up messages: deltas that were not taken yet become one, and of
-progress only the newest is kept. A reader that leaves too much, or takes nothing for too long, is overrun: its turn
-is ended, and what it held is free for others.
+A slow reader never stops a turn and never piles up messages: unread deltas become one, and only the newest progress
+event is kept. A reader that leaves too much unread, or takes no event for too long, is overrun: its turn is ended, and
+the turn's room is free for others.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from inference_svc.turns.turn_data import TurnDelta, TurnEvent, TurnProgress
 
-# What a token costs besides its text: its id, and its place in a message.
+# Cost of a token besides its text: its id, and its place in a message.
 _TOKEN_BYTES = 8
 # A log probability: a pair of a number and a float, and its place. Twenty of them for each token are most of a reply.
 _LOGPROB_BYTES = 116
@@ -33,9 +33,9 @@ class Outbox:
         self._limits = limits
         self._clock = clock
         self._events: deque[TurnEvent] = deque()
-        self._deltas: list[TurnDelta] = []  # the newest events, one message once they are taken
+        self._deltas: list[TurnDelta] = []  # the newest events; they become one message when the reader takes them
         self._unread_bytes = 0
-        self._busy_since: float | None = None  # the reader holds an event since then
+        self._busy_since: float | None = None  # since then the reader holds an event
         self._arrived = asyncio.Event()
         self._is_closed = False
         self._error: BaseException | None = None
@@ -53,7 +53,7 @@ class Outbox:
 
     @property
     def overrun(self) -> str:
-        """Why the reader has lost its right to the rest; empty while it has not."""
+        """Why the reader has fallen too far behind; empty while it has not."""
         limits, idle_s = self._limits, 0.0 if self._busy_since is None else self._clock() - self._busy_since
         if self._unread_bytes > limits.max_unread_bytes:
             return f"{self._unread_bytes} bytes of the reply are unread, at most {limits.max_unread_bytes} may be"
@@ -62,12 +62,12 @@ class Outbox:
         return ""
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more events; the reader ends with `error` if there is one, after what was put before."""
+        """No more events. After the events that were put before, the reader ends, with `error` if there is one."""
         self._is_closed, self._error = True, error
         self._arrived.set()
 
     async def events(self) -> AsyncIterator[TurnEvent]:
-        """What was put, until close."""
+        """The events in order, until `close`."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
@@ -93,7 +93,7 @@ class Outbox:
 
 
 def _merged(deltas: Sequence[TurnDelta]) -> TurnDelta:
-    """One delta with all that they say."""
+    """One delta with the content of all."""
     return TurnDelta(
         "".join(delta.text for delta in deltas),
         tuple(token_id for delta in deltas for token_id in delta.token_ids),
@@ -103,9 +103,9 @@ def _merged(deltas: Sequence[TurnDelta]) -> TurnDelta:
 
 
 def _size(event: TurnEvent) -> int:
-    """Bytes of a reply that wait in an event; what a turn tells besides is of a fixed number and small."""
+    """Bytes of the reply in an event. Other events are few and small, and count as 0."""
     if not isinstance(event, TurnDelta):
         return 0
-    told = len((event.text + event.reasoning).encode("utf-8", "surrogatepass"))
+    text_bytes = len((event.text + event.reasoning).encode("utf-8", "surrogatepass"))
     logprobs = sum(1 + len(each.top) for each in event.logprobs)
-    return told + _TOKEN_BYTES * len(event.token_ids) + _LOGPROB_BYTES * logprobs
+    return text_bytes + _TOKEN_BYTES * len(event.token_ids) + _LOGPROB_BYTES * logprobs

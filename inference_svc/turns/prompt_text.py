@@ -13,7 +13,7 @@ from inference_svc.turns.turn_data import PromptInput, TurnRequest
 async def prompt_text(
     prompting: Prompting, request: TurnRequest, messages: Sequence[manifest_pb2.Message]
 ) -> tuple[str, Dialogue | None]:
-    """The text, and the conversation that it is of. `messages` are all of them, those that are remembered too. Raises
+    """The text, and the conversation that it renders. `messages` are all messages, the remembered ones included. Raises
     InvalidArgument that names the field.
     """
     given = request.input
@@ -26,7 +26,7 @@ async def prompt_text(
     await prompting.read(request.namespace, objects)
 
     def rendered() -> tuple[str, Dialogue]:
-        told = dialogue(messages, request.tools, objects, prompting.specials)
-        return render(prompting.template, told), told
+        conversation = dialogue(messages, request.tools, objects, prompting.specials)
+        return render(prompting.template, conversation), conversation
 
     return await prompting.run(request.namespace, rendered)

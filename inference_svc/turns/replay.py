@@ -1,7 +1,7 @@
-"""Retries: reporter a turn again instead of doing it twice.
+"""Retries: a turn that was done before is replayed instead of done twice.
 
-A request is a retry when it has the request id and the input of the agent's last turn and extends what that turn
-extended. The same id with another input is another turn: ids name requests for people, the input says what was asked.
+A request is a retry when it has the request id and the input of the agent's last turn, and the same parent version. The
+same id with another input is another turn: ids name requests for people, the input says what was asked.
 """
 
 from inference_svc.engine.api import FinishReason
@@ -16,10 +16,10 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
         return False
     if request.parent_version is None or head is None:
         return True
-    # Extending this very memory with the same words is a new turn, not a retry.
+    # A request with the same input that extends this memory is a new turn, not a retry.
     return request.parent_version == (head.parent_version if memory.publication.is_head else head.version)
 
 
 def is_whole(memory: AgentMemory) -> bool:
-    """Whether the memory's last turn came to its end. One that was cut (keep_partial) is done again by a retry."""
+    """Whether the memory's last turn came to its end. A retry of a cut turn (keep_partial) does it again."""
     return memory.turn.finish_reason != FinishReason.CANCELLED.value

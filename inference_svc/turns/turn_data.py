@@ -1,4 +1,4 @@
-"""What a caller asks of a turn and what it is told: plain data between the service's edge and turn preparation."""
+"""Requests and results of turns: plain data between the service's edge and turn preparation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ class MessagesInput:
 
 @dataclass(frozen=True, slots=True)
 class TurnRequest:
-    """A validated request. `namespace` is the credential's; `agent_id` is empty when nothing is to be remembered."""
+    """A validated request. `namespace` is the credential's. `agent_id` is empty when the turn leaves no memory."""
 
     request_id: str
     namespace: str
@@ -44,21 +44,21 @@ class TurnRequest:
     input: PromptInput | MessagesInput
     input_digest: str
     sampling: SamplingParams
-    max_tokens_is_default: bool  # then what is left of the context bounds it, instead of refusing
+    max_tokens_is_default: bool  # then the rest of the context bounds it, and does not refuse it
     tools: Sequence[Tool] = ()
     objects: GivenJson = field(default_factory=GivenJson)  # the JSON of its messages and tools
     keep_partial: bool = False
-    choices: int = 1  # replies that are asked for; several only without an agent
-    choice: int = 0  # which of them this is
+    choices: int = 1  # number of replies; several only without an agent
+    choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
     caller: str = ""  # the credential's name
-    is_warming: bool = False  # nothing is generated; an empty prompt then stands for what the agent remembers
+    is_warming: bool = False  # no token is generated; an empty prompt stands for the agent's memory
     input_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnStarted:
-    """What was reused."""
+    """The turn has begun with `cached_tokens` reused tokens."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -70,7 +70,7 @@ class TurnStarted:
 
 @dataclass(frozen=True, slots=True)
 class TurnProgress:
-    """Tokens of the prompt whose KV is there, reused ones included."""
+    """Prompt tokens whose KV is there, reused tokens included."""
 
     tokens_done: int
     tokens_total: int
@@ -78,7 +78,7 @@ class TurnProgress:
 
 @dataclass(frozen=True, slots=True)
 class TurnDelta:
-    """What is new of a reply since the last delta: its answer, its tokens, what it thought before it answered."""
+    """The new part of a reply since the last delta: text of the answer, tokens, and reasoning before the answer."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -102,11 +102,11 @@ class TurnFinished:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A memory is hot. Of its tokens, `cached_tokens` were reused."""
+    """A memory of `tokens` tokens is hot; `cached_tokens` of them were reused."""
 
     tokens: int
     cached_tokens: int
-    version: int  # the agent's newest; 0 if none or not known
+    version: int  # the agent's newest version; 0 if there is none or it is not known
     restore_s: float = 0.0
     prefill_s: float = 0.0
 

@@ -1,6 +1,6 @@
-"""The end of a turn: what the agent remembers from now on, where it is kept, and the last message.
+"""The end of a turn: the agent's new memory, its publication, and the last message.
 
-Also the end of a retry, which begins here: its reply is told again from memory.
+A retry begins and ends here: its reply is replayed from memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -52,7 +52,7 @@ class TurnEnding:
         self._clock = clock
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """Store the memories that are hot and not in the store, while the patience lasts. No turn may run."""
+        """Store the hot memories that are not in the store, for `patience_s` at most. No turn may run."""
         give_up = self._clock() + patience_s
         stored = unstored = 0
         for key in self._engine.hot_sizes():
@@ -73,7 +73,7 @@ class TurnEnding:
         return self._publisher.copies
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for the publications that run."""
+        """Wait for the running publications."""
         await self._publisher.drain(patience_s)
 
     async def finish(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
@@ -114,7 +114,7 @@ class TurnEnding:
         )
 
     def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
-        """Attach what the agent remembers to the KV that was computed ahead of its turn."""
+        """Attach the agent's memory to the KV that was computed ahead of its turn."""
         state, memory = ended.state, recollection.memory
         if memory is None or tuple(memory.transcript.token_ids) != state.token_ids:
             transcript = RememberedText(prepared.text, state.token_ids, state.token_chars)
@@ -125,15 +125,15 @@ class TurnEnding:
         elif recollection.kv_from is Source.COLD:
             memory = replace(memory, shareable_tokens=state.shareable_tokens, rewind_points=state.rewind_points)
         elif recollection.kv_from is Source.WARM:
-            memory = replace(memory, rewind_points=state.rewind_points)  # of its states one was read
+            memory = replace(memory, rewind_points=state.rewind_points)  # only one of its states was read
         elif memory.ahead is not None:
-            # The KV is the memory's own again, and no longer of what was computed ahead.
+            # The KV is the memory's own again, no longer that of a prompt computed ahead.
             memory = replace(
                 memory, ahead=None, shareable_tokens=state.shareable_tokens, rewind_points=state.rewind_points
             )
         if turn.key is not None:
             if memory.publication.is_elsewhere:
-                # It follows no version of its own line: what proves it current is what was known when it was made.
+                # It follows no version of its own line. Only events since it was made can prove it outdated.
                 publication = replace(memory.publication, heard=turn.heard, generation=self._generation(turn.key))
                 memory = replace(memory, publication=publication)
             self._engine.tag_hot(turn.key, memory)
@@ -150,7 +150,7 @@ class TurnEnding:
         ended: Ended,
         calls: Sequence[manifest_pb2.ToolCall],
     ) -> AgentMemory:
-        """What the agent remembers from now on, attached to its hot memory."""
+        """Make the agent's new memory and attach it to its hot KV."""
         request, state = turn.request, ended.state
         said, messages = await self._prompting.run(
             key.namespace,
@@ -178,10 +178,10 @@ class TurnEnding:
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
                 expected_version=request.parent_version,
-                # What was not stored yet counts under the lease under which it was made, and what extends it too.
+                # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
                 heard=turn.heard,
-                # A stop string may have taken back tokens of a block that was already sent.
+                # A stop string may have removed tokens of a block that was sent already.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
             ),
             rewind_points=state.rewind_points,
@@ -193,7 +193,7 @@ class TurnEnding:
     def _said(
         self, turn: TurnState, prompt: str, ended: Ended, calls: Sequence[manifest_pb2.ToolCall], *, is_trusted: bool
     ) -> tuple[Said, tuple[manifest_pb2.Message, ...]]:
-        """Text and messages that are remembered. On the tokenizer's thread."""
+        """Text and messages to remember. On the tokenizer's thread."""
         prompting = self._prompting
         said = prompting.said(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
         if turn.dialogue is None:
@@ -202,7 +202,7 @@ class TurnEnding:
             prompting.template,
             turn.dialogue,
             reply=said.reply,
-            told_text=said.transcript.text,
+            rendered_text=said.transcript.text,
             tool_calls=calls,
             tool_start=prompting.tool_start,
             is_trusted=is_trusted,
@@ -216,7 +216,7 @@ class TurnEnding:
     async def _keep(
         self, turn: TurnState, key: AgentKey, recollection: Recollection, memory: AgentMemory
     ) -> SnapshotOutcome:
-        """Publish a memory, and say what came of it as far as the reader's patience goes."""
+        """Publish a memory; the outcome, as far as the reader is made to wait for it."""
         store = self._stores.get(key.namespace)
         if store is None:
             return SnapshotOutcome(SnapshotState.NONE, reason="this engine has no store for the namespace")
@@ -225,7 +225,7 @@ class TurnEnding:
         )
         first, most = len(memory.publication.blocks), self.copies.piece_blocks
         asked = turn.snapshot or self._engine.snapshot(key, first, max_blocks=most)
-        # Awaited before the next turn of the agent may begin: the copies are this turn's.
+        # Awaited before the next turn of the agent may begin: the copies must be this turn's.
         return await self._publish(key, memory, store, previous, asked, turn.stream)
 
     async def _publish(
@@ -244,12 +244,12 @@ class TurnEnding:
             if taken is not None:
                 taken, sent_bytes = await self.copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
         except KvasirError as error:
-            taken = error  # the reply was told: its snapshot failed, not the turn
+            taken = error  # the reply was sent: the snapshot failed, not the turn
         self._publisher.publish(key, memory, taken, store, previous, stream, sent_bytes)
         return await self._publisher.outcome(key.namespace, memory, store)
 
-    async def tell_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
-        """The turn was done before: its reply again, and what became of it, nothing done twice."""
+    async def replay(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
+        """Send the reply and the outcome of a turn that was done before. Nothing is computed or stored twice."""
         request, remembered = turn.request, memory.turn
         token_ids = tuple(memory.transcript.token_ids[remembered.prompt_tokens :])
         head = memory.publication.head
@@ -277,10 +277,10 @@ class TurnEnding:
                 tool_calls=tuple(reader.calls),
             )
         )
-        _LOG.info("turn.told_again", request_id=request.request_id, version=snapshot.version)
+        _LOG.info("turn.replayed", request_id=request.request_id, version=snapshot.version)
 
     async def _outcome_again(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> SnapshotOutcome:
-        """What became of a turn that is told again. One that was never stored is published now."""
+        """The outcome of a turn that is replayed. A memory that was never stored is published now."""
         key, publication = turn.key, memory.publication
         store = self._stores.get(key.namespace) if key is not None else None
         if publication.is_head and publication.head is not None:
@@ -298,6 +298,8 @@ def _finish_reason(ended: Ended, calls: Sequence[manifest_pb2.ToolCall]) -> str:
 
 
 def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:
-    """Whether a turn's KV is, or was computed on, what was brought. The store marks bytes; this outlives its copies."""
+    """Whether a turn's KV came by an archive or another store, or was computed on such KV. The store marks its copies;
+    this mark outlives them.
+    """
     memory = recollection.memory
     return prepared.source in (Source.HOT, Source.WARM) and memory is not None and memory.is_brought

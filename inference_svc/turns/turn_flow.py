@@ -1,8 +1,10 @@
 """The life of a request. Start here to see how a turn is served.
 
-A turn waits for its agent's turn before it; finds the agent's newest memory; is a retry and told again, or is rendered,
-held against the memory, and given to the engine; its events go to the reader as they come; at the end what the agent
-now remembers is attached to the hot memory and published, and the last message says what became of it.
+1. The turn waits for the turn of its agent before it, and finds the agent's newest memory.
+2. A retry is replayed from that memory. Otherwise the prompt is rendered and compared with the memory, and the engine
+   gets a plan.
+3. The turn's events go to its reader as they come.
+4. At the end the agent's new memory is attached to the hot memory and published. The last message reports both.
 
 Each turn is a task of its own, not its RPC's: a reader that goes away cancels generation, never the care of memory.
 """
@@ -50,17 +52,17 @@ from inference_svc.turns.turn_state import (
 
 _LOG = structlog.get_logger(__name__)
 _DEFAULT_MAX_TOKENS = 512
-# Hot memory may be dropped, and a file refused, between planning and running: plan again this often.
+# Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
 _PLANS = 4
-# The agent may get another newest version meanwhile: serve a turn from its beginning this often.
+# Meanwhile the agent may get a newer version: serve a turn from its beginning this often.
 _SERVINGS = 4
-# Another engine that is asked lets go within milliseconds, unless its turn still runs.
+# Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
 _HELD_PATIENCE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class TurnLimits:
-    """What one turn may cost others."""
+    """Bounds of what one turn costs others."""
 
     store_budget_s: float
     """Time without progress that a turn may lose to the store, in total."""
@@ -94,8 +96,8 @@ class TurnService:
         stats: ServiceStats,
         clock: Callable[[], float],
     ) -> None:
-        """Made on the event loop that will run it. `admission` and `stats` are those of all models that the service
-        loads one after the other. `clock` gives seconds, monotonic.
+        """Must be made on the event loop that will run it. All models that the service loads one after the other share
+        `admission` and `stats`. `clock` gives seconds, monotonic.
         """
         self._engine = engine
         self._prompting = prompting
@@ -115,7 +117,7 @@ class TurnService:
         self._compiling = SharedRoom(1)
 
     def begin(self, request: TurnRequest) -> TurnTask:
-        """Start a turn. Raises ResourceExhausted when too many wait or run already, in all or of its caller."""
+        """Start a turn. Raises ResourceExhausted when too many turns wait or run, of all callers or of this one."""
         place = contextlib.ExitStack()
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
         running = TurnTask(Outbox(self._limits.reader, self._clock))
@@ -126,7 +128,7 @@ class TurnService:
         return running
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for turns that run, end those that take longer, then wait for publications."""
+        """Wait for the running turns, end those that take longer, then wait for publications."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         for running in list(self._running.values()):
@@ -136,12 +138,13 @@ class TurnService:
         await self._ending.drain(patience_s)
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """After `drain`: store the memories that are hot and not in the store."""
+        """After `drain`: store the hot memories that are not in the store."""
         return await self._ending.store_hot(patience_s)
 
     async def count_tokens(self, request: TurnRequest) -> int:
-        """Tokens of a turn's prompt that finds no memory. Takes a turn's place: raises ResourceExhausted. One count
-        after the other, namespaces in turn; no turn's own text waits for one, but for the copy that the first makes.
+        """Tokens of the prompt of a turn that finds no memory. Takes a turn's place: raises ResourceExhausted. Counts
+        run one after the other, namespaces in turn. They use a copy of the tokenizer, so that no turn waits for them
+        except while the first count makes that copy.
         """
         given = request.input
         messages = given.messages if isinstance(given, MessagesInput) else ()
@@ -167,7 +170,7 @@ class TurnService:
             end = "cancelled"
             running.outbox.close(running.ended_by or errors.Cancelled("the turn was cancelled"))
             raise
-        except Exception as error:  # noqa: BLE001 - the reader must end whatever happens; the edge logs and names it
+        except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
             end = "cancelled" if running.is_cancelled else end
             running.outbox.close(running.ended_by or error)
         else:
@@ -182,7 +185,7 @@ class TurnService:
 
     @contextlib.asynccontextmanager
     async def _in_order(self, request: TurnRequest) -> AsyncIterator[None]:
-        """One agent's turns run one after the other, in order of arrival; different agents' in parallel."""
+        """Turns of one agent run one after the other, in order of arrival; different agents' turns run in parallel."""
         if not request.agent_id:
             yield
             return
@@ -205,11 +208,11 @@ class TurnService:
             try:
                 return await self._serve_once(turn, budget)
             except _MemoryMovedError:
-                turn.damage = None  # it was of the memory before
+                turn.damage = None  # it belonged to the old memory
         raise _moved_away()
 
     async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
-        """Raises _MemoryMovedError when nothing has happened yet and all must be looked at again."""
+        """Raises _MemoryMovedError when the turn has had no effect yet and must be served from its beginning."""
         request = turn.request
         recollection = await self._newest(turn, budget) if turn.key else NOTHING_REMEMBERED
         if request.is_warming:
@@ -218,7 +221,7 @@ class TurnService:
         is_retry = memory is not None and replay.is_retry(request, memory)
         if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
             self.stats.of(request.namespace).sources[Source.REPLAY] += 1
-            return await self._ending.tell_again(turn, recollection, memory)
+            return await self._ending.replay(turn, recollection, memory)
         if not is_retry:
             check_parent(request, recollection)
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
@@ -233,8 +236,8 @@ class TurnService:
         return leases.using(turn.request.agent_id) if leases is not None else contextlib.nullcontext()
 
     async def _newest(self, turn: TurnState, budget: Budget) -> Recollection:
-        """The agent's memory, and beside it the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE): computed
-        all the same, the turn would lose against whoever has it.
+        """The agent's memory, and the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE) if another engine
+        has that right: a turn that is computed all the same would lose against that engine.
         """
         assert turn.key is not None
         leases, agent_id = self._leases.get(turn.request.namespace), turn.request.agent_id
@@ -252,8 +255,8 @@ class TurnService:
         return recollection
 
     def _check_line(self, turn: TurnState) -> None:
-        """Raises _MemoryMovedError when another engine was heard to have the line since the memory was looked at: the
-        store may tell of a lease later than of a memory. Looked at again, the turn waits for the line, or is refused.
+        """Raises _MemoryMovedError when another engine has taken the line since the memory was read: the store may
+        report a lease later than a memory. Served again, the turn waits for the line, or is refused.
         """
         namespace, agent_id = turn.request.namespace, turn.request.agent_id
         leases = self._leases.get(namespace) if turn.key is not None else None
@@ -261,7 +264,7 @@ class TurnService:
             raise _MemoryMovedError
 
     async def _warm(self, turn: TurnState, recollection: Recollection, budget: Budget) -> None:
-        """Make the agent's memory hot, or the prompt that is given, and say nothing."""
+        """Make the agent's memory hot, or the request's prompt, and generate nothing."""
         request, memory = turn.request, recollection.memory
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
         if recollection.head is None and recollection.kv_from is not Source.HOT:
@@ -292,20 +295,20 @@ class TurnService:
         self._ending.warmed(turn, recollection, prepared, ended)
 
     def _check_length(self, text: str) -> None:
-        """An absurd prompt is refused without tokenizing it."""
+        """Refuse an absurdly long prompt without tokenizing it."""
         fewest, context = self._prompting.fewest_tokens(text), self._engine.model.context_tokens
         check_fits(fewest, max_tokens=0, context_tokens=context, is_lower_bound=True)
 
     async def _generate(
         self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
     ) -> tuple[Recollection, Prepared, Ended]:
-        """Plan and run, planning again when what the plan stood on went away in between."""
+        """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
         usable_files: int | None = None
         usable_rewind_point: int | None = None
-        if (told := turn.dialogue) is not None and self._engine.model.has_states:
+        if (dialogue := turn.dialogue) is not None and self._engine.model.has_states:
             template = self._prompting.template
             turn.rewind_point_chars = await self._prompting.run(
-                turn.request.namespace, lambda: conversation.lasting_chars(template, told, text)
+                turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
             )
 
         async def hold(size_bytes: int) -> None:
@@ -341,8 +344,8 @@ class TurnService:
                     raise
                 recollection = _same_version(recollection, await self._recall.newest(turn.key, budget))
             except errors.DataLoss as error:
-                # The bytes are those of their digest and still not what they must be. The stored tokens are known:
-                # from there on they are prefilled again.
+                # The bytes have their digest and are still no valid file. The stored tokens are known, so the turn
+                # computes them again from there on.
                 if point := error.metadata.get("state"):
                     usable_rewind_point, what = int(point) - 1, f"the state of {point} tokens"
                 else:
@@ -357,7 +360,7 @@ class TurnService:
     async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
         namespace, constraint = turn.request.namespace, turn.request.sampling.constraint
         if constraint is not None and not self._engine.grammars.knows(namespace, constraint):
-            # Others' formats took its place while the turn waited. To compile one may take a second.
+            # Other formats took its place while the turn waited. To compile one may take a second.
             async with self._compiling.held_for(namespace, 1):
                 await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
         inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
@@ -368,7 +371,7 @@ class TurnService:
             raise errors.Cancelled("the turn was cancelled")
 
         def on_events(events: list[Event]) -> None:
-            # On the MLX thread. The snapshot is asked for here, because the next step may drop this memory for another.
+            # On the MLX thread. Ask for the snapshot here, because the next step may drop this memory for another.
             if stream is not None and isinstance(events[-1], Ended):
                 most = self._ending.copies.piece_blocks
                 turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored), max_blocks=most)
@@ -430,7 +433,7 @@ class TurnService:
         return SwapStore(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
 
     def _let_go(self, turn: TurnState) -> None:
-        """What was read from the store is KV now, or is not needed."""
+        """Give back the room of bytes that were read from the store: they are KV now, or not needed."""
         held_bytes, turn.restoring_bytes = turn.restoring_bytes, 0
         self._admission.restoring.give_back(turn.request.namespace, held_bytes)
 
@@ -456,11 +459,11 @@ class TurnService:
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:
-    """What is found now of the version that a turn was planned on. Raises _MemoryMovedError when another is newest: the
-    turn's words were made from this one's, and its parent was checked against this one.
+    """The recollection `found`, if it has the version that the turn was planned on. Raises _MemoryMovedError otherwise:
+    the turn's prompt was made from the planned version, and its parent was checked against that version.
     """
     if found.head is None:
-        # The store cannot be asked now: the turn still extends what it was planned on, and the swap decides at the end.
+        # The store cannot be asked now. The turn extends the planned version; compare-and-swap decides at the end.
         return replace(found, head=planned.head)
     if planned.head is None or (found.head.version, found.head.manifest) != (
         planned.head.version,

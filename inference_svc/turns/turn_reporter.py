@@ -1,6 +1,6 @@
-"""What a turn's events do: they are counted, told to its reader, and full blocks are sent ahead.
+"""Handles a turn's events: counts them, reports them to the turn's reader, and sends full blocks ahead.
 
-A reader that lost its right to the rest ends its turn here, at the event that was one too many.
+If the reader falls too far behind, its turn is ended here.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from inference_svc.turns.turn_state import TurnState
 
 
 class TurnReporter:
-    """Of one plan of one turn, on the event loop."""
+    """Reports one plan of one turn. On the event loop."""
 
     def __init__(
         self,

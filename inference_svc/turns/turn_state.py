@@ -1,4 +1,4 @@
-"""One turn under way: what its reader holds of it, and what its steps know of it."""
+"""One turn under way: the task that its reader holds, and the state that its steps share."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -23,15 +23,15 @@ from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnRequest, W
 
 
 class TurnTask:
-    """A turn under way, as its reader sees it: its events, and how to stop it."""
+    """A turn under way, as its reader sees it: a stream of events that it can cancel."""
 
     def __init__(self, outbox: Outbox) -> None:
         self.outbox = outbox
         self.task: asyncio.Task[None] | None = None
         self.handle: TurnHandle | None = None
         self.is_ending = False
-        self.warmed: Warmed | None = None  # what a turn that says nothing left
-        self.ended_by: errors.KvasirError | None = None  # what the reader is told of a turn that was not let end
+        self.warmed: Warmed | None = None  # the result of a turn that only warms
+        self.ended_by: errors.KvasirError | None = None  # the reader's error, if the turn was cancelled
 
     def events(self) -> AsyncIterator[TurnEvent]:
         """Started first, Finished last; ends with a KvasirError instead when the turn fails."""
@@ -42,8 +42,8 @@ class TurnTask:
         return self.ended_by is not None
 
     def cancel(self, why: errors.KvasirError | None = None) -> None:
-        """Stop generating: the reader is gone, or `why`. What the turn left in memory is taken care of regardless.
-        Idempotent.
+        """Stop generating, because the reader is gone or for the reason `why`. The memory that the turn leaves is taken
+        care of regardless. Idempotent.
         """
         if self.is_cancelled or self.is_ending:
             return
@@ -56,22 +56,22 @@ class TurnTask:
 
 @dataclass(slots=True)
 class TurnState:
-    """What the steps of one turn learn, in their order."""
+    """The values that the steps of one turn learn, in their order."""
 
     request: TurnRequest
     running: TurnTask
     arrived: float
     queue_s: float = 0.0
     restore_s: float = 0.0
-    restoring_bytes: int = 0  # read from the store, or about to be, and not KV yet
+    restoring_bytes: int = 0  # bytes that are read or will be read from the store, and are not KV yet
     has_begun: bool = False  # the engine has its memory and computes
-    computed: int = 0  # tokens of the prompt whose KV is there
+    computed: int = 0  # prompt tokens whose KV is there
     parent_version: int = 0
-    heard: Heard | None = None  # when it began
-    messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw one
+    heard: Heard | None = None  # place in the store's history when the turn began
+    messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw prompt
     dialogue: Dialogue | None = None  # the same, as templates know them
     damage: Miss | None = None
-    rewind_point_chars: int | None = None  # of the prompt, after which a model with states makes a rewind point
+    rewind_point_chars: int | None = None  # prompt characters after which a model with states records a rewind point
     first_token_at: float | None = None
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
@@ -88,7 +88,7 @@ class TurnState:
 
 
 def check_parent(request: TurnRequest, recollection: Recollection) -> None:
-    """Raise Conflict when the agent's newest version is not the one that the caller knows. If the store could not be
+    """Raise Conflict when the agent's newest version is not the one that the caller named. If the store could not be
     asked, its compare-and-swap decides at the end.
     """
     head = recollection.head
@@ -104,14 +104,14 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
 def whole_conversation(
     request: TurnRequest, recollection: Recollection, *, is_retry: bool
 ) -> tuple[manifest_pb2.Message, ...]:
-    """The messages of the prompt. Raises FailedPrecondition or Unavailable when there is nothing to append to."""
+    """All messages of the prompt. Raises FailedPrecondition or Unavailable when there is no memory to append to."""
     if isinstance(request.input, PromptInput):
         return ()
     given, memory = request.input.messages, recollection.memory
     if not request.input.is_append:
         return given
     if memory is not None and memory.messages:
-        # A retry of a turn that was cut: its messages are remembered already, and the partial reply goes.
+        # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped.
         return memory.messages[:-1] if is_retry else (*memory.messages, *given)
     if (memory is None or not memory.transcript.token_ids) and request.parent_version == 0:
         return given
@@ -129,7 +129,7 @@ _UNKNOWN: Sequence[MissReason] = (
 def _refuse_append(recollection: Recollection) -> None:
     miss = recollection.miss
     if recollection.memory is None and miss is not None and miss.reason in _UNKNOWN:
-        # Going on without what the agent remembers would be another conversation, not a miss.
+        # Without the agent's memory this would be another conversation, not a miss.
         raise errors.Unavailable(
             f"append_messages: the agent's memory cannot be read now ({miss.detail}); send all messages, or retry",
             reason="MEMORY_UNREADABLE",
@@ -149,7 +149,7 @@ def _refuse_append(recollection: Recollection) -> None:
 
 
 def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
-    """Reads the reply. One to a raw prompt, and one whose form was asked for, is answer and nothing else."""
+    """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
     if isinstance(request.input, PromptInput) or request.sampling.constraint is not None:
         return ReplyReader()
     choice = f"{request.choice}-" if request.choice else ""

@@ -65,7 +65,7 @@ def remember(reply: str, messages: list[manifest_pb2.Message], text: str, prompt
         prompting.template,
         told(messages, [WEATHER]),
         reply=reply,
-        told_text=text,
+        rendered_text=text,
         tool_calls=calls_of(reply, prompting),
         tool_start=prompting.tool_start,
     )
