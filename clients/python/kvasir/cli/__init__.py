@@ -1,1 +1,1 @@
-"""The command line `kvasir`: for people tables and progress, for scripts --json and exit codes that mean something."""
+"""The command line `kvasir`: tables and progress for people, --json and exit codes for scripts."""

@@ -1,4 +1,4 @@
-"""`kvasir agents …`: look at agents' memories, branch them, take them back, forget them, carry them elsewhere."""
+"""`kvasir agents …`: list, show, fork, roll back, delete, export, import and pull agents' memories."""
 
 import time
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar=
 LineOption = Annotated[
     str,
     typer.Option(
-        "--kv-identity", help="Hash of the line's KV identity; the line used last if left out.", metavar="HASH"
+        "--kv-identity", help="Hash of the line's KV identity. Left out: the line that was used last.", metavar="HASH"
     ),
 ]
 VersionOption = Annotated[int, typer.Option("--version", min=0, help="0: the newest.")]
@@ -34,7 +34,7 @@ VersionOption = Annotated[int, typer.Option("--version", min=0, help="0: the new
 
 @contextmanager
 def store_client(caller: Caller) -> Iterator[StoreClient]:
-    """A client of the caller's store. Says which address does not answer."""
+    """A client of the caller's store. An error names the address that does not answer."""
     endpoint = caller.store
     client = StoreClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False)
     with client, failures.naming("store", endpoint):
@@ -84,11 +84,11 @@ def fork(
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Start a new agent that remembers what another does. Copies no bytes."""
+    """Start a new agent with the memory of another agent. Copies no bytes."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         made = client.fork_agent(source, agent, line, version)
-    caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers what {source} does.", markup=False))
+    caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers the same as {source}.", markup=False))
 
 
 @app.command("rollback")
@@ -99,7 +99,7 @@ def rollback(
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Make an old version the newest again, as a new version; nothing is removed."""
+    """Commit an old version again, as the newest. No version is removed."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         made = client.rollback_agent(agent, version, line)
@@ -113,10 +113,10 @@ def rollback(
 def rm(
     context: typer.Context,
     agent: AgentArgument,
-    force: Annotated[bool, typer.Option("--force", help="Also if it is pinned.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Delete it even if it is pinned.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Forget an agent: all its lines and versions."""
+    """Delete an agent with all its lines and versions."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         answer = client.delete_agent(agent, force=force)
@@ -124,7 +124,7 @@ def rm(
     caller.result(
         value,
         lambda out: out.print(
-            f"{agent} is forgotten. {size(answer.unshared_bytes)} that nobody else uses are gone by "
+            f"{agent} is deleted. {size(answer.unshared_bytes)} that no other agent uses are freed by "
             f"{value['bytes_gone_by'] or 'the next collection'}.",
             markup=False,
         ),
@@ -153,7 +153,7 @@ def pin(
     keep: Annotated[int | None, typer.Option(min=1, max=1000, help="Versions to keep per line.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Keep an agent from eviction and from rm, or let it go again."""
+    """Protect an agent from eviction and from rm. --off ends that."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         changed = client.update_agent(agent, is_pinned=not off, retained_versions=keep)
@@ -170,7 +170,7 @@ def export(
     form: Annotated[
         carrying.Form, typer.Option("--format", help="Kvasir's archive, or the seed's one safetensors file.")
     ] = carrying.Form.ARCHIVE,
-    model_name: Annotated[str, typer.Option(help="What the seed's form says as model_id.")] = "",
+    model_name: Annotated[str, typer.Option(help="The model_id in a file of the seed's form.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Save one version of an agent's memory as a file."""
@@ -190,13 +190,15 @@ def export(
 def import_(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="The file to read.", exists=True, dir_okay=False)],
-    agent: Annotated[str, typer.Argument(help="Its name here; as in the file if left out.", metavar="[AGENT]")] = "",
+    agent: Annotated[
+        str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="[AGENT]")
+    ] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Add a version to an agent that exists.")] = False,
     form: Annotated[
         carrying.Form, typer.Option("--format", help="Kvasir's archive, or the seed's one safetensors file.")
     ] = carrying.Form.ARCHIVE,
     of_agent: Annotated[
-        str, typer.Option(help="A seed file of foreign origin: an agent here with the same model.")
+        str, typer.Option(help="For a seed file of another program: an agent here with the same model.")
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -215,11 +217,13 @@ def pull(
     context: typer.Context,
     peer: Annotated[str, typer.Argument(help="A peer of the store's configuration.", metavar="PEER")],
     agent: AgentArgument,
-    as_: Annotated[str, typer.Option("--as", help="Its name here; the same if left out.", metavar="NAME")] = "",
+    as_: Annotated[
+        str, typer.Option("--as", help="The agent's name here. Left out: the same name.", metavar="NAME")
+    ] = "",
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Copy an agent's memory from another store; only blobs that are missing here travel."""
+    """Copy an agent's memory from another store. Only blobs that are missing here are sent."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
         made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)

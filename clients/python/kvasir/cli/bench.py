@@ -1,4 +1,4 @@
-"""`kvasir bench …`: what the services do beside what this machine's wire, disk and hash could, in one run."""
+"""`kvasir bench …`: the services' speed beside the speed of this machine's wire, disk and hash, in one run."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,23 +21,23 @@ EngineCase = Enum("EngineCase", [(name, name) for name in engine_keys.CASES], ty
 
 
 class Peer(StrEnum):
-    """What else can do the engine's work."""
+    """Another program that can do the engine's work."""
 
     MLX_LM = "mlx-lm"
 
 
 @app.callback()
 def everywhere() -> None:
-    """What every measurement takes: nothing so far."""
+    """The options of every measurement: none so far."""
 
 
 @app.command("store")
 def store(
     context: typer.Context,
     directory: Annotated[
-        Path | None, typer.Option(help="Where the stores of the measurement lie: the disk that is measured.")
+        Path | None, typer.Option(help="Where the measured stores lie, on the disk that is measured.")
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Move less, for a look; no target counts then.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Move less, for a first look. No target counts then.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Put, get, pull, find and start, beside raw TCP, write + fsync and BLAKE3. Ends with 1 when a target is missed."""
@@ -54,15 +54,17 @@ def store(
 def engine(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
+        str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")
     ] = "",
-    only: Annotated[list[EngineCase] | None, typer.Option(help="Measure this alone. May be repeated.")] = None,
-    peer: Annotated[Peer | None, typer.Option(help="Put the same work through this too, alternating.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="How often; medians are told. 5 if left out.")] = None,
+    only: Annotated[list[EngineCase] | None, typer.Option(help="Measure this case alone. May be repeated.")] = None,
+    peer: Annotated[Peer | None, typer.Option(help="Give the same work to this program too, in turns.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="How often to measure; medians are shown. Left out: 5.")
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Write a PNG for each case into this directory.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure less, and once, for a look; no target counts then.")
+        bool, typer.Option("--quick", help="Measure less, and once, for a first look. No target counts then.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -93,7 +95,7 @@ def engine(
 def quality(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
+        str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")
     ] = "",
     kv_exact_layers: Annotated[
         str, typer.Option(help='Layers that stay exact under every policy: "last", or indexes with commas between.')
@@ -102,7 +104,7 @@ def quality(
         str, typer.Option(help="float32, float16 or bfloat16; float32 on a CPU and else the model's own if left out.")
     ] = "",
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a look.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """What each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls; and what
@@ -124,7 +126,7 @@ def quality(
 
 @contextmanager
 def _progress(caller: Caller, title: str) -> Iterator[Callable[[str], None]]:
-    """What is being measured: one line that changes at a terminal, many lines elsewhere, nothing for scripts."""
+    """Show what is being measured: one line that changes at a terminal, many lines elsewhere, none for scripts."""
     if caller.shows_progress:
         with caller.err.status(title) as status:
             yield status.update

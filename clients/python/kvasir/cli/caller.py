@@ -1,4 +1,4 @@
-"""What the caller of a command asked for everywhere: which home, which address, JSON or not; and how results are shown.
+"""The options of every command (home, addresses, JSON), and how results are shown.
 
 Results go to stdout, progress and remarks to stderr, so that a pipe holds the result and nothing else.
 """
@@ -51,18 +51,18 @@ class Caller:
             show(self.out)
 
     def line(self, value: object) -> None:
-        """One object of a stream of them, on a line of its own."""
+        """Print one object of a stream on a line of its own."""
         self.out.file.write(json.dumps(value, ensure_ascii=False) + "\n")
         self.out.file.flush()
 
     def say(self, text: str) -> None:
-        """A remark for people; scripts do not get it."""
+        """Print a remark for people; scripts do not get it."""
         if not self.as_json:
             self.err.print(text, markup=False)
 
     @contextmanager
     def busy(self, text: str) -> Iterator[None]:
-        """A spinner at a terminal, a line elsewhere: nobody waits without knowing for what."""
+        """Show what is being done: a spinner at a terminal, a line elsewhere."""
         if self.shows_progress:
             with self.err.status(text):
                 yield

@@ -1,4 +1,4 @@
-"""Memories as files: which form they have, and the seed's form to and from the store."""
+"""Memories as files: their two forms, and the seed's form to and from the store."""
 
 import enum
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvasir.formats.archive_reader import ArchiveReader, Described
 
 
 class Form(enum.StrEnum):
-    """How a memory stands in a file."""
+    """The form of a memory in a file."""
 
     ARCHIVE = "archive"
     SEED = "seed"
@@ -49,7 +49,7 @@ def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
 
 
 def agent_of_archive(file: Path) -> str:
-    """The agent that an archive says it is of. Raises InvalidArgument for what is no archive."""
+    """The agent that an archive names. Raises InvalidArgument for other files."""
     reader = ArchiveReader()
     for piece in pieces_of(file):
         for part in reader.feed(piece):

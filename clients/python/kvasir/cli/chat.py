@@ -1,4 +1,4 @@
-"""`kvasir chat`: talk with an agent in a terminal or through a pipe; it remembers between calls."""
+"""`kvasir chat`: talk with an agent in a terminal or through a pipe. The agent remembers earlier calls."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ from kvasir.cli import failures
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
-from kvasir.cli.talk import Heard, hear
+from kvasir.cli.talk import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient
 from kvasir.errors import FailedPrecondition, KvasirError
 from kvasir.formats import manifest as manifests
@@ -29,12 +29,12 @@ _HELP = (
 def chat(
     context: typer.Context,
     agent: Annotated[str, typer.Argument(help="The agent's name.", metavar="[AGENT]")] = "me",
-    system: Annotated[str, typer.Option(help="What a new agent is told first.")] = "",
+    system: Annotated[str, typer.Option(help="The system message of a new agent.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk with an agent; it remembers. Reads lines from a pipe too; --json prints one object per reply."""
+    """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
     caller = caller_of(context, as_json)
     options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature})
     endpoint = caller.engine
@@ -55,7 +55,7 @@ class Conversation:
     options: GenerateOptions
 
     def run(self) -> None:
-        """Until the input ends or /quit. A refusal at a terminal is said, and the talk goes on; in a pipe it ends."""
+        """Read lines until the input ends or /quit. A refusal ends a pipe; at a terminal the talk goes on after it."""
         is_person = sys.stdin.isatty()
         if is_person:
             _load_line_editing()
@@ -76,18 +76,18 @@ class Conversation:
     def _turn(self, text: str) -> None:
         message = manifest_pb2.Message(role="user", content=text)
         try:
-            heard = self._listen(append=[message])
+            result = self._run_turn(append=[message])
         except FailedPrecondition as error:
             if error.reason != "NO_MESSAGES":
                 raise
             # Nothing to append to. Version 0: an agent that remembers other things is not overwritten.
             first = [manifest_pb2.Message(role="system", content=self.system)] if self.system else []
-            heard = self._listen(whole=[*first, message])
-        self._tell(heard)
+            result = self._run_turn(whole=[*first, message])
+        self._show_reuse(result)
 
-    def _listen(
+    def _run_turn(
         self, *, append: list[manifest_pb2.Message] | None = None, whole: list[manifest_pb2.Message] | None = None
-    ) -> Heard:
+    ) -> TurnResult:
         events = self.engine.generate(
             append_messages=append,
             messages=whole,
@@ -96,7 +96,9 @@ class Conversation:
             parent_version=None if whole is None else 0,
         )
         with contextlib.closing(events):
-            return hear(events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly)
+            return follow_turn(
+                events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly
+            )
 
     def _write(self, text: str) -> None:
         if not self.caller.as_json:
@@ -104,7 +106,7 @@ class Conversation:
             sys.stdout.flush()
 
     def _write_dimly(self, text: str) -> None:
-        """What the model thinks is for people: a pipe gets answers alone."""
+        """Show the model's reasoning to people. A pipe gets answers alone."""
         if sys.stdout.isatty() and not self.caller.as_json:
             sys.stdout.write(f"\x1b[2m{text}\x1b[22m")
             sys.stdout.flush()
@@ -119,30 +121,30 @@ class Conversation:
 
         return show
 
-    def _tell(self, heard: Heard) -> None:
-        """What the turn reused, dimly; for a script, the whole turn as one line of JSON."""
+    def _show_reuse(self, result: TurnResult) -> None:
+        """Show dimly what the turn reused. A script gets the whole turn as one line of JSON."""
         if self.caller.as_json:
             self.caller.line(
                 {
                     "agent_id": self.agent,
-                    "reply": heard.reply,
-                    "source": heard.source,
-                    "prompt_tokens": heard.prompt_tokens,
-                    "cached_tokens": heard.cached_tokens,
-                    "completion_tokens": heard.completion_tokens,
-                    "first_token_s": round(heard.first_token_s, 6),
-                    "version": heard.version,
-                    "snapshot": heard.snapshot_state,
+                    "reply": result.reply,
+                    "source": result.source,
+                    "prompt_tokens": result.prompt_tokens,
+                    "cached_tokens": result.cached_tokens,
+                    "completion_tokens": result.completion_tokens,
+                    "first_token_s": round(result.first_token_s, 6),
+                    "version": result.version,
+                    "snapshot": result.snapshot_state,
                 }
             )
             return
         sys.stdout.write("\n")
         sys.stdout.flush()
-        kept = f"version {heard.version}" if heard.is_durable else f"{heard.snapshot_state} {heard.snapshot_reason}"
-        source = f"{heard.source}: {heard.reason}" if heard.source == "cold" else heard.source
+        kept = f"version {result.version}" if result.is_durable else f"{result.snapshot_state} {result.snapshot_reason}"
+        source = f"{result.source}: {result.reason}" if result.source == "cold" else result.source
         self.caller.err.print(
-            f"{heard.cached_tokens} of {heard.prompt_tokens} tokens cached ({source}), "
-            f"first token after {heard.first_token_s * 1000:.0f} ms, {kept.strip()}",
+            f"{result.cached_tokens} of {result.prompt_tokens} tokens cached ({source}), "
+            f"first token after {result.first_token_s * 1000:.0f} ms, {kept.strip()}",
             style="dim",
             markup=False,
         )
@@ -156,7 +158,7 @@ class Conversation:
             with store_client(self.caller) as store:
                 store.fork_agent(self.agent, argument)
             self.agent = argument
-            self.caller.say(f"You talk with {argument} now, who remembers the same.")
+            self.caller.say(f"You talk with {argument} now, which remembers the same.")
         elif name == "/rollback" and argument.isdecimal():
             with store_client(self.caller) as store:
                 made = store.rollback_agent(self.agent, int(argument))
@@ -181,7 +183,7 @@ class Conversation:
 
 
 def _lines(prompt_of: str) -> Iterator[str]:
-    """What is typed or piped, line by line, without empty lines. With a name, a prompt is shown."""
+    """The lines that are typed or piped, without empty ones. With a name, a prompt is shown."""
     while True:
         try:
             line = input(f"{prompt_of}> " if prompt_of else "")
@@ -192,6 +194,6 @@ def _lines(prompt_of: str) -> Iterator[str]:
 
 
 def _load_line_editing() -> None:
-    """Arrow keys and history for `input`, where Python was built with them."""
+    """Load arrow keys and history for `input`, where Python was built with them."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  importing it is what it is for

@@ -1,4 +1,4 @@
-"""`kvasir doctor`: what of a model persists, what computes, what runs, and what to do about what is missing.
+"""`kvasir doctor`: which layers of a model are kept, what computes, what runs, and what to do about problems.
 
 With --self-test an agent is told something, both services are killed, and it is asked: a report that a user can send.
 It holds no text of anyone's but its own.
@@ -41,18 +41,19 @@ _FASTER = (
 def doctor(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="A directory or name of an mlx-lm model; the shipped one if left out.")
+        str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")
     ] = "",
     kv_policy: Annotated[
-        str, typer.Option(help="As of `kvasir up`; auto measures the model, unless an engine of this home did.")
+        str,
+        typer.Option(help="As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
     ] = "",
-    kv_exact_layers: Annotated[str, typer.Option(help="As of `kvasir up`.")] = "",
+    kv_exact_layers: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
     does_self_test: Annotated[
-        bool, typer.Option("--self-test", help="Also start both, tell an agent something, kill -9, and ask.")
+        bool, typer.Option("--self-test", help="Also start both services, tell an agent a fact, kill -9 both, and ask.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what of a model persists, what computes, what runs; and what to do about it."""
+    """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
     caller = caller_of(context, as_json)
     policy = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers)]
     report = examined(caller, model, [part for option in policy if option[1] for part in option])
@@ -66,10 +67,10 @@ def doctor(
 
 
 def examined(caller: Caller, model: str, policy: Sequence[str]) -> dict[str, Any]:
-    """Everything but the self-test. `problems` are sentences that say what to do."""
+    """The report without the self-test. `problems` are sentences that say what to do."""
     problems: list[str] = []
     home = caller.home.root
-    # What the home's engine has measured before need not be measured again; a home is not made for it.
+    # The home's engine may have measured the model before. No home is made for this.
     remembered = ["--cache-dir", str(caller.home.engine_state)] if caller.home.engine_state.is_dir() else []
     with caller.busy("loading the model"):
         facts = model_facts(model, [*policy, *remembered], problems)
@@ -92,7 +93,7 @@ def examined(caller: Caller, model: str, policy: Sequence[str]) -> dict[str, Any
 
 
 def model_facts(model: str, options: Sequence[str], problems: list[str]) -> dict[str, Any] | None:
-    """What `inference_svc.describe` says; None, and a problem more, when the model cannot be kept."""
+    """The report of `inference_svc.describe`. None, with one problem more, if the model cannot be kept."""
     argv = [sys.executable, "-m", "inference_svc.describe", *(["--model", model] if model else []), *options]
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if answer.returncode == 0:
@@ -116,7 +117,7 @@ def _service(endpoint: Endpoint, name: str) -> dict[str, Any]:
 
 
 def _loaded_model(caller: Caller) -> dict[str, Any]:
-    """What the running engine says of its model: read from its live memory."""
+    """The running engine's own report of its model, from its live memory."""
     endpoint = caller.engine
     try:
         with InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
@@ -192,7 +193,7 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
 
 
 def _show_families(out: Console, families: dict[str, Any]) -> None:
-    """What memories of well-known models weigh, by their published layouts."""
+    """Sizes of memories of well-known models, by their published layouts."""
     table = Table(box=None, pad_edge=False, header_style="bold", title="well-known models, by their layouts")
     for column in ("model", "layers"):
         table.add_column(column)

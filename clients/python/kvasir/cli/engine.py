@@ -1,4 +1,4 @@
-"""`kvasir stats` and `kvasir models …`: what the engine did and does, and which model it has loaded."""
+"""`kvasir stats` and `kvasir models …`: the engine's counters, and its models."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,13 +16,13 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 models = typer.Typer(help="See which models the engine may load, and load one.", no_args_is_help=True)
 _DropOption = Annotated[
-    bool, typer.Option("--drop-unstored", help="Also when hot memories that cannot be stored are lost by it.")
+    bool, typer.Option("--drop-unstored", help="Go on even if hot memories that cannot be stored are lost.")
 ]
 
 
 @contextmanager
 def engine_client(caller: Caller) -> Iterator[InferenceClient]:
-    """A client of the caller's engine. Says which address does not answer."""
+    """A client of the caller's engine. An error names the address that does not answer."""
     endpoint = caller.engine
     client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
     with client, failures.naming("engine", endpoint):
@@ -30,7 +30,7 @@ def engine_client(caller: Caller) -> Iterator[InferenceClient]:
 
 
 def stats(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show what the engine did since its start and does now: turns, tokens, hits, misses by reason, memory.
+    """Show the engine's counters since its start and its present state: turns, tokens, hits, misses by reason, memory.
 
     --json: model, uptime_s, namespaces (a list: namespace, turns, turn_ends, refusals, prefilled_tokens, cached_tokens,
     decoded_tokens, sources, misses, publications, published_bytes, waiting_turns, running_turns, kv_memory_used_bytes)
@@ -58,7 +58,7 @@ def load_model(
     drop_unstored: _DropOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Load a model; another is unloaded first, its hot memories stored."""
+    """Load a model. The one before is unloaded first, and its hot memories are stored."""
     caller = caller_of(context, as_json)
     with caller.busy(f"loading {name}"), engine_client(caller) as client:
         answer = client.load_model(name, drop_unstored=drop_unstored)
@@ -69,11 +69,11 @@ def load_model(
 @models.command("unload")
 def unload_model(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="The loaded model if left out.", metavar="[NAME]")] = "",
+    name: Annotated[str, typer.Argument(help="Left out: the loaded model.", metavar="[NAME]")] = "",
     drop_unstored: _DropOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Let turns end, store what is hot, and free the model."""
+    """Let turns end, store hot memories, and free the model."""
     caller = caller_of(context, as_json)
     with caller.busy("unloading"), engine_client(caller) as client:
         left = client.unload_model(name, drop_unstored=drop_unstored).left
@@ -93,7 +93,7 @@ def stats_row(answer: pb.GetStatsResponse) -> dict[str, Any]:
 
 
 def model_row(model: pb.Model) -> dict[str, Any]:
-    """What is known of a model; of one that is not loaded, its name."""
+    """A model's facts; only its name if it is not loaded."""
     row: dict[str, Any] = {"name": model.name, "is_loaded": model.is_loaded}
     if model.is_loaded:
         row |= {

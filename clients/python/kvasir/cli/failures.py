@@ -60,7 +60,7 @@ def hint(error: errors.KvasirError) -> str:
 
 @contextmanager
 def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
-    """Replace gRPC's own words for "nobody answers there" by ours; what a service says of itself stays."""
+    """Replace gRPC's own words for "nobody answers there" by ours. A service's own words stay."""
     try:
         yield
     except errors.Unavailable as error:
@@ -71,7 +71,7 @@ def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
 
 
 def unusable_token(error: CredentialFileError) -> errors.KvasirError:
-    """A token file that cannot be used is the caller's to put right."""
+    """The refusal for a token file that cannot be used: the caller can mend it."""
     return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
 
 

@@ -46,18 +46,20 @@ def everywhere(
         Path, typer.Option(envvar="KVASIR_HOME", help="Where `kvasir up` keeps everything.")
     ] = DEFAULT_HOME,
     address: Annotated[
-        str, typer.Option(help="The store: unix:/path or HOST:PORT. Left out: that of the home.", metavar="ADDRESS")
+        str,
+        typer.Option(help="The store: unix:/path or HOST:PORT. Left out: the store of the home.", metavar="ADDRESS"),
     ] = "",
     engine: Annotated[
-        str, typer.Option(help="The engine: unix:/path or HOST:PORT. Left out: that of the home.", metavar="ADDRESS")
+        str,
+        typer.Option(help="The engine: unix:/path or HOST:PORT. Left out: the engine of the home.", metavar="ADDRESS"),
     ] = "",
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, mode 0600.")] = None,
     ca_file: Annotated[Path | None, typer.Option(help="PEM certificate that the service must show.")] = None,
     _version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """What every command takes."""
+    """The options of every command."""
     caller = caller_of(context)
     caller.home = Home(home.expanduser().absolute())
     caller.store_address = address

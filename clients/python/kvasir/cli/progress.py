@@ -11,7 +11,7 @@ from kvasir.cli.caller import Caller
 
 @contextmanager
 def transfer_progress(caller: Caller, title: str) -> Iterator[Callable[[pb.TransferProgress], None]]:
-    """A bar of bytes; what is yielded takes each report of the transfer."""
+    """Show a bar of bytes. Yields the function that takes the transfer's reports."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -33,7 +33,7 @@ def transfer_progress(caller: Caller, title: str) -> Iterator[Callable[[pb.Trans
 
 @contextmanager
 def counting_progress(caller: Caller, title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar of things done of things to do."""
+    """Show how many of all things are done."""
     bar = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

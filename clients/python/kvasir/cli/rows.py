@@ -1,4 +1,4 @@
-"""What the store tells, as plain values for --json and as words for people."""
+"""The store's answers, as plain values for --json and as words for people."""
 
 from datetime import UTC, datetime
 from typing import Any

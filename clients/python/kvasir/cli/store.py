@@ -1,4 +1,4 @@
-"""`kvasir store …`: serve a store, and look after the one that runs."""
+"""`kvasir store …`: serve a store, and look after a running one."""
 
 import json
 import os
@@ -41,8 +41,8 @@ def serve(context: typer.Context) -> None:
 @app.command("check")
 def check(
     context: typer.Context,
-    data_dir: Annotated[Path | None, typer.Option(help="The store's data; that of the home if left out.")] = None,
-    repair: Annotated[bool, typer.Option("--repair", help="Also put right what can be.")] = False,
+    data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
+    repair: Annotated[bool, typer.Option("--repair", help="Also repair what can be repaired.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare index and files both ways. The store must not run meanwhile."""
@@ -61,10 +61,10 @@ def check(
 @app.command("recover")
 def recover(
     context: typer.Context,
-    data_dir: Annotated[Path | None, typer.Option(help="The store's data; that of the home if left out.")] = None,
+    data_dir: Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")] = None,
     namespace: Annotated[
         list[str] | None,
-        typer.Option(help="A namespace that holds memories, where even the journal is lost; repeatable."),
+        typer.Option(help="A namespace that holds memories, if even the journal is lost. May be repeated."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -88,7 +88,7 @@ def recover(
 
 
 def _run_telling(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
-    """Run a program and tell its progress; its exit code, its answer, and the last that it said."""
+    """Run a program and show its progress. Returns its exit code, its answer, and its last line."""
     last = ""
     with (
         tempfile.TemporaryFile("w+") as answer,
@@ -107,10 +107,10 @@ def _run_telling(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
 @app.command("scrub")
 def scrub(
     context: typer.Context,
-    agent: Annotated[str, typer.Argument(help="Only this agent's blobs; all if left out.", metavar="[AGENT]")] = "",
+    agent: Annotated[str, typer.Argument(help="Only this agent's blobs. Left out: all blobs.", metavar="[AGENT]")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Hash every stored blob again. Damaged ones are set aside and named; engines compute them anew."""
+    """Hash every stored blob again. Damaged blobs are quarantined and named; engines compute them again."""
     caller = caller_of(context, as_json)
     damaged: list[Digest] = []
     checked = 0
@@ -131,7 +131,7 @@ def gc(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Report only.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Mark blobs that nothing names, and sweep those that were marked longer than the grace period ago."""
+    """Mark blobs that nothing names, and remove blobs that were marked longer than the grace period ago."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         answer = client.collect_garbage(dry_run=dry_run)

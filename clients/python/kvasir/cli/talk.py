@@ -1,4 +1,4 @@
-"""One turn with an engine, heard to its end and timed by the one who waits for it."""
+"""One turn with an engine, followed to its end and timed by the caller."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -10,8 +10,8 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """What a turn said and what it reused. `first_token_s` is from asking to the first words, on the asker's clock."""
+class TurnResult:
+    """A turn's reply and what it reused. `first_token_s` is the caller's time from the request to the first token."""
 
     reply: str
     token_ids: tuple[int, ...]
@@ -21,24 +21,28 @@ class Heard:
     cached_tokens: int
     completion_tokens: int
     first_token_s: float
-    version: int  # of the agent's memory that the turn made; 0 when none
+    version: int  # that the turn made of the agent's memory; 0 when none
     snapshot_state: str  # none, committed, pending or failed
     snapshot_reason: str
+
+    @property
+    def computed_prompt_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
 
     @property
     def is_durable(self) -> bool:
         return self.snapshot_state == "committed"
 
 
-def hear(
+def follow_turn(
     events: Iterable[pb.GenerateResponse],
     *,
     on_started: Callable[[pb.Started], None] = lambda _started: None,
     on_progress: Callable[[pb.PrefillProgress], None] = lambda _progress: None,
     on_text: Callable[[str], None] = lambda _text: None,
     on_reasoning: Callable[[str], None] = lambda _text: None,
-) -> Heard:
-    """Listen to a turn that is asked by iterating over `events`. Raises what the engine refuses."""
+) -> TurnResult:
+    """Follow a turn, which begins when `events` are iterated over. Raises the engine's refusals."""
     began = time.monotonic()
     first_token_s = 0.0
     reply = Reply()
@@ -55,13 +59,13 @@ def hear(
             if event.delta.text:
                 on_text(event.delta.text)
         elif event.HasField("finished"):
-            return _heard(reply, first_token_s)
-    raise Internal("the engine ended the turn without saying how")
+            return _result(reply, first_token_s)
+    raise Internal("the engine ended the turn without a result")
 
 
-def _heard(reply: Reply, first_token_s: float) -> Heard:
+def _result(reply: Reply, first_token_s: float) -> TurnResult:
     started, finished = reply.started, reply.finished
-    return Heard(
+    return TurnResult(
         reply=reply.text,
         token_ids=tuple(reply.token_ids),
         source=_word(pb.CacheSource.Name(started.source), "CACHE_SOURCE_"),

@@ -21,7 +21,7 @@ from kvasir.cli.demo import run as steps
 from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.demo.plot import Timing, plot
-from kvasir.cli.demo.run import Life, Told
+from kvasir.cli.demo.run import AnsweredTurn, Life
 from kvasir.cli.demo.script import Story, ask, told_story
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size
@@ -68,7 +68,7 @@ def demo(
 
 @dataclass
 class Show:
-    """What people see."""
+    """The demo's output for people."""
 
     caller: Caller
     claims: Claims = field(init=False)
@@ -86,13 +86,13 @@ class Show:
     def say(self, text: str) -> None:
         self.out.print(text, markup=False)
 
-    def told(self, told: Told) -> None:
-        """One question and its answer, as it was said."""
-        heard = told.heard
-        note = f"{heard.cached_tokens} of {heard.prompt_tokens} cached, {heard.source}, {heard.first_token_s:.2f} s"
-        self.out.print(f"  {told.turn.question.text}", markup=False, style="cyan")
-        self.out.print(f"    {heard.reply.strip()}", markup=False, end="  ")
-        self.out.print(note if told.is_right else f"{note}; expected: {told.turn.question.answer}", style="dim")
+    def print_answer(self, answered: AnsweredTurn) -> None:
+        """Print one question and its answer."""
+        result = answered.result
+        note = f"{result.cached_tokens} of {result.prompt_tokens} cached, {result.source}, {result.first_token_s:.2f} s"
+        self.out.print(f"  {answered.turn.question.text}", markup=False, style="cyan")
+        self.out.print(f"    {result.reply.strip()}", markup=False, end="  ")
+        self.out.print(note if answered.is_right else f"{note}; expected: {answered.turn.question.answer}", style="dim")
 
 
 def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None:
@@ -132,18 +132,18 @@ def _play(show: Show, make: Callable[..., Mac], length: Size, out: Path) -> None
 def _live(show: Show, mac: Mac, story: Story, fork_after: tuple[int, ...]) -> Life:
     show.title(f"{story.agent} lives through {len(story.turns)} turns; each brings news and ends with a question")
     with show.caller.busy(f"{story.agent} listens"):
-        return steps.live(mac, story, fork_after=fork_after, on_told=show.told)
+        return steps.live(mac, story, fork_after=fork_after, on_answer=show.print_answer)
 
 
 def _check_lives(show: Show, lives: list[Life], length: Size) -> None:
-    told = [each for life in lives for each in life.told]
-    right = sum(each.is_right for each in told)
+    answered = [each for life in lives for each in life.answered]
+    right = sum(each.is_right for each in answered)
     show.claims.check(
-        "every turn was durable before its reply was called finished", all(each.heard.is_durable for each in told)
+        "every turn was durable before its reply was called finished", all(each.result.is_durable for each in answered)
     )
     show.claims.check(
         "from the second turn on, agents were read from the engine's memory, not computed again",
-        all(each.heard.source == "hot" for life in lives for each in life.told[1:]),
+        all(each.result.source == "hot" for life in lives for each in life.answered[1:]),
     )
     enough = 4000 if length is FULL else 0
     show.claims.check(
@@ -151,16 +151,16 @@ def _check_lives(show: Show, lives: list[Life], length: Size) -> None:
         lives[0].tokens >= enough,
     )
     show.claims.check(
-        "at least nine of ten answers were what was told", right >= 0.9 * len(told), f"{right} of {len(told)}"
+        "at least nine of ten answers were what was told", right >= 0.9 * len(answered), f"{right} of {len(answered)}"
     )
 
 
-def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[Told]:
+def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn]:
     two = lives[1].story
     show.title(f"kill -9 for both services, in the middle of a turn of {two.agent}")
     with show.caller.busy("killing"):
         error = steps.die_in_a_turn(mac, two)
-    kept = str(lives[1].told[-1].heard.version)
+    kept = str(lives[1].answered[-1].result.version)
     if error is None:
         raise Internal("the turn ended before the kill; nothing was shown")
     show.say(f"  what its client is told: {error.message}")
@@ -173,27 +173,27 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[Told]:
     show.title(f"Both run again after {seconds:.1f} s; the agents are asked about what they were told before")
     later = []
     for life in lives:
-        told = steps.go_on(mac, life.story, show.claims, life, life.story.later[0])
-        show.told(told)
-        later.append(told)
-    show.claims.check("both answered what they were told", all(told.is_right for told in later))
+        answered = steps.go_on(mac, life.story, show.claims, life, life.story.later[0])
+        show.print_answer(answered)
+        later.append(answered)
+    show.claims.check("both answered what they were told", all(answered.is_right for answered in later))
     return later
 
 
-def _compare(show: Show, control: Mac, lives: list[Life], later: list[Told]) -> None:
+def _compare(show: Show, control: Mac, lives: list[Life], later: list[AnsweredTurn]) -> None:
     show.title("The same lives in an engine that was never killed")
     with show.caller.busy("both agents live again, without a kill"):
         unbroken = [steps.live(control, life.story) for life in lives]
         after = [
-            Told(told.turn, control.say(life.story.agent, told.turn.messages))
-            for life, told in zip(lives, later, strict=True)
+            AnsweredTurn(answered.turn, control.say(life.story.agent, answered.turn.messages))
+            for life, answered in zip(lives, later, strict=True)
         ]
-    ours = [each for life in lives for each in life.told] + later
-    theirs = [each for life in unbroken for each in life.told] + after
+    ours = [each for life in lives for each in life.answered] + later
+    theirs = [each for life in unbroken for each in life.answered] + after
     different = steps.differences(ours, theirs)
     for text in different:
         show.say(f"  {text}")
-    tokens = sum(len(told.heard.token_ids) for told in ours)
+    tokens = sum(len(answered.result.token_ids) for answered in ours)
     show.claims.check(
         "token for token, the answers before and after the kill are those of a run without one",
         not different,
@@ -202,7 +202,7 @@ def _compare(show: Show, control: Mac, lives: list[Life], later: list[Told]) -> 
     show.claims.check(
         "after the restart nothing but the question was computed; without one neither",
         all(
-            mine.heard.prompt_tokens - mine.heard.cached_tokens == other.heard.prompt_tokens - other.heard.cached_tokens
+            mine.result.computed_prompt_tokens == other.result.computed_prompt_tokens
             for mine, other in zip(later, after, strict=True)
         ),
     )
@@ -254,15 +254,15 @@ def _move(show: Show, mac: Mac, another: Mac, life: Life) -> None:
         snapshot = steps.pull(another, agent)
         seconds = time.monotonic() - began
     question = life.story.later[1]
-    there = Told(ask(question), another.say(agent, ask(question).messages))
-    here = Told(ask(question), mac.say(agent, ask(question).messages))
-    show.told(there)
+    there = AnsweredTurn(ask(question), another.say(agent, ask(question).messages))
+    here = AnsweredTurn(ask(question), mac.say(agent, ask(question).messages))
+    show.print_answer(there)
     show.claims.check(
         f"{agent} answers there from what came over",
-        there.is_right and there.heard.source == "warm",
+        there.is_right and there.result.source == "warm",
         f"{snapshot.token_count} tokens, {size(snapshot.total_bytes)} in {seconds:.2f} s",
     )
-    show.claims.check("and says the same here, token for token", there.heard.token_ids == here.heard.token_ids)
+    show.claims.check("and says the same here, token for token", there.result.token_ids == here.result.token_ids)
     another.stop()
 
 
@@ -271,12 +271,12 @@ def _keep_a_secret(show: Show, mac: Mac, one: Story, two: Story) -> None:
     if secret is None or secret.value in two.text:
         raise Internal("the stories are not fit: a secret that only the first agent is told is needed")
     show.title(f"{one.agent} was told a secret; {two.agent} was not")
-    knows = Told(ask(secret), mac.say(one.agent, ask(secret).messages))
-    asked = Told(ask(secret), mac.say(two.agent, ask(secret).messages))
+    knows = AnsweredTurn(ask(secret), mac.say(one.agent, ask(secret).messages))
+    asked = AnsweredTurn(ask(secret), mac.say(two.agent, ask(secret).messages))
     show.say(f"  {one.agent}:")
-    show.told(knows)
+    show.print_answer(knows)
     show.say(f"  {two.agent}:")
-    show.out.print(f"    {asked.heard.reply.strip()}", markup=False)
+    show.out.print(f"    {asked.result.reply.strip()}", markup=False)
     show.claims.check(f"{one.agent} knows it", knows.is_right)
     show.claims.check(f"{two.agent} says that it was not told", steps.says_not_told(asked))
 

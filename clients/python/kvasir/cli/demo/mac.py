@@ -1,4 +1,4 @@
-"""One Mac, as the demo and the self-test have it: a store and an engine as real processes under a home of their own."""
+"""One Mac of the demo and the self-test: a store and an engine as real processes, in a home of their own."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from kvasir.cli.running.logs import last_lines
 from kvasir.cli.running.processes import EngineProcess, StoreProcess
 from kvasir.cli.running.supervisor import Service, ending
 from kvasir.cli.running.up import make_credentials
-from kvasir.cli.talk import Heard, hear
+from kvasir.cli.talk import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
@@ -23,7 +23,7 @@ from kvasir.inference.v1 import inference_pb2
 
 _POLL_S = 0.05
 _GRACE_S = 20.0
-# On a busy machine a demo of memory must not become one of time limits; what it takes is measured and shown.
+# On a busy machine the demo must show memory, not time limits. The times are measured and shown.
 _PATIENCE = ("--store-budget-ms", "3000", "--commit-wait-s", "20")
 
 
@@ -80,7 +80,7 @@ class Mac:
         return [process.wait() for process in self._processes.values()]
 
     def stop(self) -> None:
-        """End both in order: the engine may still want to tell the store something."""
+        """End both in order: the engine may still have something to store."""
         for name in ("engine", "store"):
             process = self._processes.get(name)
             if process is not None and process.poll() is None:
@@ -102,15 +102,15 @@ class Mac:
         is_new: bool = False,
         max_tokens: int = 60,
         on_started: Callable[[inference_pb2.Started], None] = lambda _started: None,
-    ) -> Heard:
-        """One turn, greedy. `messages` follow what the agent remembers, or are the whole conversation if `is_new`."""
+    ) -> TurnResult:
+        """One greedy turn. `messages` follow the remembered ones, or are the whole conversation if `is_new`."""
         with InferenceClient.connect(self.engine.address) as engine:
             if is_new:
                 turn = engine.generate(messages=messages, agent_id=agent, max_tokens=max_tokens)
             else:
                 turn = engine.generate(append_messages=messages, agent_id=agent, max_tokens=max_tokens)
             with contextlib.closing(turn) as events:
-                return hear(events, on_started=on_started)
+                return follow_turn(events, on_started=on_started)
 
     def engine_facts(self) -> tuple[inference_pb2.GetCapabilitiesResponse, inference_pb2.Model]:
         with InferenceClient.connect(self.engine.address) as engine:

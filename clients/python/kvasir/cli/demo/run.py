@@ -1,4 +1,4 @@
-"""What happens in the demo, step by step, with real processes: live, die, go on, compare, move, keep a secret.
+"""The steps of the demo, with real processes: live, die, go on, compare, move, keep a secret.
 
 Every step returns what was measured and puts what it says of it to `Claims`.
 """
@@ -12,24 +12,24 @@ from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac
 from kvasir.cli.demo.plot import Timing
 from kvasir.cli.demo.script import Question, Story, Turn, ask
-from kvasir.cli.talk import Heard
+from kvasir.cli.talk import TurnResult
 from kvasir.errors import KvasirError
 
-# The best of so many forks: what else the machine does is not what is measured.
+# The best of this many forks: other work of the machine must not be measured.
 _REPEATS = 3
 _WARM_UP = "Hello."
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """A turn and what the agent said."""
+class AnsweredTurn:
+    """A turn and the agent's answer."""
 
     turn: Turn
-    heard: Heard
+    result: TurnResult
 
     @property
     def is_right(self) -> bool:
-        return self.turn.question.value in self.heard.reply
+        return self.turn.question.value in self.result.reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,52 +37,52 @@ class Life:
     """The turns that an agent has lived through, and the turns after which it was forked to be timed later."""
 
     story: Story
-    told: tuple[Told, ...]
+    answered: tuple[AnsweredTurn, ...]
     forked_after: tuple[int, ...]
 
     @property
     def tokens(self) -> int:
-        last = self.told[-1].heard
+        last = self.answered[-1].result
         return last.prompt_tokens + last.completion_tokens
 
     def messages(self, turns: int) -> list[manifest_pb2.Message]:
         """The conversation after so many turns, as a client without Kvasir would send it."""
         said: list[manifest_pb2.Message] = []
-        for each in self.told[:turns]:
+        for each in self.answered[:turns]:
             said += each.turn.messages
-            said.append(manifest_pb2.Message(role="assistant", content=each.heard.reply))
+            said.append(manifest_pb2.Message(role="assistant", content=each.result.reply))
         return said
 
 
-OnTold = Callable[[Told], None]
+OnAnswer = Callable[[AnsweredTurn], None]
 
 
 def fork_name(agent: str, turns: int, number: int) -> str:
     return f"{agent}, after turn {turns} ({number})"
 
 
-def live(mac: Mac, story: Story, *, fork_after: Sequence[int] = (), on_told: OnTold | None = None) -> Life:
+def live(mac: Mac, story: Story, *, fork_after: Sequence[int] = (), on_answer: OnAnswer | None = None) -> Life:
     """Let an agent live through its story; fork it after some turns, which copies nothing."""
-    told: list[Told] = []
+    answered: list[AnsweredTurn] = []
     with mac.store_client() as store:
         for number, turn in enumerate(story.turns, 1):
-            each = Told(turn, mac.say(story.agent, turn.messages, is_new=number == 1))
-            told.append(each)
-            if on_told is not None:
-                on_told(each)
+            each = AnsweredTurn(turn, mac.say(story.agent, turn.messages, is_new=number == 1))
+            answered.append(each)
+            if on_answer is not None:
+                on_answer(each)
             if number in fork_after:
                 for repeat in range(_REPEATS):
                     store.fork_agent(story.agent, fork_name(story.agent, number, repeat))
-    return Life(story, tuple(told), tuple(fork_after))
+    return Life(story, tuple(answered), tuple(fork_after))
 
 
 def warm_up(mac: Mac) -> None:
-    """Let the engine compute once, so that no timing holds what a process does only once."""
+    """Let the engine compute once, so that no timing includes work that a process does only once."""
     mac.say("", [manifest_pb2.Message(role="user", content=_WARM_UP)], is_new=True)
 
 
 def die_in_a_turn(mac: Mac, story: Story) -> KvasirError | None:
-    """`kill -9` both services while the agent is being told something; what its client is told of that."""
+    """`kill -9` both services in the middle of a turn. Returns the error that its client gets."""
     started = threading.Event()
     ended: list[KvasirError | None] = []
 
@@ -101,41 +101,41 @@ def die_in_a_turn(mac: Mac, story: Story) -> KvasirError | None:
     return ended[0]
 
 
-def go_on(mac: Mac, story: Story, claims: Claims, life: Life, question: Question) -> Told:
-    """Ask an agent after the restart; it remembers from the store."""
-    told = Told(ask(question), mac.say(story.agent, ask(question).messages))
-    heard = told.heard
+def go_on(mac: Mac, story: Story, claims: Claims, life: Life, question: Question) -> AnsweredTurn:
+    """Ask an agent after the restart: it remembers, from the store."""
+    answered = AnsweredTurn(ask(question), mac.say(story.agent, ask(question).messages))
+    result = answered.result
     claims.check(
         f"{story.agent} goes on from the store",
-        heard.source == "warm" and heard.cached_tokens >= life.tokens - 1,
-        f"{heard.cached_tokens} of {heard.prompt_tokens} prompt tokens were not computed again",
+        result.source == "warm" and result.cached_tokens >= life.tokens - 1,
+        f"{result.cached_tokens} of {result.prompt_tokens} prompt tokens were not computed again",
     )
-    return told
+    return answered
 
 
-def time_forks(mac: Mac, life: Life) -> dict[int, tuple[Heard, Heard]]:
+def time_forks(mac: Mac, life: Life) -> dict[int, tuple[TurnResult, TurnResult]]:
     """For each fork point: the best warm turn, and the best hot turn right after one."""
-    best: dict[int, tuple[Heard, Heard]] = {}
+    best: dict[int, tuple[TurnResult, TurnResult]] = {}
     for turns in life.forked_after:
         pairs = []
         for repeat in range(_REPEATS):
             name = fork_name(life.story.agent, turns, repeat)
             pairs.append(tuple(mac.say(name, life.story.ask(number).messages) for number in (2, 3)))
-        warm = min((pair[0] for pair in pairs), key=lambda heard: heard.first_token_s)
-        hot = min((pair[1] for pair in pairs), key=lambda heard: heard.first_token_s)
+        warm = min((pair[0] for pair in pairs), key=lambda result: result.first_token_s)
+        hot = min((pair[1] for pair in pairs), key=lambda result: result.first_token_s)
         best[turns] = (warm, hot)
     return best
 
 
-def time_cold(mac: Mac, life: Life) -> dict[int, Heard]:
-    """The same questions to an engine that never met the agent: it reads everything."""
+def time_cold(mac: Mac, life: Life) -> dict[int, TurnResult]:
+    """The same questions to an engine that never met the agent and must compute everything."""
     return {
         turns: mac.say("", [*life.messages(turns), *life.story.ask(2).messages], is_new=True)
         for turns in life.forked_after
     }
 
 
-def timings(warm_and_hot: dict[int, tuple[Heard, Heard]], cold: dict[int, Heard]) -> list[Timing]:
+def timings(warm_and_hot: dict[int, tuple[TurnResult, TurnResult]], cold: dict[int, TurnResult]) -> list[Timing]:
     return [
         Timing(
             tokens=warm.prompt_tokens,
@@ -150,11 +150,13 @@ def timings(warm_and_hot: dict[int, tuple[Heard, Heard]], cold: dict[int, Heard]
     ]
 
 
-def check_timings(claims: Claims, warm_and_hot: dict[int, tuple[Heard, Heard]], cold: dict[int, Heard]) -> None:
-    """The sources were what the table says, and warm is what it is for."""
+def check_timings(
+    claims: Claims, warm_and_hot: dict[int, tuple[TurnResult, TurnResult]], cold: dict[int, TurnResult]
+) -> None:
+    """Check that the sources are those of the table, and that warm is much faster than cold."""
     claims.check(
         "cold turns computed everything, warm ones came from the store, hot ones from the engine",
-        all(heard.source == "cold" and heard.cached_tokens == 0 for heard in cold.values())
+        all(result.source == "cold" and result.cached_tokens == 0 for result in cold.values())
         and all(warm.source == "warm" and hot.source == "hot" for warm, hot in warm_and_hot.values()),
     )
     longest = max(warm_and_hot)
@@ -166,12 +168,12 @@ def check_timings(claims: Claims, warm_and_hot: dict[int, tuple[Heard, Heard]], 
     )
 
 
-def differences(ours: Sequence[Told], theirs: Sequence[Told]) -> list[str]:
-    """Turns whose reply is not the same, token for token."""
+def differences(ours: Sequence[AnsweredTurn], theirs: Sequence[AnsweredTurn]) -> list[str]:
+    """The turns with different replies, compared token for token."""
     return [
-        f"{mine.turn.question.text} {mine.heard.reply!r} against {other.heard.reply!r}"
+        f"{mine.turn.question.text} {mine.result.reply!r} against {other.result.reply!r}"
         for mine, other in zip(ours, theirs, strict=True)
-        if mine.heard.token_ids != other.heard.token_ids
+        if mine.result.token_ids != other.result.token_ids
     ]
 
 
@@ -181,6 +183,6 @@ def pull(mac: Mac, agent: str) -> cachestore_pb2.SnapshotVersion:
         return store.pull_agent("first", agent)
 
 
-def says_not_told(told: Told) -> bool:
+def says_not_told(answered: AnsweredTurn) -> bool:
     """Whether the agent said that it was not told, and did not say the secret."""
-    return "not told" in told.heard.reply and not told.is_right
+    return "not told" in answered.result.reply and not answered.is_right

@@ -1,4 +1,4 @@
-"""What is said in the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
+"""The text of the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
 
 They stand in `stories.json`, which `python -m tools.kvasir_tiny.ship` writes. A turn brings some hundred tokens of talk
 and ends with a question about something told before, which the agent answers live.
@@ -18,18 +18,18 @@ _SECRET_LEADS = ("Here is a secret: ", "This is a secret: ", "Tell nobody: ", "K
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Something to ask, the one right reply, and what one says who was not told."""
+    """A question, its one right answer, and the answer of an agent that was not told."""
 
     text: str
     answer: str
     value: str
     not_told: str
-    told_in: int  # index of the message that told it
+    told_in: int  # index of the message with the fact
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What is said to the agent at once; the last message is the question."""
+    """The messages of one turn; the last is the question."""
 
     messages: tuple[manifest_pb2.Message, ...]
     question: Question
@@ -43,7 +43,7 @@ class Story:
     turns: tuple[Turn, ...]
     later: tuple[Question, ...]
     secret: Question | None
-    text: str  # all that is told, to make sure that another story does not tell it too
+    text: str  # of all messages, to make sure that another story does not tell the same
 
     def ask(self, number: int) -> Turn:
         """A turn of one question alone, from those left for later."""
@@ -74,7 +74,7 @@ def story_of(talk: dict[str, Any], turns: int) -> Story:
     lived: list[Turn] = []
     begin = 0
     for end in _cuts(messages, turns):
-        # The oldest first: what was told longest ago is the harder question.
+        # The oldest first: a fact that was told long ago is harder to remember.
         question = next(each for each in left if each.told_in < end)
         left.remove(question)
         asked = manifest_pb2.Message(role="user", content=question.text)

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.cli.demo.mac import Mac, macs
-from kvasir.cli.talk import Heard
+from kvasir.cli.talk import TurnResult
 from kvasir.errors import KvasirError
 
 _TELL = "My name is Marco, and my favourite colour is green."
@@ -49,12 +49,12 @@ def self_test(model: str) -> dict[str, Any]:
 
 def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
     report.step(f"store and engine started in {mac.start():.1f} s")
-    told = _tell(mac)
-    report.step(f"a turn of {told.prompt_tokens} tokens was {told.snapshot_state}", told.is_durable)
+    answered = _tell(mac)
+    report.step(f"a turn of {answered.prompt_tokens} tokens was {answered.snapshot_state}", answered.is_durable)
     mac.kill()
     report.step(f"both were killed with -9 and started again in {mac.start():.1f} s")
     warm = mac.say("self-test", [_message(_ASK)])
-    remembered = told.prompt_tokens + told.completion_tokens
+    remembered = answered.prompt_tokens + answered.completion_tokens
     report.step(
         f"the next turn came {warm.source} with {warm.cached_tokens} cached tokens of {remembered} remembered "
         f"({warm.reason or 'no miss'}), first token after {warm.first_token_s:.3f} s",
@@ -66,7 +66,7 @@ def _tell_kill_ask(report: _Report, mac: Mac, control: Mac) -> None:
     report.step("it says what an agent says that was not killed", same.token_ids == warm.token_ids)
 
 
-def _tell(mac: Mac) -> Heard:
+def _tell(mac: Mac) -> TurnResult:
     return mac.say("self-test", [_message(_TELL)], is_new=True)
 
 

@@ -1,1 +1,1 @@
-"""`kvasir up`: its home, its processes, and what supervises them."""
+"""`kvasir up`: its home, its processes, and their supervisor."""

@@ -1,4 +1,4 @@
-"""Asks a service whether it is ready, by grpc.health.v1; no token is needed for that."""
+"""Asks a service whether it is ready, by grpc.health.v1, which needs no token."""
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -11,7 +11,7 @@ ENGINE_SERVICE = "kvasir.inference.v1.InferenceService"
 
 
 async def is_ready(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> bool:
-    """True when the service says SERVING. Anything else, also no answer, is not ready."""
+    """Whether the service says SERVING. With any other answer, or none, it is not ready."""
     async with aio_channel(endpoint.address, endpoint.tls, ()) as channel:
         try:
             answer = await health_pb2_grpc.HealthStub(channel).Check(

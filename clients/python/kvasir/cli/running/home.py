@@ -1,4 +1,4 @@
-"""The home of one `kvasir up`: where its data, sockets, logs, credentials and tokens lie, and who listens where.
+"""The home of one `kvasir up`: the paths of its data, sockets, logs and tokens, and its services' addresses.
 
 Nothing here starts or asks anything. Commands without an address read `run/up.json`, which a running `kvasir up` keeps.
 """
@@ -35,7 +35,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What a running `kvasir up` says of itself in `run/up.json`."""
+    """The facts that a running `kvasir up` writes into `run/up.json`."""
 
     pid: int
     store: str
@@ -106,7 +106,7 @@ class Home:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
 
     def running(self) -> Running | None:
-        """What a `kvasir up` of this home last said of itself; None when there is none."""
+        """The facts of this home's last `kvasir up`; None if there was none."""
         try:
             return Running(**json.loads(self.running_file.read_text()))
         except (OSError, ValueError, TypeError):
@@ -119,7 +119,7 @@ class Home:
         new.replace(self.running_file)
 
     def endpoint(self, service: str) -> Endpoint:
-        """Where the service of this home listens: as `up.json` says, else its socket."""
+        """The endpoint of a service of this home: that of `up.json`, or else its socket."""
         running = self.running()
         if running is None:
             return Endpoint(self.socket_address(service))

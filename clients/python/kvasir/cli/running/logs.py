@@ -1,4 +1,4 @@
-"""Logs of supervised services: put aside when long, quoted when one dies, watched for what a person should see."""
+"""Logs of supervised services: rotated when long, quoted when a service dies, watched for warnings."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 _MAX_BYTES = 16 << 20
 _LAST_LINES = 12
 _MAX_READ_BYTES = 64 << 10
-# Levels as structlog's console and JSON renderers write them; and what Python itself says of a bug.
+# Levels as structlog's console and JSON renderers write them, and the first line of Python's tracebacks.
 _IMPORTANT = re.compile(r"\[(?:warning|error|critical)\s*\]|\"level\": \"(?:warning|error|critical)\"|^Traceback ")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def rotate_log(path: Path) -> None:
-    """Put a log that has grown long aside, over the one put aside before."""
+    """Rename a long log, over the log that was renamed before."""
     if path.exists() and path.stat().st_size > _MAX_BYTES:
         path.replace(path.with_suffix(".1.log"))
 
@@ -29,7 +29,7 @@ def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str
 
 
 class LogWatch:
-    """Gives the lines of a growing log that a person should see, each once."""
+    """Gives each line of a growing log that a person should see, once."""
 
     def __init__(self, path: Path) -> None:
         """Begins at the log's present end."""
@@ -41,7 +41,7 @@ class LogWatch:
         """Warnings and errors since the last call. After a burst, only the newest are read."""
         try:
             size = self._path.stat().st_size
-            if size < self._offset:  # put aside
+            if size < self._offset:  # rotated
                 self._offset, self._rest = 0, b""
             with self._path.open("rb") as file:
                 if size - self._offset > _MAX_READ_BYTES:

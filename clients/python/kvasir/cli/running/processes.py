@@ -13,7 +13,7 @@ from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
 from kvasir.cli.running.home import Endpoint
 from kvasir.cli.running.supervisor import Service
 
-# A large model is read from disk and its weights are hashed the first time.
+# The first start reads a large model from disk and hashes its weights.
 STORE_READY_WITHIN_S = 60.0
 ENGINE_READY_WITHIN_S = 600.0
 

@@ -49,7 +49,7 @@ class RestartPolicy:
 class _Child:
     service: Service
     process: asyncio.subprocess.Process | None = None
-    log_start: int = 0  # where in its log this process began: what others said before is no reason of its own
+    log_start: int = 0  # where this process began in its log: earlier lines are of other processes
     crashes: deque[float] = field(default_factory=deque)
 
 
@@ -82,7 +82,7 @@ class Supervisor:
         return child.process.pid if child.process is not None and child.process.returncode is None else 0
 
     def stop(self) -> None:
-        """Ask for an orderly end. Safe to repeat."""
+        """Begin an orderly stop. Safe to repeat."""
         self._stopping.set()
 
     async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
@@ -109,7 +109,7 @@ class Supervisor:
             await self._stop_all()
 
     async def _watch_logs(self) -> None:
-        """Say what services write of warnings and errors."""
+        """Show the warnings and errors of the services' logs."""
         watches = [(child.service.name, LogWatch(child.service.log_file)) for child in self._children]
         while True:
             await asyncio.sleep(_LOG_POLL_S)
@@ -127,7 +127,7 @@ class Supervisor:
         finally:
             for pending in (task, stop):
                 pending.cancel()
-            await asyncio.gather(task, stop, return_exceptions=True)  # their ends, not our own cancel
+            await asyncio.gather(task, stop, return_exceptions=True)  # waits for their ends, not for our own cancel
 
     async def _start(self, child: _Child) -> None:
         service = child.service
@@ -183,7 +183,7 @@ class Supervisor:
         return Unavailable(f"{what}{shown} (log: {child.service.log_file})", reason="SERVICE_DID_NOT_START")
 
     async def _stop_all(self) -> None:
-        """Last started, first stopped: the engine may still want to tell the store something."""
+        """Last started, first stopped: the engine may still have something to store."""
         for child in reversed(self._children):
             await self._stop(child)
 
@@ -213,7 +213,7 @@ def ending(code: int) -> str:
 
 
 def process_exists(pid: int) -> bool:
-    """True when a process of this id lives, whoever's it is."""
+    """Whether any process with this id lives."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -37,7 +37,7 @@ from kvasir.credentials import (
 )
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
 
-# Whom a fresh home knows: people and their programs, the engine, and another Mac's store that pulls.
+# The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
 _PRINCIPALS = (
     Principal("client", DEFAULT_NAMESPACE, frozenset({CLIENT, ADMIN})),
     Principal("engine", DEFAULT_NAMESPACE, frozenset({ENGINE})),
@@ -47,7 +47,7 @@ _PRINCIPALS = (
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start and where."""
+    """The processes to start and their addresses."""
 
     store: StoreProcess
     engine: EngineProcess
@@ -58,19 +58,21 @@ def up(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="A directory or name of an mlx-lm model; the shipped one if left out. Several times, as NAME=PATH: "
+            help="A directory or name of an mlx-lm model. Left out: the shipped model. Several times, as NAME=PATH: "
             "the first is loaded, and `kvasir models load` swaps them.",
         ),
     ] = None,
     listen: Annotated[
         str,
-        typer.Option(help="HOST:PORT for the engine, with a token; a Unix socket if left out.", metavar="HOST:PORT"),
+        typer.Option(
+            help="HOST:PORT for the engine, which then wants a token. Left out: a Unix socket.", metavar="HOST:PORT"
+        ),
     ] = "",
     store_listen: Annotated[
         str, typer.Option(help="HOST:PORT for the store, for other Macs to pull from.", metavar="HOST:PORT")
     ] = "",
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate, needed beyond this machine.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, mode 0600.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, mode 0600.")] = None,
     metrics_listen: Annotated[
         str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
     ] = "",
@@ -110,7 +112,7 @@ def plan_of(
     tls_key: Path | None,
     engine_options: Sequence[str] = (),
 ) -> Plan:
-    """What to start. Raises InvalidArgument for an address that is none, or is taken."""
+    """The plan that the options ask for. Raises InvalidArgument for a malformed address or one in use."""
     for option, address in (("--listen", listen), ("--store-listen", store_listen)):
         if address:
             check_free(address, option)
@@ -190,7 +192,7 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
 
 @contextlib.contextmanager
 def locked(home: Home) -> Iterator[int]:
-    """Hold the home's lock. Raises FailedPrecondition when another group, or what is left of one, holds it."""
+    """Hold the home's lock. Raises FailedPrecondition if another group, or its remaining services, hold it."""
     descriptor = os.open(home.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
