@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return OK
         if command == "recover":
             return recover(settings, namespaces, as_json)
-        # Who only looks must find what there is, not what a start makes of it.
+        # A check must find what there is, not what a start makes of it.
         only_looks = (command == "check" and not repair) or dry_run
         with open_store(settings, sweeps=not only_looks) as store:
             if command == "check":
@@ -229,13 +229,13 @@ def _told(report: RecoverReport) -> Iterator[str]:
 
 
 def _progress() -> Callable[[str, int, int], None]:
-    """Tells every second or so what is being read."""
-    told = time.monotonic()
+    """Prints every second or so what is being read."""
+    printed = time.monotonic()
 
     def say(what: str, done: int, total: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > _PROGRESS_S:
-            told = time.monotonic()
+        nonlocal printed
+        if time.monotonic() - printed > _PROGRESS_S:
+            printed = time.monotonic()
             print(f"progress: {what}: {done} of {total}", file=sys.stderr, flush=True)
 
     return say

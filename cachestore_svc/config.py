@@ -23,7 +23,7 @@ class ConfigError(ValueError):
 
 
 class StoreSettings(BaseSettings):
-    """Everything that the store can be told. Each field says what it does."""
+    """Every setting of the store. Each field says what it does."""
 
     model_config = SettingsConfigDict(env_prefix="KVASIR_STORE_", extra="forbid", frozen=True)
 

@@ -59,7 +59,7 @@ class Watchers:
         with self._lock:
             callbacks = list(self._callbacks)
         for callback in callbacks:
-            # An event loop that closed has nobody left to wake.
+            # An event loop that closed has no watchers left.
             with contextlib.suppress(RuntimeError):
                 callback(namespace)
 
@@ -102,10 +102,10 @@ class Core:
         change.after_commit(lambda: self.watchers.wake(namespace))
 
     def promised(self, namespace: str, find: Callable[[CatalogView], Iterable[BlobEntry]]) -> list[BlobEntry]:
-        """The whole blobs that `find` finds in the namespace, kept for a grace period from now because a caller is told
-        that they are here. Writes only when an earlier promise is not fresh enough.
+        """The whole blobs that `find` finds in the namespace, kept for a grace period from now because the caller
+        learns that they are here. Writes only when an earlier promise is not fresh enough.
 
-        One operation of the catalog: whoever looks for thousands asks in slices of SLICE.
+        One operation of the catalog: a caller that looks for thousands asks in slices of SLICE.
         """
         now = self.now_unix_ms()
 
@@ -140,7 +140,7 @@ class Core:
                 return self._read_or_quarantine(namespace, digest)
 
     def _read_or_quarantine(self, namespace: str, digest: Digest) -> memoryview:
-        """Read while nobody can give the name to another file or take it away."""
+        """Read while no other thread can replace or remove the blob."""
         self._listed_whole(namespace, digest)
         try:
             return self.blobs.of(namespace).read(digest)

@@ -1,4 +1,4 @@
-"""Waiting, on the event loop, until nobody may answer any more from what is about to be taken back.
+"""Waits, on the event loop, until no engine may answer any more from a memory that is about to be taken back.
 
 The store's threads do not wait: a call that finds a live lease has asked its holder to let go, and is made again.
 """

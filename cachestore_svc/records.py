@@ -28,7 +28,7 @@ DEFAULT_LEASE_TTL_S = 30.0
 MAX_LEASES_PER_REQUEST = 10_000
 MIB = 1 << 20
 LAST_UNIX_MS = 253_402_300_799_999
-"""The end of the year 9999, which is the last that a Timestamp can tell."""
+"""The end of the year 9999, the last that a Timestamp can express."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ class LeaseToken:
 @dataclass(frozen=True, slots=True)
 class Lease:
     token: LeaseToken
-    expires_unix_ms: int  # for people; whoever holds it counts from before it asked, on a clock that nobody sets
+    expires_unix_ms: int  # for people; the holder counts from before it asked, on a steady clock
     newest: SnapshotVersion | None  # of the line, if it has any
 
     @property
@@ -303,21 +303,21 @@ class Recovered:
     lost: tuple[LostVersion, ...]
     damaged_blobs: tuple[str, ...]  # hashes; in quarantine, engines compute them again
     with_damaged_blobs: tuple[tuple[str, int], ...]  # agents and versions that came back without some of these
-    named_anew: tuple[str, ...]  # agents whose names nobody knows any more
+    named_anew: tuple[str, ...]  # agents whose names are lost
 
 
 @dataclass(frozen=True, slots=True)
 class RecoverReport:
     """What a recovery did."""
 
-    source: str  # who told what there was
+    source: str  # where it was read what there had been
     namespaces: tuple[Recovered, ...]
     kept: tuple[str, ...]  # files of the old index, beside the new one
-    is_told_whole: bool = True  # there was a journal, and nothing of it is lost
+    has_whole_journal: bool = True  # there was a journal, and nothing of it is lost
 
     @property
     def is_complete(self) -> bool:
-        return self.is_told_whole and not any(
+        return self.has_whole_journal and not any(
             each.lost or each.damaged_blobs or each.named_anew for each in self.namespaces
         )
 

@@ -77,8 +77,8 @@ class Store(LeaseStore):
     ) -> "Store":
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
 
-        `clock` tells Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
-        `steady` seconds that nobody sets. `blobs` keeps the blobs' bytes; None: files in the data directory.
+        `clock` gives Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
+        `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory.
         Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING:
         there are blobs but no database).
         """
@@ -310,7 +310,7 @@ class Store(LeaseStore):
 
     def subscribe(self, callback: Callable[[str], None]) -> Callable[[], None]:
         """Call `callback(namespace)` after each commit that wrote events, on a thread of the store: it must only wake
-        somebody (`loop.call_soon_threadsafe`). Returns what ends it."""
+        a reader (`loop.call_soon_threadsafe`). Returns what ends it."""
         return self._core.watchers.add(callback)
 
     # --- care ---

@@ -18,7 +18,7 @@ LONG_CALLS = 2
 class StoreThreads:
     """A pool of threads. Wide, because most of them wait for the disk or for a commit that they share.
 
-    One namespace alone has three quarters of them at most, so whoever comes finds one, and does not wait behind all
+    One namespace alone has three quarters of them at most, so a newcomer finds one, and does not wait behind all
     that another has asked for.
     """
 

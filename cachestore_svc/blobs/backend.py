@@ -59,7 +59,7 @@ class NamespaceBlobs(Protocol):
 
     @property
     def place(self) -> str:
-        """Names the namespace in the backend. The namespace's own name cannot be told from it."""
+        """Names the namespace in the backend. The namespace's own name cannot be derived from it."""
 
     def exists(self) -> bool:
         """Whether anything was ever kept here."""

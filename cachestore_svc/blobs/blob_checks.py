@@ -1,4 +1,4 @@
-"""What is asked of a blob's bytes while they arrive, besides their digest. Pure.
+"""Checks of a blob's bytes while they arrive, besides their digest. Pure.
 
 A tensor file's header is checked as soon as it is whole, before anything else looks at the bytes.
 """
@@ -52,7 +52,7 @@ def check_for(kind: BlobKind, size_bytes: int) -> BlobCheck:
 
 
 def check_size(kind: BlobKind, size_bytes: int) -> None:
-    """Raises InvalidArgument (BLOB_TOO_LARGE) for a manifest that nobody would read. Asked before room is reserved."""
+    """Raises InvalidArgument (BLOB_TOO_LARGE) for a manifest that no reader takes. Checked before room is reserved."""
     if kind is BlobKind.MANIFEST and size_bytes > MAX_MANIFEST_BYTES:
         raise InvalidArgument(
             f"size_bytes: expected at most {MAX_MANIFEST_BYTES} for a manifest, got {size_bytes}",
@@ -89,7 +89,7 @@ class TensorCheck:
 class ManifestCheck:
     """Sees that the bytes begin as a Manifest of a format that this store knows; the rest is read at commit, once.
 
-    Nothing is kept: whoever writes many manifests at once takes no memory. Every serializer writes fields in the order
+    Nothing is kept: many manifests that are written at once take no memory. Every serializer writes fields in the order
     of their numbers, so the format comes first, and no tensor file begins so.
     """
 

@@ -134,7 +134,7 @@ class Writers:
             return {namespace for namespace, _ in self._parts}
 
     def drop_parts(self, namespace: str, left_before_unix_ms: int, but: Digest | None = None) -> int:
-        """Remove parts that nobody went on with, but for one; how many bytes that gave back."""
+        """Remove interrupted parts, but for one; how many bytes that gave back."""
         with self._lock:
             old = [
                 key
@@ -252,7 +252,7 @@ class PartWriter:
         """Remove the part and give its bytes back. Nothing happens to a writer that ended."""
         if not self._is_ended:
             self._close()
-            # What cannot be removed now goes at the next start, or is read again by whoever writes this blob.
+            # What cannot be removed now goes at the next start, or is read again by the next writer of this blob.
             with contextlib.suppress(OSError):
                 self._blobs.remove_part(self.digest.hash)
             self._end(stored_bytes=0, left_bytes=0)
@@ -307,7 +307,7 @@ class PartWriter:
             try:
                 is_new = self._register.add(self.namespace, self.digest, facts)
             except BaseException:
-                # Unlisted, it would only wait for the next sweep. But somebody else may have listed it before us.
+                # Unlisted, it would only wait for the next sweep. But another writer may have listed it before.
                 if not self._register.has(self.namespace, self.digest):
                     self._blobs.remove(self.digest.hash)
                 raise

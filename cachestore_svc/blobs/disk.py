@@ -24,9 +24,9 @@ class Disk:
     """The real file system. Files are 0600 and directories 0700; no symbolic link is followed at a path's end."""
 
     def make_directory(self, path: Path) -> None:
-        """Make a directory and those above it; its name is durable on return, even if whoever made it died before.
+        """Make a directory and those above it; its name is durable on return, even if its maker died before.
 
-        Dear: whoever needs a directory often remembers that it is there.
+        Expensive: callers that need a directory often remember that it exists.
         """
         if path.is_dir():
             # Where one may not look, one could not have made it either.
@@ -94,7 +94,7 @@ class Disk:
     def read(self, path: Path, max_bytes: int) -> memoryview:
         """The file's bytes, at most `max_bytes` of them. Raises OSError; NO_FILE for what is no regular file.
 
-        Without O_NONBLOCK a pipe that nobody writes to would keep its reader for ever.
+        Without O_NONBLOCK a pipe without a writer would block its reader for ever.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(_of_file(descriptor), "rb", buffering=0) as file:

@@ -1,4 +1,4 @@
-"""Who may still write how many bytes: quotas per namespace and the reserve of the disk, asked before any write.
+"""How many bytes each namespace may still write: quotas and the reserve of the disk, checked before any write.
 
 What is stored is a sum over rows, counted once at start; what is reserved or left in unfinished parts lives only here,
 because a restart removes parts. So nothing here can disagree with the index for longer than a process lives.
@@ -50,7 +50,7 @@ class Space:
             kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
             if free < self._reserved.total() + size_bytes + kept:
                 raise ResourceExhausted(
-                    # Neither paths nor what others have: whoever asks may be a stranger to both.
+                    # Neither paths nor what others have: both may be unknown to the caller.
                     f"disk: no room for {size_bytes} bytes more beside what must stay free",
                     reason="DISK_FULL",
                     retry_after_s=60,

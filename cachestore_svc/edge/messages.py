@@ -179,8 +179,8 @@ def write_cursor(cursor: records.EventCursor) -> pb.EventCursor:
     return pb.EventCursor(incarnation=cursor.incarnation, sequence=cursor.sequence)
 
 
-def write_stats(stats: records.Stats, *, tells_disk: bool) -> pb.GetStatsResponse:
-    """What the disk has left follows what others write: `tells_disk` to who looks after the store."""
+def write_stats(stats: records.Stats, *, shows_disk: bool) -> pb.GetStatsResponse:
+    """`shows_disk` only to administrators: free bytes of the disk change with what other namespaces write."""
     return pb.GetStatsResponse(
         agent_count=stats.agent_count,
         snapshot_count=stats.snapshot_count,
@@ -189,7 +189,7 @@ def write_stats(stats: records.Stats, *, tells_disk: bool) -> pb.GetStatsRespons
         logical_bytes=stats.logical_bytes,
         quota_bytes=stats.quota_bytes or 0,
         reserved_bytes=stats.reserved_bytes,
-        free_disk_bytes=stats.free_disk_bytes if tells_disk else 0,
+        free_disk_bytes=stats.free_disk_bytes if shows_disk else 0,
         unreferenced_bytes=stats.unreferenced_bytes,
         damaged_blob_count=stats.damaged_blob_count,
         counters=stats.counters,

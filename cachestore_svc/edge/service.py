@@ -165,8 +165,8 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
         def answer() -> pb.ListSnapshotsResponse:
             page = self._store.list_snapshots(namespace, agent_id, kv_hash, request.page_size, request.page_token)
-            told = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
-            return pb.ListSnapshotsResponse(snapshots=told, next_page_token=page.next_page_token)
+            listed = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
+            return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token)
 
         return await self._looked_up(request.page_size, answer)
 
@@ -189,8 +189,8 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             page = self._store.list_agents(
                 namespace, request.page_size, request.page_token, request.name_prefix, labels
             )
-            told = [messages.write_agent(agent) for agent in page.agents]
-            return pb.ListAgentsResponse(agents=told, next_page_token=page.next_page_token)
+            listed = [messages.write_agent(agent) for agent in page.agents]
+            return pb.ListAgentsResponse(agents=listed, next_page_token=page.next_page_token)
 
         # Those that have not the labels are looked at, too.
         return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
@@ -398,7 +398,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         stats = await self._run(self._store.stats)
-        return messages.write_stats(stats, tells_disk=ADMIN in current_principal().roles)
+        return messages.write_stats(stats, shows_disk=ADMIN in current_principal().roles)
 
     # --- below ---
 

@@ -163,7 +163,7 @@ class CatalogView(Protocol):
         """Blobs of the longest bound prefix; it ends at the first that is not bound, is damaged, or was brought."""
 
     def count_unheld(self, namespace: str) -> tuple[int, int]:
-        """How many blobs nothing holds and nobody marked, and the bytes of all that nothing holds."""
+        """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
 
     def rested(self, namespace: str, deadlines: Deadlines, limit: int) -> list[tuple[int, Digest]]:
         """Marked blobs that may go, at most `limit` (-1: all): still unheld, and neither marked nor promised lately."""
@@ -225,7 +225,7 @@ class CatalogView(Protocol):
         """After a start: let each lease that was not released hold for its whole time."""
 
     def held_leases(self, query: LineQuery, live: LiveLeases) -> list[LineKey]:
-        """Lines of an agent that somebody has a live lease of."""
+        """Lines of an agent whose lease is live."""
 
     def events_after(self, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
         """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
@@ -236,7 +236,7 @@ class CatalogView(Protocol):
         """The journal's store and how far the index followed it; None when it never had a journal."""
 
     def state(self) -> State:
-        """Everything that the journal tells, as the index has it now."""
+        """Everything that the journal records, as the index has it now."""
 
     def state_anyway(self) -> State:
         """The same where text is damaged: it is then read as what it resembles."""
@@ -276,7 +276,7 @@ class CatalogChange(CatalogView, Protocol):
         """List a blob whose file is durable. False when it replaces a damaged one, whose rest then begins anew."""
 
     def promise(self, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
-        """A caller was told that these are here."""
+        """Note that a caller relies on these."""
 
     def set_damaged(self, namespace: str, digest: Digest, is_damaged: bool) -> bool:
         """Quarantine a blob, or take it out. True when that changed something."""
@@ -338,7 +338,7 @@ class CatalogChange(CatalogView, Protocol):
         """Take the lease of a line, or prolong one's own. Raises FailedPrecondition (LEASE_HELD)."""
 
     def renew_lease(self, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
-        """Prolong one's own lease, also one that ended and that nobody took. Raises Conflict (LEASE_FENCED), NotFound,
+        """Prolong one's own lease, also one that ended and was not taken. Raises Conflict (LEASE_FENCED), NotFound,
         FailedPrecondition (LEASE_HELD)."""
 
     def release_lease(self, line: LineKey, live: LiveLeases, token: LeaseToken) -> None:
@@ -356,7 +356,7 @@ class CatalogChange(CatalogView, Protocol):
     # --- the journal ---
 
     def apply_changes(self, read: ReadManifest, changes: Iterable[Change]) -> None:
-        """Let changes that a journal tells happen. Raises Unheld, and what `read` raises."""
+        """Let changes of a journal happen. Raises Unheld, and what `read` raises."""
 
     def fence_changes(self, changes: Iterable[Change]) -> None:
         """Shut out late writers of what these changes took back: leases are not in the journal."""
@@ -394,7 +394,7 @@ class Catalog(Protocol):
         """Write without waiting and without an answer; for what may be lost, such as times of last use."""
 
     def record_with(self, journal: Journal) -> None:
-        """From now on tell the journal what each commit changes of agents and versions, before it happens."""
+        """From now on write to the journal what each commit changes of agents and versions, before it commits."""
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
         """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""

@@ -1,4 +1,4 @@
-"""How a damaged index is refused, and how what nobody wrote is noticed in it."""
+"""How a damaged index is refused, and how entries that the store never wrote are noticed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from kvasir.errors import DataLoss
 
 @contextlib.contextmanager
 def reading_damage() -> Iterator[None]:
-    """What entries that nobody wrote make of a reader is raised as damage: at a start, and when a store is checked."""
+    """Raise as damage what a reader trips over in entries that the store never wrote: at a start, and in a check."""
     try:
         yield
     except (ValueError, TypeError, AssertionError) as error:

@@ -24,7 +24,7 @@ def order(candidates: Iterable[Candidate], evict_heads: bool, unused_since_unix_
     """Those that may go, in the order in which they should.
 
     Old versions: of unpinned agents before pinned, of lines long unused before others, oldest first. Then heads of
-    lines that nobody used since `unused_since_unix_ms`. An old version of a line always comes before its head.
+    lines that were not used since `unused_since_unix_ms`. An old version of a line always comes before its head.
     """
     return sorted((each for each in candidates if _may_go(each, evict_heads, unused_since_unix_ms)), key=_rank)
 

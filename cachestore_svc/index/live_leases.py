@@ -1,7 +1,7 @@
-"""Until when each lease holds, on a clock that nobody sets; kept in memory, because a restart begins it anew.
+"""Until when each lease holds, on a steady clock; kept in memory, because a restart begins it anew.
 
 What is durable (owner, generation, whether it was released) is in `leases`. A lease that is not released and unknown
-here counts as held for its whole time from when it is first looked at: nobody may say that it ended.
+here counts as held for its whole time from when it is first looked at: there is no proof that it ended.
 """
 
 import threading
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from cachestore_svc.records import LeaseToken, LineKey
 
-# Who waits for a lease asks again at least this often; as long as it may still come, nobody else gets the lease.
+# A waiter for a lease asks again at least this often; while its next try may still come, the lease goes to no other.
 BARRED_S = 1.0
 
 
@@ -19,7 +19,7 @@ class _Grant:
     token: LeaseToken
     ends: float
     ttl_s: float  # as its row has it: all that it has after a restart
-    is_wanted: bool = False  # by another owner, who waits until the holder has no more use for it
+    is_wanted: bool = False  # by another owner, which waits until the holder has no more use for it
     is_taken_back: bool = False  # by a rollback or its like, which goes before: the lease is not prolonged any more
 
 
@@ -67,7 +67,7 @@ class LiveLeases:
             return found is not None and found.is_wanted
 
     def want(self, line: LineKey, *, takes_back: bool) -> bool:
-        """Somebody waits for the lease; whether its holder has yet to be told."""
+        """Note that the lease is waited for; whether its holder has yet to be asked."""
         with self._lock:
             if takes_back:
                 self._barred[line] = self._steady() + BARRED_S
@@ -78,7 +78,7 @@ class LiveLeases:
             return True
 
     def barred_s(self, line: LineKey) -> float:
-        """Seconds for which nobody gets the lease, because a rollback or its like waits for it."""
+        """Seconds for which no owner gets the lease, because a rollback or its like waits for it."""
         with self._lock:
             return max(self._barred.get(line, 0.0) - self._steady(), 0.0)
 
@@ -88,7 +88,7 @@ class LiveLeases:
             self._grants.pop(line, None)
 
     def taken_back(self, line: LineKey) -> None:
-        """Whoever waited had it, and is done."""
+        """The change that waited for it is done."""
         with self._lock:
             self._grants.pop(line, None)
             self._barred.pop(line, None)

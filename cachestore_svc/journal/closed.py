@@ -1,4 +1,4 @@
-"""A note that a store leaves when it is closed: what bytes its files had. A start that finds them reads no closer.
+"""A note that a store leaves when it is closed: which bytes its files had. A start with the same bytes looks no closer.
 
 It is a help and no promise: without it, or with one that is not true any more, the start compares every row.
 """
@@ -19,7 +19,7 @@ _MOST_BYTES = 1000
 
 
 def write(database: Path, log: Journal, disk: Disk) -> None:
-    """Note the bytes of a database and a journal that nobody writes any more. What fails leaves no note."""
+    """Note the bytes of a database and a journal that are closed. A failure leaves no note."""
     path = database.with_name(NAME)
     note = {
         "store": log.store,

@@ -80,12 +80,12 @@ class Journal:
         return position
 
     def keep(self) -> None:
-        """What was appended last is committed."""
+        """The group that was appended last is committed."""
         self._before = None
 
     def take_back(self) -> None:
-        """The commit of what was appended last failed, if anything was. What cannot be taken back is told by the next
-        start: until then nothing more is written."""
+        """The commit of the group that was appended last failed, if there is one. Where it cannot be cut off, the next
+        start finds it: until then nothing more is written."""
         if self._before is None:
             return
         (self.position, self._size_bytes), self._before = self._before, None

@@ -6,7 +6,7 @@
 
 A line's checksum is BLAKE3 of the checksum before it and of its JSON. Lines of state follow on the first line's; the
 first group follows on `chain`, the checksum of the group that the state ends with. So a group keeps its checksum when
-what came before it is written shorter, and the index, which holds that of its last group, need not be told.
+what came before it is written shorter, and the index, which holds that of its last group, need not change.
 """
 
 import json

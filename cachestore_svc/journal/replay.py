@@ -1,7 +1,7 @@
-"""What agents remember, as a journal of changes tells it: changes make a state, and two states can be compared. Pure.
+"""What agents remember, as a journal of changes records it: changes make a state; two states can be compared. Pure.
 
 A change is a list, as JSON holds it: its kind, its namespace, and the new values, by name and never by a number of some
-database. So changes that were written by one database can be told to another.
+database. So changes that were written by one database can be applied to another.
 
     ["agent", namespace, agent, is_pinned, retained_versions, created_unix_ms]
     ["forget", namespace, agent]
@@ -88,12 +88,12 @@ def changes_of(state: State) -> Iterator[Change]:
                 yield ["version", name, agent_name, kv_hash, version, *facts]
 
 
-def differences(told: State, found: State) -> dict[str, dict[str, str]]:
-    """Where an index differs from what a journal tells: per namespace, agents (or "" for the namespace itself) and
+def differences(recorded: State, found: State) -> dict[str, dict[str, str]]:
+    """Where an index differs from what a journal records: per namespace, agents (or "" for the namespace itself) and
     what is wrong with each, in words."""
     wrong: dict[str, dict[str, str]] = {}
-    for name in told.keys() | found.keys():
-        old, new = told.get(name, Namespace()), found.get(name, Namespace())
+    for name in recorded.keys() | found.keys():
+        old, new = recorded.get(name, Namespace()), found.get(name, Namespace())
         of_namespace = {
             agent: words
             for agent in old.agents.keys() | new.agents.keys()
@@ -106,24 +106,24 @@ def differences(told: State, found: State) -> dict[str, dict[str, str]]:
     return wrong
 
 
-def _agent_differs(told: Agent | None, found: Agent | None) -> str:
-    if told == found:
+def _agent_differs(recorded: Agent | None, found: Agent | None) -> str:
+    if recorded == found:
         return ""
-    if told is None:
+    if recorded is None:
         return "was never made"
     if found is None:
-        return f"is missing, with versions {_numbers(told.versions)}"
+        return f"is missing, with versions {_numbers(recorded.versions)}"
     words = []
-    if missing := told.versions.keys() - found.versions.keys():
+    if missing := recorded.versions.keys() - found.versions.keys():
         words.append(f"versions {_numbers(missing)} are missing")
-    if strange := found.versions.keys() - told.versions.keys():
+    if strange := found.versions.keys() - recorded.versions.keys():
         words.append(f"versions {_numbers(strange)} were never made, or are gone")
-    both = told.versions.keys() & found.versions.keys()
-    if others := [key for key in both if told.versions[key] != found.versions[key]]:
+    both = recorded.versions.keys() & found.versions.keys()
+    if others := [key for key in both if recorded.versions[key] != found.versions[key]]:
         words.append(f"versions {_numbers(others)} are not those that were committed")
-    if told.labels != found.labels:
+    if recorded.labels != found.labels:
         words.append("its labels are others")
-    if told.facts != found.facts:
+    if recorded.facts != found.facts:
         words.append("its pin, retention or time of making are others")
     return ", ".join(words)
 

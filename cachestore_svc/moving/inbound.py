@@ -1,7 +1,7 @@
 """Blobs on their way in, frame by frame: from a client's stream, a peer, or an archive.
 
 Three things overlap: while one frame is hashed and written, the next is received; while one blob is synced and
-listed, the next is written. A blob is told of only when it is durable.
+listed, the next is written. A blob is reported only when it is durable.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class BlobIntake:
     """One sender's blobs, one after the other. An `async with`; leaving it keeps an unfinished part for resumption.
 
     `outcomes` has what became durable, and the failure of a blob that was sent whole; errors of the frame at hand are
-    raised. Its size is bounded: who does not take outcomes gets no more frames taken. None is the user's own mark.
+    raised. Its size is bounded: without a reader of outcomes no more frames are taken. None is the user's own mark.
     """
 
     def __init__(self, store: Store, threads: StoreThreads, namespace: str) -> None:
@@ -75,7 +75,7 @@ class BlobIntake:
                 self._namespace, lambda: exits.enter_context(self._store.open_writer(self._namespace, digest, kind))
             )
         except BaseException:
-            # A cancel may come while the writer is being opened: left open, nobody could write this blob again.
+            # A cancel may come while the writer is being opened: left open, it would keep this blob from all others.
             await self._threads.run(self._namespace, exits.close)
             raise
         self._current = _Current(digest, writer, exits, offset, writer.received_bytes)
@@ -141,7 +141,7 @@ class BlobIntake:
                 await self._settle(current)
             await self._threads.run(self._namespace, current.exits.close)
         while self._finishing:
-            # Their blobs are whole, but nobody takes outcomes any more.
+            # Their blobs are whole, but their outcomes have no reader any more.
             while not self.outcomes.empty():
                 self.outcomes.get_nowait()
             await asyncio.wait(self._finishing, return_when=asyncio.FIRST_COMPLETED)
@@ -174,7 +174,7 @@ class BlobIntake:
         try:
             await self._settle(current)
             await self._threads.run(self._namespace, current.writer.finish)
-        except Exception as error:  # noqa: BLE001  told to whoever takes outcomes
+        except Exception as error:  # noqa: BLE001  it goes to the reader of outcomes
             outcome = error
         finally:
             await self._threads.run(self._namespace, current.exits.close)

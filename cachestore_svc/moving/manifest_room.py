@@ -1,7 +1,7 @@
 """The memory that manifests may take while they are read, shared by namespace.
 
-A manifest of 15 MiB takes a hundred while it is parsed and checked, so whoever reads one waits for that much room
-first. What is kept beyond the reading, a list of blobs during an export, is charged as well.
+A manifest of 15 MiB takes a hundred while it is parsed and checked, so a reader waits for that much room first. A list
+of blobs that outlives the reading, as during an export, is charged as well.
 """
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -26,15 +26,15 @@ class ManifestRoom:
         self.room = SharedRoom(MANIFEST_ROOM_BYTES)
 
     def parsing(self, namespace: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
-        """Room to parse a manifest of this size, which a caller may only claim: no manifest is larger than the most."""
+        """Room to parse a manifest of this size. The size is a caller's claim, so the limit of manifests bounds it."""
         return self.room.held_for(namespace, PARSED_PER_BYTE * min(size_bytes, MAX_MANIFEST_BYTES))
 
     def answering(self, namespace: str, size_bytes: int) -> AbstractAsyncContextManager[None]:
         return self.room.held_for(namespace, ANSWERED_PER_BYTE * size_bytes)
 
     def keep_list(self, room: AsyncExitStack, namespace: str, blobs: int) -> None:
-        """Charge the list of a manifest's blobs until `room` closes, for whoever has just parsed it: without waiting,
-        because it gives back more than that."""
+        """Charge the list of a manifest's blobs until `room` closes. The caller has just parsed the manifest: it does
+        not wait, because it gives back more than it takes."""
         self.room.take(namespace, _LISTED_BLOB_BYTES * blobs)
         room.callback(self.room.give_back, namespace, _LISTED_BLOB_BYTES * blobs)
 

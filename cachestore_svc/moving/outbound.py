@@ -1,9 +1,9 @@
 """Blobs on their way out: each is verified before its first byte leaves, and the next is read while one is sent.
 
 All readers together hold at most a budget of bytes, of which each namespace has its share. A stalled reader drops its
-buffered blob when another that may use the memory waits for it, so a thousand of them cost a piece each; while nobody
-waits it keeps what it has, because to drop a blob is to read and verify it again. A digest is looked up before its
-bytes are budgeted: what a caller says of a size takes no memory from anybody.
+buffered blob when another reader needs the memory, and keeps only the piece being sent. Otherwise it keeps the blob,
+because dropping it means reading and verifying it again. A digest is looked up before its bytes are budgeted, so a size
+that a caller only claims takes no memory from others.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Piece:
 
 
 class BlobReader:
-    """Reads blobs of the store for whoever asks, within one budget."""
+    """Reads blobs of the store for all callers, within one budget."""
 
     def __init__(self, store: Store, threads: StoreThreads, budget: SharedRoom) -> None:
         self._store = store

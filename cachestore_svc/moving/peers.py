@@ -1,6 +1,6 @@
 """Other stores, by the names that the configuration gives them: how they are reached, and what their errors mean.
 
-No RPC takes a host. A peer's refusal of *us* must not look like a refusal of our caller, so errors are told anew.
+No RPC takes a host. A peer's refusal of *us* must not look like a refusal of our caller, so errors are rewritten.
 """
 
 from collections.abc import Iterator, Mapping

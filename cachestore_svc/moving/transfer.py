@@ -273,7 +273,7 @@ class Transfers:
         """The archive of one version. Raises NotFound, DataLoss."""
         snapshot = await self._threads.run(namespace, self._store.get_snapshot, namespace, agent_id, kv_hash, version)
         head = archive.head(snapshot.manifest, snapshot.kv_identity_hash, agent_id)
-        # The manifest is sent like any blob, from bytes that nobody parses; the index knows what it names.
+        # The manifest is sent like any blob and is not parsed: the catalog knows what it names.
         async with self.manifests.listing(namespace, snapshot.token_count):
             named = await self._threads.run(
                 namespace, self._store.named_blobs, namespace, snapshot.manifest, snapshot.total_bytes
@@ -301,7 +301,7 @@ class Transfers:
         async with BlobIntake(self._store, self._threads, namespace) as intake, AsyncExitStack() as parsing:
             waited_bytes = 0
             async for piece in pieces:
-                # Whoever waits for more room gives back what it has: else all could wait for each other.
+                # A waiter for more room gives back what it has: else all waiters could wait for each other.
                 if not described and (wanted := max(reader.wanted_bytes, len(piece))) > waited_bytes:
                     waited_bytes = wanted
                     await parsing.aclose()

@@ -77,8 +77,8 @@ def open_directory(
 
 @contextlib.contextmanager
 def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
-    """Make and lock the data directory; unlocked at the end unless the descriptor was copied. What no store raises by
-    itself is told as what it means here."""
+    """Make and lock the data directory; unlocked at the end unless the descriptor was copied. Errors of the disk and
+    damaged entries are raised in words of the store."""
     try:
         disk.make_directory(config.data_dir)
         lock = _lock(config.data_dir / "lock")
@@ -94,7 +94,7 @@ def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
 
 
 def now_unix_ms(clock: Callable[[], float]) -> int:
-    """The clock's time. One beyond what a Timestamp can tell stands still there: what was stored must be answered."""
+    """The clock's time, at most what a Timestamp can express: what was stored must be answered."""
     return int(min(max(clock() * 1000, 0), LAST_UNIX_MS))
 
 
@@ -140,7 +140,7 @@ def _follow(
     ballast: Ballast,
     token_hex: Callable[[int], str],
 ) -> Journal:
-    """Bring index and journal to one position, and let each commit be told to the journal from now on."""
+    """Bring index and journal to one position, and from now on record each commit in the journal."""
     log = structlog.get_logger("cachestore")
     path = database.with_name(journal.NAME)
     found = seen.journal
@@ -162,7 +162,7 @@ def _follow(
             log.warning("index.rolled_forward", sequence=position.sequence)
             catalog.write(HOUSE, lambda change: roll_forward(change, blobs, seen.forward, store, position))
         if catalog.is_migrated:
-            # A step of the database's form may change what the journal tells. Of a damaged index it tells what it told.
+            # A step of the database's form may change what the journal records. Of damaged rows the journal is right.
             state = catalog.read(HOUSE, lambda view: view.state()) | {
                 name: found.state.get(name, Namespace()) for name in seen.damage
             }

@@ -45,7 +45,7 @@ class _Space:
     """What comes back of one namespace."""
 
     name: str
-    told: Namespace
+    state: Namespace
     found: salvage.Found
     manifests: set[Digest] = field(default_factory=set)
     # Not the manifests themselves: all of them together may be more than fits in memory.
@@ -66,10 +66,10 @@ def recover(
     say: Say,
 ) -> RecoverReport:
     """Build the index anew and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
-    where no journal tells them. `say` is told what is being read: of how many how many.
+    where no journal has them. `say` gets what is being read, the number of the one, and how many there are.
 
-    Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace that nobody
-    names; NOTHING_TO_RECOVER).
+    Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace without
+    a name; NOTHING_TO_RECOVER).
     """
     with locked(config, disk):
         return _Recovery(config, now_unix_ms(clock), token_hex, disk, say).run(namespaces)
@@ -89,20 +89,20 @@ class _Recovery:
         self._store = token_hex(8)
 
     def run(self, namespaces: Sequence[str]) -> RecoverReport:
-        told = salvage.what_was_told(self._database, self._blobs, self._disk)
-        if not told.is_whole:
-            known = {*namespaces, *_USUAL, *self._config.namespace_quota_bytes, *told.namespaces}
+        evidence = salvage.gather_evidence(self._database, self._blobs, self._disk)
+        if not evidence.is_whole:
+            known = {*namespaces, *_USUAL, *self._config.namespace_quota_bytes, *evidence.namespaces}
             self._check_all_named(known)
-            unnamed = (name for name in sorted(known - told.state.keys()) if self._blobs.of(name).exists())
-            told.state |= {name: Namespace() for name in unnamed}
-            told.sources.append("manifests")
-        if not told.state and not has_any(self._blobs):
+            unnamed = (name for name in sorted(known - evidence.state.keys()) if self._blobs.of(name).exists())
+            evidence.state |= {name: Namespace() for name in unnamed}
+            evidence.sources.append("manifests")
+        if not evidence.state and not has_any(self._blobs):
             raise FailedPrecondition(f"{self._data_dir} holds nothing to recover", reason="NOTHING_TO_RECOVER")
-        spaces = [self._space(name, told.state[name], told.is_whole) for name in sorted(told.state)]
+        spaces = [self._space(name, evidence.state[name], evidence.is_whole) for name in sorted(evidence.state)]
         new = self._database.with_name(DATABASE + _NEW_SUFFIX)
         state = self._build(new, spaces)
         kept = self._put_in_place(new, state)
-        return RecoverReport(" and ".join(told.sources), tuple(map(_told_of, spaces)), kept, told.is_whole)
+        return RecoverReport(" and ".join(evidence.sources), tuple(map(_report_of, spaces)), kept, evidence.is_whole)
 
     def _check_all_named(self, known: set[str]) -> None:
         unknown = [blobs.place for blobs in unknown_places(self._blobs, known) if blobs.list().blobs]
@@ -115,29 +115,29 @@ class _Recovery:
 
     # --- what there is ---
 
-    def _space(self, name: str, told: Namespace, is_whole: bool) -> _Space:
-        space = _Space(name, told, salvage.Found(self._blobs.of(name)))
+    def _space(self, name: str, state: Namespace, is_whole: bool) -> _Space:
+        space = _Space(name, state, salvage.Found(self._blobs.of(name)))
         if not is_whole:
             self._name_anew(space)
-        versions = list(_versions_of(told))
+        versions = list(_versions_of(state))
         for number, (agent, key, version) in enumerate(versions, start=1):
             self._say(f"manifests of {name}", number, len(versions))
             if problem := self._read_manifest(space, version):
-                del told.agents[agent].versions[key]
+                del state.agents[agent].versions[key]
                 space.lost.append(LostVersion(agent, key[0], key[1], problem))
-        told.agents = {agent: facts for agent, facts in told.agents.items() if facts.versions}
+        state.agents = {agent: facts for agent, facts in state.agents.items() if facts.versions}
         if not is_whole:
-            # Nobody can say any more what came from elsewhere: all of it may have.
-            told.brought = {digest.hash for digest in (*space.manifests, *space.named)}
+            # It is not known any more what came from elsewhere: all of it may have.
+            state.brought = {digest.hash for digest in (*space.manifests, *space.named)}
         return space
 
     def _name_anew(self, space: _Space) -> None:
         self._say(f"files of {space.name}", 0, 1)
-        for agent, version in salvage.unnamed_versions(space.found, space.told).items():
+        for agent, version in salvage.unnamed_versions(space.found, space.state).items():
             facts = space.found.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))
             assert facts is not None
             made = version._replace(origin=int(Origin.IMPORT), created_unix_ms=self._now)
-            space.told.agents[agent] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
+            space.state.agents[agent] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
             space.named_anew.append(agent)
 
     def _read_manifest(self, space: _Space, version: Version) -> str:
@@ -198,13 +198,13 @@ class _Recovery:
             change.add_blob(space.name, digest, facts, self._now)
             if digest in space.damaged:
                 change.set_damaged(space.name, digest, True)
-            if digest.hash in space.told.brought:
+            if digest.hash in space.state.brought:
                 change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, 1]])
 
     def _hold_versions(self, catalog: Catalog, space: _Space) -> None:
-        for batch in _batches(list(_versions_of(space.told))):
+        for batch in _batches(list(_versions_of(space.state))):
             catalog.write(HOUSE, partial(_hold, space, batch))
-        for batch in _batches(list(space.told.agents.items())):
+        for batch in _batches(list(space.state.agents.items())):
             catalog.write(HOUSE, partial(_describe, space, batch))
 
     # --- taking its place ---
@@ -263,9 +263,9 @@ def _cannot_read(namespace: str, digest: Digest) -> ManifestFacts:
     raise AssertionError(f"{digest} of {namespace} is not needed")
 
 
-def _versions_of(told: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]":
+def _versions_of(state: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]":
     """Versions in the order in which they were made, agents by name."""
-    for agent, facts in sorted(told.agents.items()):
+    for agent, facts in sorted(state.agents.items()):
         for key in sorted(facts.versions):
             yield agent, key, facts.versions[key]
 
@@ -281,11 +281,11 @@ def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentit
     return BlobFacts(need.kind, identity, schema)
 
 
-def _told_of(space: _Space) -> Recovered:
+def _report_of(space: _Space) -> Recovered:
     return Recovered(
         namespace=space.name,
-        agents=len(space.told.agents),
-        versions=sum(len(agent.versions) for agent in space.told.agents.values()),
+        agents=len(space.state.agents),
+        versions=sum(len(agent.versions) for agent in space.state.agents.values()),
         lost=tuple(space.lost),
         damaged_blobs=tuple(sorted(digest.hash for digest in space.damaged)),
         with_damaged_blobs=tuple(sorted(space.with_damaged)),

@@ -1,7 +1,7 @@
-"""What is left of a data directory to build an index from: what journal and old index tell, and which files are whole.
+"""What is left of a data directory to build an index from: what journal and old index say, and which blobs are whole.
 
-The journal comes first. Where it is damaged or gone the old index adds what it can still say; manifests that nobody
-names then come back under names of their own, because a manifest says what was remembered, and not who did.
+The journal comes first. Where it is damaged or gone the old index adds what it can still say; manifests that
+no version names then come back under names of their own, because a manifest does not say whose memory it is.
 """
 
 import contextlib
@@ -25,27 +25,27 @@ from cachestore_svc.recovery import looking
 
 
 @dataclass
-class Told:
-    """What there was, and by whom that is known."""
+class Evidence:
+    """What there was, and by which sources that is known."""
 
     state: State = field(default_factory=dict)
     is_whole: bool = False  # nothing else was there, and every mark of what was brought is known
     sources: list[str] = field(default_factory=list)
-    namespaces: set[str] = field(default_factory=set)  # names that anybody knows
+    namespaces: set[str] = field(default_factory=set)  # names that any source knows
 
 
-def what_was_told(database: Path, blobs: BlobBackend, disk: Disk) -> Told:
+def gather_evidence(database: Path, blobs: BlobBackend, disk: Disk) -> Evidence:
     """Ask the journal, and the old index where the journal is not whole."""
-    told = Told()
+    evidence = Evidence()
     found = journal.read(database.with_name(journal.NAME), disk, salvages=True)
     if found is not None and found.is_readable and (not found.state or looking.lies_here(found.state, blobs)):
-        told.state, lost = found.state, _lost(found, database, disk)
-        told.is_whole = not lost
-        told.sources.append(f"the journal{lost}")
-    if not told.is_whole:
-        _ask_index(told, database, blobs, disk)
-    told.namespaces |= told.state.keys()
-    return told
+        evidence.state, lost = found.state, _lost(found, database, disk)
+        evidence.is_whole = not lost
+        evidence.sources.append(f"the journal{lost}")
+    if not evidence.is_whole:
+        _ask_index(evidence, database, blobs, disk)
+    evidence.namespaces |= evidence.state.keys()
+    return evidence
 
 
 def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
@@ -63,7 +63,7 @@ def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
     return ""
 
 
-def _ask_index(told: Told, database: Path, blobs: BlobBackend, disk: Disk) -> None:
+def _ask_index(evidence: Evidence, database: Path, blobs: BlobBackend, disk: Disk) -> None:
     if not disk.size_bytes(database):
         return
     try:
@@ -73,9 +73,9 @@ def _ask_index(told: Told, database: Path, blobs: BlobBackend, disk: Disk) -> No
     except KvasirError:
         return
     if state and looking.lies_here(state, blobs):
-        told.sources.append("the old index")
-        told.namespaces |= names
-        _add(told.state, state)
+        evidence.sources.append("the old index")
+        evidence.namespaces |= names
+        _add(evidence.state, state)
 
 
 def _add(state: State, found: State) -> None:

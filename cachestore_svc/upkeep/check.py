@@ -80,9 +80,9 @@ def _kept_out(core: Core) -> Iterator[Finding]:
 
 
 def _differences(core: Core, view: CatalogView) -> dict[str, dict[str, str]]:
-    # On the catalog's thread nobody writes meanwhile: both are at one position.
-    told = core.journal.shorter(core.journal.size_bytes)
-    return replay.differences(told.state, view.state_anyway())
+    # On the catalog's thread nothing is written meanwhile: both are at one position.
+    recorded = core.journal.shorter(core.journal.size_bytes)
+    return replay.differences(recorded.state, view.state_anyway())
 
 
 def _unknown_places(core: Core, repair: bool) -> Iterator[Finding]:
@@ -120,7 +120,7 @@ def _files(core: Core, namespace: str, repair: bool) -> Iterator[Finding]:
 
 
 def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
-    """Whether a file still has no row, looked up while nobody can be between naming it and listing it."""
+    """Whether a blob is still not listed, looked up while no writer can be between naming it and listing it."""
     blobs = core.blobs.of(namespace)
     with blobs.naming(hash_):
         if core.catalog.read(namespace, lambda view: view.has_hash(namespace, hash_)):
@@ -131,7 +131,7 @@ def _is_orphan(core: Core, namespace: str, hash_: str, repair: bool) -> bool:
 
 
 def _has_wrong_size(core: Core, namespace: str, digest: Digest, repair: bool) -> bool:
-    """Whether a row's file still is not of its size, looked up while nobody can sweep it or write it again."""
+    """Whether a listed blob still has another size, looked up while it cannot be swept or written again."""
     blobs = core.blobs.of(namespace)
     with blobs.naming(digest.hash):
         is_right = blobs.size_bytes(digest.hash) == digest.size_bytes

@@ -36,24 +36,24 @@ def collect(core: Core, namespace: str | None, dry_run: bool) -> GcReport:
 
 
 def shorten(core: Core) -> None:
-    """Write the journal anew when most of it tells of what is gone. What fails waits for the next time."""
+    """Write the journal anew when most of it is about things that are gone. A failure waits for the next time."""
     log = core.journal
     if not log.is_long:
         return
     # On the index thread: what is appended there may not be committed yet, and is then cut off again.
     try:
         size_bytes = core.catalog.read(HOUSE, lambda _: log.size_bytes)
-        told = log.shorter(size_bytes)
-        core.catalog.read(HOUSE, lambda _: log.shorten(told.state, told.position, size_bytes))
+        recorded = log.shorter(size_bytes)
+        core.catalog.read(HOUSE, lambda _: log.shorten(recorded.state, recorded.position, size_bytes))
     except (OSError, ResourceExhausted, Unavailable) as error:
         structlog.get_logger("cachestore").warning("journal.not_shortened", error=str(error))
 
 
 def make_room(core: Core, namespace: str, wanted_bytes: int, resuming: Digest) -> None:
-    """Free bytes of a namespace whose quota is full: first what is nobody's, then what eviction may give up. The part
-    of the blob that the room is for stays.
+    """Free bytes of a namespace whose quota is full: first unheld blobs and parts, then what eviction may give up. The
+    part of the blob that needs the room stays.
 
-    Frees what is wanted, or as much of what is nobody's as there is; the caller asks again whether it is enough.
+    Frees what is wanted, or as much unheld as there is; the caller checks again whether it is enough.
     """
     wanted_bytes -= core.writers.drop_parts(namespace, core.now_unix_ms(), but=resuming)
     if wanted_bytes > 0:

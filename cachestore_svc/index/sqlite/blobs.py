@@ -75,7 +75,7 @@ def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_u
 
 
 def promise(rows: Rows, blobs: Sequence[BlobEntry], now_unix_ms: int) -> None:
-    """A caller was told that these are here."""
+    """Note that a caller relies on these."""
     rows.many("UPDATE blobs SET promised_unix_ms = ? WHERE id = ?", [(now_unix_ms, blob.id) for blob in blobs])
 
 

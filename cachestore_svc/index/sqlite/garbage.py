@@ -1,6 +1,6 @@
 """Garbage: blobs that nothing holds are marked, rest, and are swept by a later pass. Rows go first, bytes follow.
 
-A mark says "first seen unheld"; a promise says "a caller was told that it is here". A blob goes only when both are
+A mark says "first seen unheld"; a promise says "a caller relies on it". A blob goes only when both are
 older than the grace period. A writer that slept through it finds its blob missing at commit, and nothing else.
 """
 
@@ -27,7 +27,7 @@ def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:
 
 
 def count_unheld(rows: Rows, namespace: str) -> tuple[int, int]:
-    """How many blobs nothing holds and nobody marked, and the bytes of all that nothing holds."""
+    """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""
     found = rows.one(
         f"""SELECT COALESCE(SUM(marked_unix_ms IS NULL), 0), COALESCE(SUM(size_bytes), 0) FROM blobs
             WHERE namespace_id = ? AND NOT {versions.IS_REFERENCED}""",  # noqa: S608
@@ -138,7 +138,7 @@ def _agent_of(rows: Rows, line_id: int) -> str:
 
 
 def _drop_empty(rows: Rows, line_id: int, agent: str) -> EventBody:
-    """Remove a line without versions, and its agent if that has no other line. What there is to tell of the agent."""
+    """Remove a line without versions, and its agent if that has no other line. The event of the agent."""
     if versions.head_of(rows, line_id):
         return AgentUpdated(agent)
     found = rows.one("SELECT agent_id FROM lines WHERE id = ?", line_id)

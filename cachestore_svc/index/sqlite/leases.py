@@ -49,7 +49,7 @@ def acquire_lease(
 
 
 def renew_lease(rows: Rows, line: LineKey, live: LiveLeases, token: LeaseToken, ttl_ms: int) -> None:
-    """Prolong one's own lease, also one that ended and that nobody took. Raises Conflict (LEASE_FENCED), NotFound,
+    """Prolong one's own lease, also one that ended and was not taken. Raises Conflict (LEASE_FENCED), NotFound,
     FailedPrecondition (LEASE_HELD: a change of the agent waits for it).
     """
     _check_own(rows, line, token)
@@ -84,7 +84,7 @@ def fence_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> None:
 
 
 def fence_all(rows: Rows, query: LineQuery) -> None:
-    """Shut out every writer of these lines, whoever has a lease: before any is live."""
+    """Shut out every writer of these lines, whatever leases there are: before any is live."""
     rows.run(
         """UPDATE leases SET generation = generation + 1, is_released = 1
             WHERE namespace_id = ? AND agent_name = ? AND (? IS NULL OR kv_identity_hash = ?)""",
@@ -93,7 +93,7 @@ def fence_all(rows: Rows, query: LineQuery) -> None:
 
 
 def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]:
-    """Lines of an agent that somebody has a live lease of."""
+    """Lines of an agent whose lease is live."""
     return [line for line, row in _rows_of(rows, query) if _left_s(live, line, row)]
 
 
@@ -109,8 +109,8 @@ def load_leases(rows: Rows, live: LiveLeases) -> None:
 
 
 def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> None:
-    """Raises Conflict (LEASE_FENCED) unless the token is of the newest generation. A lease that merely ended, and that
-    nobody took, fences nobody: compare-and-swap protects the line."""
+    """Raises Conflict (LEASE_FENCED) unless the token is of the newest generation. A lease that merely
+    ended, and was not taken, fences no writer: compare-and-swap protects the line."""
     found = _find(rows, line)
     if found is None or found.token != token:
         newest = found.token.generation if found else 0
@@ -122,7 +122,7 @@ def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> None:
 
 
 def check_not_held(rows: Rows, live: LiveLeases, line: LineKey) -> None:
-    """Raises FailedPrecondition (LEASE_HELD) when somebody has a live lease: for a turn that brings none."""
+    """Raises FailedPrecondition (LEASE_HELD) while a lease is live: for a turn that brings none."""
     found = _find(rows, line)
     if found and (left_s := _left_s(live, line, found)):
         raise held_by(found.token.owner, left_s)
@@ -137,7 +137,7 @@ def held_by(owner: str, left_s: float) -> FailedPrecondition:
 
 
 def _check_own(rows: Rows, line: LineKey, token: LeaseToken) -> None:
-    """Raises Conflict (LEASE_FENCED), and NotFound when nobody ever had the lease."""
+    """Raises Conflict (LEASE_FENCED), and NotFound when there never was a lease."""
     if _find(rows, line) is None:
         raise NotFound("there is no such lease")
     check_not_fenced(rows, line, token)

@@ -24,9 +24,9 @@ def looking_at(path: Path, disk: Disk) -> Iterator[SqliteTransaction]:
         finally:
             connection.close()
     except sqlite3.Error as error:
-        told = translated(error)
+        translation = translated(error)
         # A table or a column that is not there.
-        raise (index_damaged(str(error)) if told is error else told) from error
+        raise (index_damaged(str(error)) if translation is error else translation) from error
     finally:
         # Readers leave their shared memory, and a log without a byte.
         disk.remove(Path(f"{path}-shm"))

@@ -2,8 +2,8 @@
 
 Several connections that write and checkpoint can corrupt a WAL database (SQLite before 3.51.3), so there is one
 connection, used for reads and writes by one thread. Operations get a `SqliteTransaction`; what is waiting is
-committed together, each in a savepoint of its own, and nobody hears of success before the commit is durable. Namespaces
-take turns, so that nobody waits behind all that another has asked for.
+committed together, each in a savepoint of its own, and no caller hears of success before the commit is durable.
+Namespaces take turns, so that none waits behind all that another has asked for.
 """
 
 import sqlite3
@@ -32,7 +32,7 @@ from cachestore_svc.journal.journal import Journal
 
 _Answer = TypeVar("_Answer")
 # One commit holds as many writes as this, or as many as begin within this time. Reads have a turn of the same length
-# before it: whoever comes waits for one turn of each kind, not for all that waits.
+# before it: a newcomer waits for one turn of each kind, not for all that waits.
 MAX_WRITES_PER_COMMIT = 256
 MAX_TURN_MS = 10
 
@@ -133,7 +133,7 @@ class SqliteCatalog:
     def _live(self, opened: "Future[None]") -> None:
         try:
             connection = self._open()
-        except BaseException as error:  # noqa: BLE001  it belongs to whoever opens the store
+        except BaseException as error:  # noqa: BLE001  it belongs to the opener of the store
             opened.set_exception(translated(error))
             return
         opened.set_result(None)
@@ -235,7 +235,7 @@ class SqliteCatalog:
             operation.answer.set_exception(translated(error))
 
     def _commit(self, connection: sqlite3.Connection, operations: Iterable[_Operation]) -> list[Callable[[], None]]:
-        """One transaction; what tells the callers. Raises sqlite3.Error, OSError or, of a journal that
+        """One transaction; the calls that answer the callers. Raises sqlite3.Error, OSError or, of a journal that
         takes nothing more, Unavailable when it is rolled back."""
         answers: list[Callable[[], None]] = []
         try:

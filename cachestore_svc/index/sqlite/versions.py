@@ -1,7 +1,7 @@
 """Rows of lines and their versions: what is the newest, what came before, and which blobs each holds on to.
 
-A version holds its manifest, and the manifest's rows hold its blobs. A blob that nothing holds is garbage; nobody
-counts references, so no count can be wrong.
+A version holds its manifest, and the manifest's rows hold its blobs. A blob that nothing holds is garbage.
+References are not counted, so no count can be wrong.
 """
 
 import json
@@ -93,7 +93,7 @@ def make_line(rows: Rows, agent_id: int, kv_hash: str, now_unix_ms: int) -> int:
 
 
 def use_line(rows: Rows, line: LineKey, now_unix_ms: int) -> None:
-    """Note that the line was used; one that is gone is used by nobody."""
+    """Note that the line was used, if it still exists."""
     if found := find_line(rows, line):
         touch(rows, found.id, now_unix_ms)
 

@@ -158,7 +158,7 @@ JOURNAL_MUTANTS = (
     (
         "journal: a recovery forgets marks that nobody knows",
         "recovering.py",
-        "            told.brought = {digest.hash for digest in (*space.manifests, *space.named)}\n",
+        "            state.brought = {digest.hash for digest in (*space.manifests, *space.named)}\n",
         "            pass\n",
         "recovering",
     ),

@@ -1,4 +1,4 @@
-"""Writes what a journal tells into the database: a start may lack the last group, a recovery lacks everything.
+"""Writes a journal's changes into the database: a start may lack the last group, a recovery lacks everything.
 
 What a version holds is read from its manifest; the rows of its blobs must be there.
 """
@@ -98,7 +98,7 @@ def _drop(rows: Rows, namespace: str, agent: str, kv_hash: str, number: int) -> 
 
 
 def _brought(rows: Rows, namespace: str, hash_: str, value: int) -> None:
-    """No mark is ever taken off: the journal tells its end when its blob went, and so it goes here."""
+    """No mark is ever taken off: the journal records its end when its blob went, and so it goes here."""
     key = blobs.find_namespace(rows, namespace), hash_
     if value:
         rows.run("UPDATE blobs SET is_brought = 1 WHERE namespace_id = ? AND hash = ?", *key)

@@ -113,15 +113,15 @@ def fingerprint(rows: Rows, manifest_id: int) -> str:
 
 
 def state(rows: Rows) -> State:
-    """Everything that the journal tells, as the index has it now."""
-    told: State = {name: Namespace() for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED")}
+    """Everything that the journal records, as the index has it now."""
+    found_state: State = {name: Namespace() for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED")}
     agents: dict[Any, Agent] = {}
     of_lines: dict[Any, tuple[Any, Agent]] = {}
     for agent_id, namespace, name, *facts in rows.all(
         """SELECT agents.id, namespaces.name, agents.name, is_pinned, retained_versions, created_unix_ms
             FROM agents NOT INDEXED JOIN namespaces NOT INDEXED ON namespaces.id = agents.namespace_id"""
     ):
-        agents[agent_id] = told[namespace].agents[name] = Agent(tuple(facts))
+        agents[agent_id] = found_state[namespace].agents[name] = Agent(tuple(facts))
     for agent_id, name, value in rows.all("SELECT agent_id, name, value FROM labels"):
         if agent_id in agents:
             agents[agent_id].labels[name] = value
@@ -137,9 +137,9 @@ def state(rows: Rows) -> State:
             kv_hash, agent = of_lines[line_id]
             of_manifest = held.get(manifest_id, "")
             agent.versions[kv_hash, version] = Version(parent, hash_, size, origin, detail, created, of_manifest)
-    _add_marks(rows, told)
-    # A namespace that only holds blobs is nothing that the journal tells.
-    return {name: space for name, space in told.items() if space.agents or space.brought}
+    _add_marks(rows, found_state)
+    # A namespace that only holds blobs is nothing that the journal records.
+    return {name: space for name, space in found_state.items() if space.agents or space.brought}
 
 
 def state_anyway(rows: Rows) -> State:
@@ -167,13 +167,13 @@ def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
         connection.text_factory = str
 
 
-def _add_marks(rows: Rows, told: State) -> None:
+def _add_marks(rows: Rows, found_state: State) -> None:
     if has_marks(rows):
         for namespace, hash_ in rows.all(
             """SELECT namespaces.name, blobs.hash FROM blobs NOT INDEXED JOIN namespaces NOT INDEXED
                 ON namespaces.id = blobs.namespace_id WHERE is_brought"""
         ):
-            told[namespace].brought.add(hash_)
+            found_state[namespace].brought.add(hash_)
 
 
 def _fingerprints(rows: Rows) -> dict[Any, str]:

@@ -1,4 +1,4 @@
-"""What a group commit changes of agents and versions, caught by the database itself and told to the journal.
+"""What a group commit changes of agents and versions, caught by the database itself and written to the journal.
 
 Triggers of the connection (none lies in the database) catch every change, whichever operation made it and whatever it
 cascades to, and what a savepoint undoes they forget. So no operation must think of the journal, and none can forget it.
@@ -32,7 +32,7 @@ _OF_LINE = """lines JOIN agents ON agents.id = lines.agent_id JOIN namespaces ON
     {join} WHERE lines.id = {row}.line_id"""
 _OF_NEW_VERSION = _OF_LINE.format(row="NEW", join="JOIN blobs ON blobs.id = NEW.manifest_id")
 
-# Of what goes with its agent the agent's own row is gone first: nothing is joined then, and "forget" tells all of it.
+# An agent's own row goes before its labels and versions: nothing is joined then, and "forget" stands for all of it.
 _ALL_CAUGHT = (
     _Caught("INSERT ON main.agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
     _Caught("UPDATE ON main.agents", _AGENT, _OF_NAMESPACE.format(row="NEW")),
@@ -68,7 +68,7 @@ _CAUGHT_OF_BLOBS = (
 
 
 class Recorder:
-    """Tells a journal what each group commit changed, before it is committed. Used on the index thread alone."""
+    """Writes to a journal what each group commit changed, before it is committed. Used on the index thread alone."""
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
