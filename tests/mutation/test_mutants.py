@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutant import NOT_RUN, Mutant, Suite, VoidMutant, rows_of
+from tests.mutation.mutant import NOT_RUN, NOTHING, Asked, Mutant, Suite, VoidMutant, rows_of
+from tests.mutation.runner import Known, Run, noticed
 from tests.mutation.suites import SUITES
 from tests.mutation.trees import ROOT
 
@@ -55,6 +56,28 @@ def test_a_mutant_whose_place_is_gone_or_doubled_is_void(tmp_path: Path) -> None
         with pytest.raises(VoidMutant, match="times"):
             mutant.applied_to(source)
     assert mutant.applied_to("if rule: pass") == "if True: pass"
+
+
+def test_a_run_asks_once_for_each_mutant_mends_what_it_broke_and_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def ask(mutant: Mutant, copy: Path) -> Asked:
+        asked.append((mutant.what, (copy / "house/rules.py").read_text()))
+        return Asked("" if "two" in mutant.what else "a test")
+
+    mutants = [Mutant(f"rule {what} is left out", "rules.py", f"rule_{what}()", "pass") for what in ("one", "two")]
+    suite = Suite("rules", "Mutants of rules", "house", Path("RULES.md"), mutants, ask=ask)
+    (tmp_path / "house").mkdir()
+    (tmp_path / "house/rules.py").write_text("rule_one(); rule_two()")
+    for tree in ("today", "today", "tomorrow"):
+        known = Known(tmp_path / "out/rules.jsonl", tree)
+        Run(suite, [tmp_path], known).run(mutants)
+    broken = [("rule one is left out", "pass; rule_two()"), ("rule two is left out", "rule_one(); pass")]
+    assert asked == broken * 2, "the same tree is not asked twice, and another tree is"
+    assert (tmp_path / "house/rules.py").read_text() == "rule_one(); rule_two()"
+    column = noticed(suite, known)
+    assert column == ["a test", NOTHING]
+    assert [by for _, _, by in rows_of(suite.table_text(column))] == column
 
 
 @cache
