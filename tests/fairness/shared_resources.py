@@ -162,7 +162,7 @@ SHARED = (
         WAITS,
     ),
     Shared(
-        "memory of manifests that are read, answered or listed",
+        "RAM of manifests that are read, answered or listed",
         "store",
         "cachestore_svc/moving/manifest_room.py: room",
         ("cachestore_svc.moving.manifest_room:MANIFEST_ROOM_BYTES", 256 << 20),
