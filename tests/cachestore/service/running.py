@@ -32,8 +32,10 @@ class RunningStore:
     data_dir: Path
     log_file: Path
 
-    def client(self, token: str | None = None, tls: Tls | None = None, timeout_s: float = 30.0) -> StoreClient:
-        return StoreClient.connect(self.address, token=token, tls=tls, timeout_s=timeout_s)
+    def client(
+        self, token: str | None = None, tls: Tls | None = None, timeout_s: float = 30.0, max_cuts: int = 5
+    ) -> StoreClient:
+        return StoreClient.connect(self.address, token=token, tls=tls, timeout_s=timeout_s, max_cuts=max_cuts)
 
     def kill(self) -> None:
         self.process.kill()

@@ -135,7 +135,7 @@ def test_a_killed_store_leaves_no_part_behind_for_ever(home: StoreHome, tmp_path
         if getattr(progress, "blobs_done", 0) == 5:
             running.kill()
 
-    with running.client() as client, pytest.raises(KvasirError):
+    with running.client(max_cuts=1) as client, pytest.raises(KvasirError):
         client.put_blobs(turn.new_blobs, on_progress=kill_at_five)
     running = home.start()
     assert not list(home.data_dir.rglob("*.part"))

@@ -85,7 +85,7 @@ def test_a_store_killed_in_the_middle_of_an_upload_loses_nothing_it_acknowledged
         if progress.blobs_done == 20:
             running.kill()
 
-    with running.client() as client, pytest.raises(KvasirError):
+    with running.client(max_cuts=1) as client, pytest.raises(KvasirError):
         client.put_blobs(turn.new_blobs, on_progress=kill_at_half)
     with home.start().client() as client:
         missing = client.find_missing(turn.digests)
