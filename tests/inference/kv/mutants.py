@@ -87,6 +87,21 @@ MUTANTS = (
         WINDOW,
     ),
     Mutant(
+        "a ring is filled from rows that lag behind",
+        "batch_window.py",
+        "        row = self.flush(slot)\n",
+        "        row = self._slots[slot].row\n",
+        WINDOW,
+    ),
+    Mutant(
+        "a slot whose sequence left keeps its mark of being decoded",
+        "batched_rows.py",
+        "            self._slots[slot] = self._slots[last]\n",
+        "            self._slots[last].is_decoded = self._slots[slot].is_decoded\n"
+        "            self._slots[slot] = self._slots[last]\n",
+        BATCH,
+    ),
+    Mutant(
         "a ring shows places that no position has",
         "batch_window.py",
         " & (places < self._window)",

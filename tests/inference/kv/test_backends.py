@@ -205,6 +205,20 @@ def test_a_slot_that_is_used_again_shows_nothing_of_who_left_it(model: Any, new_
     assert_same(together.logits[2], alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 6))
 
 
+def test_a_sequence_that_takes_a_slot_before_its_first_step_sees_its_own_rows(model: Any, new_kv: NewKv) -> None:
+    """The slot's decoded rows are of the sequence that left (LESSONS 15)."""
+    together = Greedy(model, ROOMY)
+    together.join(0, prefilled(model, new_kv(), tokens_of(200, 1)), 5)
+    together.join(1, prefilled(model, new_kv(), tokens_of(190, 2)), 6)
+    together.step()
+    prompt = tokens_of(150, 7)
+    together.join(2, prefilled(model, new_kv(), prompt), prompt[-1])
+    together.leave(0)
+    for _ in range(4):
+        together.step()
+    assert_same(together.logits[2], alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 4))
+
+
 def test_forks_do_not_alias(model: Any, new_kv: NewKv) -> None:
     """(LESSONS 6)"""
     prompt = tokens_of(255, 8)
