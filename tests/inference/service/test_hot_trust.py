@@ -132,7 +132,8 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
                 running = client.generate(
                     agent_id="ada",
                     append_messages=[{"role": "user", "content": "Go on."}],
-                    sampling={"max_tokens": 3000},
+                    # It does not end by itself, nor within the second that the other engine waits.
+                    sampling={"max_tokens": 3000, "logit_bias": {LLAMA["eos_token_id"]: -100.0}},
                 )
                 while not next(running).HasField("delta"):
                     pass
