@@ -1,7 +1,7 @@
 """Names that come from outside: agents, namespaces, owners of leases, requests.
 
-A name is data. It never becomes part of a path, and two names that look the same are the same: what Unicode could write
-in two ways (not NFC) or hide (control and format characters) is refused, not repaired, so that a caller knows its name.
+A name is data: it never becomes part of a path. Two names that look the same are the same: text that Unicode could
+write in two ways (not NFC) or hide (control and format characters) is refused and not repaired.
 """
 
 import re

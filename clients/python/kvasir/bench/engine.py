@@ -1,4 +1,4 @@
-"""`kvasir bench engine`: has the engine measured by a program of its own, and shows what it found.
+"""`kvasir bench engine`: runs the program that measures the engine, and shows its results.
 
 The SDK does not import the service: `python -m inference_svc.bench` measures and prints JSON.
 """
@@ -25,9 +25,9 @@ def run(
     is_quick: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Measure; `say` is given progress, a line each. What comes back is named in `kvasir.bench.engine_keys`.
+    """Measure. `say` gets the progress, line by line. `kvasir.bench.engine_keys` names the results.
 
-    Raises FailedPrecondition, with the program's last line, when it could not measure.
+    Raises FailedPrecondition, with the program's last line, if it could not measure.
     """
     argv = [sys.executable, "-m", "inference_svc.bench"]
     argv += ["--model", model] if model else []
@@ -51,7 +51,7 @@ def run(
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """What was found, as plain text."""
+    """The results as plain text."""
     return "\n".join(_lines(results, _text_table, "{}"))
 
 

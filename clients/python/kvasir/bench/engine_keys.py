@@ -1,7 +1,6 @@
-"""The names in the JSON of `kvasir bench engine`, and what each means. They stay: scripts read them.
+"""The names in the JSON of `kvasir bench engine` and their meanings. They do not change, because scripts read them.
 
-The measuring program (`python -m inference_svc.bench`) prints no other ones, and the command line shows these in its
-help.
+The measuring program (`python -m inference_svc.bench`) prints these names only, and the command line's help shows them.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Pictures of what `kvasir bench engine` found: a PNG for each case that has one."""
+"""Pictures of the results of `kvasir bench engine`: a PNG for each case that has one."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""`kvasir bench store`: what the store moves per second, beside what this machine's wire, disk and hash could.
+"""`kvasir bench store`: the store's rates, beside the rates of this machine's wire, disk and hash.
 
-Everything is measured in one run, alternating, and told as medians and ratios: a busy hour changes all
-of them alike. The stores are real processes on Unix sockets and loopback, with their data in a temporary directory.
+Everything is measured in one run, in turns, and reported as medians and ratios: a busy hour changes all of them alike.
+The stores are real processes on Unix sockets and loopback, with their data in a temporary directory.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES
 
 _READY_WITHIN_S = 60.0
-# Receives so many bytes on a socket as fast as it can, and says that it has them.
+# Receives a number of bytes on a socket as fast as it can, and acknowledges them.
 _SINK = """
 import socket, sys
 server = socket.create_server(("127.0.0.1", 0)); print(server.getsockname()[1], flush=True)
@@ -46,7 +46,7 @@ connection.sendall(b"!")
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A model's blocks: how large one is, and how many are moved."""
+    """A model's blocks: the size of one, and the number that is moved."""
 
     name: str
     identity: identity_pb2.KvIdentity
@@ -82,7 +82,7 @@ def run(
     is_quick: bool = False,
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
-    """Measure, say the results (JSON or a table) and return them. `is_quick` moves less, for a look and for tests."""
+    """Measure, print the results (JSON or a table) and return them. `is_quick` moves less, for tests."""
     if is_quick:
         repeats, startup_blobs = 1, min(startup_blobs, 500)
     with tempfile.TemporaryDirectory(prefix="kvasir-bench-", dir=directory) as root:
@@ -94,7 +94,7 @@ def run(
     return results
 
 
-# --- what is measured ---
+# --- measurements ---
 
 
 async def _moving(root: Path, geometry: Geometry, repeats: int) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def _memory(identity: identity_pb2.KvIdentity, blocks: int, seed: int) -> Memory
 
 
 def _file(identity: identity_pb2.KvIdentity, chain: str, rows: int, kind: str, start: int = 0) -> bytes:
-    """A tensor file of random codes, with scales and biases of 0. What is no chain is hashed into one."""
+    """A tensor file of random codes, with scales and biases of 0. A `chain` that is no hash is hashed into one."""
     source = random.Random(chain)  # noqa: S311  bytes to move, not secrets
     chain = chain if len(chain) == 64 else Digest.of(chain.encode()).hash
     tensors = [
@@ -294,7 +294,7 @@ def _file(identity: identity_pb2.KvIdentity, chain: str, rows: int, kind: str, s
 
 
 def _run(work: Any) -> Any:
-    """On uvloop where it is installed, as an engine's client would."""
+    """Run it on uvloop where that is installed, as the engine does."""
     try:
         import uvloop
     except ImportError:
@@ -303,7 +303,7 @@ def _run(work: Any) -> Any:
         return runner.run(work)
 
 
-# --- what is said ---
+# --- the report ---
 
 
 def _targets(results: Mapping[str, Any]) -> list[dict[str, Any]]:

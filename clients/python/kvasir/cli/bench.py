@@ -70,8 +70,8 @@ def engine(
 ) -> None:
     """Decode, first token, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
 
-    Needs a quiet machine: everything is told as ratios within one run, but a run that is disturbed in its middle says
-    little. Names in the JSON are below, and stay.
+    Needs a quiet machine: results are ratios within one run, but a run that is disturbed in its middle says little. The
+    names in the JSON are below, and do not change.
     """
     caller = caller_of(context, as_json)
     with _progress(caller, "measuring the engine; minutes at full size") as say:
@@ -107,8 +107,9 @@ def quality(
     quick: Annotated[bool, typer.Option("--quick", help="Read and ask less, for a first look.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls; and what
-    --kv-policy auto would choose from it.
+    """Show what each KV policy costs a model, against exact KV: KL, agreement, perplexity, recall, tool calls.
+
+    It also shows which policy --kv-policy auto would choose.
 
     A model that has kvasir-tiny's tokenizer and answers is asked about conversations of its world; any other repeats
     random tokens and reads text of its own. Seeds are fixed.

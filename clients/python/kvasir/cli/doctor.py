@@ -1,7 +1,7 @@
 """`kvasir doctor`: which layers of a model are kept, what computes, what runs, and what to do about problems.
 
-With --self-test an agent is told something, both services are killed, and it is asked: a report that a user can send.
-It holds no text of anyone's but its own.
+--self-test tells an agent a fact, kills both services, and asks the agent. A user can send the report to others: it holds
+no text but its own.
 """
 
 import asyncio

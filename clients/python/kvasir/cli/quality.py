@@ -1,7 +1,7 @@
 """`kvasir bench quality`: what each KV policy costs a model, as `inference_svc.bench.quality` measures it.
 
-The engine is a program to the command line, never an import: it says its progress on stderr and one JSON object at the
-end.
+The command line runs the engine as a program and never imports it. The program prints its progress on stderr, and one
+JSON object at its end.
 """
 
 import json

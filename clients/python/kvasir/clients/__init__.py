@@ -1,6 +1,6 @@
-"""The clients of both services, blocking and asynchronous: import them from here, the modules below may move.
+"""The clients of both services, blocking and asynchronous. Import them from here: the modules below may move.
 
-Importing them costs gRPC and the generated messages; neither MLX nor SQL, and nothing of the command line.
+They import gRPC and the generated messages, but neither MLX nor SQL nor the command line.
 """
 
 from kvasir.clients.aio_inference_client import AioInferenceClient

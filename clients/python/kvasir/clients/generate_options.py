@@ -17,8 +17,8 @@ class GenerateOptions:
 
     Most calls name their options one by one: `engine.reply(prompt="…", agent_id="ada", max_tokens=50)`. Programs that
     use the same options again keep them in a value: with `terse = GenerateOptions(max_tokens=50, tools=tools)`, a call
-    is `engine.reply(prompt="…", options=terse, agent_id="ada")`, and what the call names goes before `terse`. Both ways
-    are short, and options have one list: this one. A name that is not in it is a TypeError.
+    is `engine.reply(prompt="…", options=terse, agent_id="ada")`, where the options that the call names go before those
+    of `terse`. So simple calls stay short, and all options stand in one list: this one. Other names are a TypeError.
     """
 
     # The agent whose memory is read and extended. Empty: nothing is remembered.

@@ -1,9 +1,9 @@
 """The seed's single-file form (its Appendix A): an agent's whole memory in one safetensors file, to and from blocks.
 
-In it every tensor is `[1, seq_len, kv_heads, …]`; ours are `[kv_heads, rows, …]` per block. Only the order of rows
-changes, so the way there and back is exact to the bit. The seed's metadata (agent_id, model_id, total_tokens,
-prompt_text, token_sequence) says neither which weights made the KV nor where each token ends in the text: a `kvasir`
-key beside it does. A file without that key is read only for a KV identity that the caller names.
+The seed's tensors are `[1, seq_len, kv_heads, …]`, ours `[kv_heads, rows, …]` per block. Only the order of rows
+changes, so a memory that is exported and imported again is the same to the bit. The seed's metadata (agent_id, model_id,
+total_tokens, prompt_text, token_sequence) says neither which weights made the KV nor where each token ends in the text.
+A `kvasir` key beside it says both. A file without that key is read only for a KV identity that the caller names.
 """
 
 import json
@@ -46,8 +46,8 @@ def to_seed_file(
 ) -> Iterator[bytes]:
     """Yield the bytes of one safetensors file, tensor by tensor.
 
-    `read_blob` is asked for every block and the tail, once each; all of them are held in memory. Raises
-    FailedPrecondition for a memory with layers that do not keep all their tokens: the form has no place for them.
+    `read_blob` reads every block and the tail, once each; all of them are held in memory. Raises FailedPrecondition
+    for a memory with layers that do not keep all their tokens: the form has no place for them.
     """
     identity = manifest.kv_identity
     tokens = len(manifest.token_ids)
@@ -66,9 +66,9 @@ def to_seed_file(
 def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = None) -> SeedFile:
     """Read a file of the seed's form. Its bytes are freed on the way if the caller keeps no reference to them.
 
-    `identity` is what the memory is to be used with. A file without Kvasir's metadata needs it; its token ends are
-    unknown then, so the memory can be continued whole but not cut. Raises InvalidArgument for a malformed file,
-    FailedPrecondition when the file belongs to another KV identity or none is known.
+    `identity` is the KV identity that will use the memory. A file without Kvasir's metadata needs it. The ends of that
+    file's tokens are unknown, so its memory can be continued whole but not cut. Raises InvalidArgument for a malformed
+    file, and FailedPrecondition if the file's KV identity is another one, or unknown.
     """
     tensors, metadata = _read(data)
     del data  # the tensors are copies, and the blocks will be another copy: three are one too many
@@ -210,8 +210,8 @@ def _malformed(message: str) -> InvalidArgument:
 def _read(data: bytes) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[str, str]]:
     """A stranger's file: its tensors by name, read by the safetensors library, and its metadata.
 
-    The library holds dtypes, shapes and offsets against the file. It gives no metadata, and of a key that stands twice
-    it takes the last value, where another reader may take the first: so we read the header's JSON too.
+    The library checks dtypes, shapes and offsets against the file's size. It gives no metadata. Of a key that occurs
+    twice it takes the last value, where another reader may take the first. So we read the header's JSON, too.
     """
     metadata = _checked_metadata(data)
     try:

@@ -1,7 +1,7 @@
 """Reads archives as they arrive: bytes go in, in pieces of any size, and checked parts come out; nothing is kept.
 
-Strangers send archives. Members must be exactly those that `archive` writes, in that order, as plain files; a link, a
-path, a foreign name, or a size that the manifest does not say ends the reading with InvalidArgument.
+Strangers send archives. The members must be those that `archive` writes, in that order, as plain files. A link, a path,
+another name, or a size that the manifest does not give ends the reading with InvalidArgument.
 """
 
 import json

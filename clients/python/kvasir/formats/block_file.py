@@ -1,10 +1,12 @@
 """The safetensors files of blocks, tails and states: how they are written, and how strangers' headers are checked.
 
-One file holds every layer's K and V for a run of tokens, in the block pool's own layout `[kv_heads, rows, …]`, so bytes
-move without transposing. Any safetensors library reads them. The encoder is ours because equal tensors must give equal
-bytes: tensors in schema order, one metadata key, header padded to 64 bytes. The checker runs before anything
-else looks at bytes that came from outside. It is ours because it reads a header before any tensor has arrived, and
-refuses what the library accepts: a key that stands twice, fields of other names, headers above 1 MiB.
+One file holds every layer's K and V for a run of tokens. Its layout `[kv_heads, rows, …]` is that of the engine's row
+buffers, so bytes move without transposing. Any safetensors library reads it.
+
+The encoder is ours because equal tensors must give equal bytes: tensors in schema order, one metadata key, the header
+padded to 64 bytes. The checker runs before other code reads bytes that came from outside. It is ours because it checks
+a header before any tensor has arrived, and refuses headers that the library accepts: with a key twice, with fields of
+other names, or above 1 MiB.
 """
 
 import json
@@ -100,10 +102,10 @@ def expected_tensors(identity: identity_pb2.KvIdentity, rows: int) -> tuple[Tens
 
 
 def expected_state_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
-    """Tensors of a state after `tokens` tokens, of the layers that do not keep all tokens, in order: the rows of a
-    window that the next token sees, and recurrent states.
+    """Tensors of the state after `tokens` tokens: of the layers that do not keep all tokens, in order.
 
-    Raises HeaderError when the identity does not describe a recurrent layer's state: then no file can be one.
+    A window layer keeps the rows that the next token sees, a recurrent layer its state. Raises HeaderError if the
+    identity does not describe a recurrent layer's state, because then no file can hold it.
     """
     specs: list[TensorSpec] = []
     for index, layer in enumerate(identity.layers):

@@ -59,8 +59,8 @@ def chain_hashes(kv_identity_hash: str, token_ids: Sequence[int], known: Sequenc
 def kv_identity_hash(identity: identity_pb2.KvIdentity) -> str:
     """Hash of a KV identity. Fields in the order of the .proto; numbers are 4 bytes little-endian.
 
-    What identities had no word for at first is a field of its own behind the others, tagged, and absent while unused:
-    so the hash of an identity that does without never changes.
+    A property that the first identities did not have is a tagged field behind the others, and absent while unused: so
+    the hash of an identity without it never changes.
     """
     policy = identity.policy
     layers = (

@@ -1,7 +1,7 @@
 """Digests: names of bytes. BLAKE3-256 and a size, together.
 
-The hash is exactly 64 lower-case hex digits, by full match: a digest from the wire becomes a file name,
-so nothing else may ever pass (LESSONS: a "digest" used as a path).
+The hash is exactly 64 lower-case hex digits, by full match. A digest from the wire becomes a file name, so no other
+text may pass (LESSONS: a "digest" used as a path).
 """
 
 import re

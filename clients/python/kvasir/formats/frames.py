@@ -1,7 +1,7 @@
 """Blobs as frames and back: pieces of at most 1 MiB, in offset order, verified when the last one is in.
 
-A message of 4 MiB is refused by a default gRPC peer, and 1 MiB was the fastest measured; so every blob, whatever its
-size, travels as the same small pieces, and an interrupted one goes on at the offset where it stopped.
+A default gRPC peer refuses a message of 4 MiB, and 1 MiB was the fastest size measured. So a blob of any size travels
+as pieces of 1 MiB, and an interrupted transfer continues at the offset where it stopped.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ def frames_of(
 class FrameAssembler:
     """Joins the frames of expected blobs, in the order expected, over one stream or several.
 
-    Memory: what has arrived of one blob, never what a digest only says. After a cut, ask for `remaining` from
-    `received_bytes` on, call `resume()`, and go on adding.
+    It holds the bytes that have arrived of one blob, and reserves none for the size that a digest claims. After a cut,
+    ask for `remaining` from `received_bytes` on, call `resume()`, and go on adding.
     """
 
     def __init__(self, expected: Sequence[Digest]) -> None:
@@ -53,8 +53,10 @@ class FrameAssembler:
         self._is_named = False
 
     def add(self, frame: pb.BlobFrame) -> tuple[Digest, memoryview] | None:
-        """Take the next frame; the blob, when this was its last. Raises DataLoss for a frame that does not fit or bytes
-        that are not the digest's; the assembler then stands at the start of that blob."""
+        """Take the next frame. Returns the blob with its last frame.
+
+        Raises DataLoss for a frame that does not fit, and for bytes of another digest; the blob then begins again.
+        """
         if self._done == len(self._expected):
             raise DataLoss("a frame arrived after the last blob", reason="FRAME_UNEXPECTED")
         digest = self._expected[self._done]

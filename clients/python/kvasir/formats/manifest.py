@@ -1,6 +1,6 @@
 """Manifests: how one is built, and how one of any origin is checked, field by field.
 
-A manifest's bytes are kept as they came and never serialized again; `parse` reads them for use. Every refusal is an
+A manifest's bytes are kept as they came and never serialized again; `parse` reads them. Every refusal is an
 InvalidArgument that names the field ("manifest.token_chars").
 """
 
@@ -155,7 +155,7 @@ def digests(manifest: manifest_pb2.Manifest) -> list[Digest]:
 def tokens_within_chars(token_chars: Sequence[int], chars: int) -> int:
     """How many leading tokens lie wholly inside the first `chars` code points.
 
-    A token that completes nothing begins a character that a later one ends: the cut is never behind such a token.
+    A token that completes no character begins one that a later token ends: the cut is never behind such a token.
     """
     tokens = bisect_right(list(accumulate(token_chars)), chars)
     while tokens and token_chars[tokens - 1] == 0:

@@ -13,8 +13,9 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, chain_hashes
 def file_identities(
     kv_identity_hash: str, token_ids: Sequence[int], chain: Sequence[str], first_block: int = 0
 ) -> list[FileIdentity]:
-    """The files of the layers that keep all tokens, from block `first_block` on: the full blocks, and a tail if tokens
-    are left. `chain` holds the chain hashes of all full blocks.
+    """The files of the layers that keep all tokens: full blocks from `first_block` on, and a tail if tokens are left.
+
+    `chain` holds the chain hashes of all full blocks.
     """
     files = [
         FileIdentity("block", kv_identity_hash, index * BLOCK_TOKENS, BLOCK_TOKENS, chain[index])
@@ -30,8 +31,9 @@ def file_identities(
 def state_identity(
     kv_identity_hash: str, token_ids: Sequence[int], tokens: int, known_chain: Sequence[str] = ()
 ) -> FileIdentity:
-    """The state file after the first `tokens` of `token_ids`. `known_chain` holds the chain hashes of its first blocks,
-    as many as the caller has.
+    """The state file after the first `tokens` of `token_ids`.
+
+    `known_chain` holds the chain hashes of its first blocks, as many as the caller has.
     """
     last = _chain_after(kv_identity_hash, token_ids, tokens, known_chain)
     return FileIdentity("state", kv_identity_hash, 0, tokens, last)

@@ -1,6 +1,6 @@
 """The steps of the demo, with real processes: live, die, go on, compare, move, keep a secret.
 
-Every step returns what was measured and puts what it says of it to `Claims`.
+Every step returns its measurements, and makes its claims about them with `Claims`.
 """
 
 import threading

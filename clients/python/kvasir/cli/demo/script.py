@@ -1,7 +1,7 @@
 """The text of the demo: conversations of kvasir-tiny's world, cut into turns that an agent lives through.
 
-They stand in `stories.json`, which `python -m tools.kvasir_tiny.ship` writes. A turn brings some hundred tokens of talk
-and ends with a question about something told before, which the agent answers live.
+They are in `stories.json`, which `python -m tools.kvasir_tiny.ship` writes. A turn brings some hundred tokens of talk
+and ends with a question about an earlier fact, which the agent answers live.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The self-test of `kvasir doctor`: tell an agent something, kill both services, start them, and ask.
+"""The self-test of `kvasir doctor`: tell an agent a fact, kill both services, start them, and ask.
 
-Whether the model understands is not tested, but whether memory comes back: the turn after the restart must come from
-the store, reuse every token, and say what an agent says that was not killed.
+It tests memory, not the model's understanding: the turn after the restart must come from the store, reuse every token,
+and give the same reply as an agent that was not killed.
 """
 
 import shutil

@@ -1,6 +1,6 @@
 """The home of one `kvasir up`: the paths of its data, sockets, logs and tokens, and its services' addresses.
 
-Nothing here starts or asks anything. Commands without an address read `run/up.json`, which a running `kvasir up` keeps.
+This module starts nothing and calls nobody. Commands without an address read `run/up.json` of a running `kvasir up`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """The command lines of both services, as the supervisor, the demo and the self-test start them.
 
-The services are programs to the command line, never imports: `python -m cachestore_svc …`, `python -m inference_svc …`.
+The command line runs the services as programs and never imports them: `python -m cachestore_svc …` and so on.
 """
 
 import functools

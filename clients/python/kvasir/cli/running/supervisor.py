@@ -1,7 +1,7 @@
 """Keeps services running as one group: started in order, restarted when they crash, stopped together in reverse order.
 
-A service that crashes too often ends the group, because a loop of restarts hides the reason. Services write their
-logs to files themselves, so that a killed supervisor takes no log with it.
+A service that crashes too often ends the group, because endless restarts would hide the reason. Services write their
+log files themselves, so that no log is lost when the supervisor is killed.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """`kvasir up`: store and engine as one group under one home, until Ctrl-C or SIGTERM.
 
-It makes the home and its credentials, starts the store, then the engine, and tells other commands where they are. One
-home has one group: a lock that the services inherit is held until the last of them has ended.
+It makes the home and its credentials, starts the store and then the engine, and writes their addresses for other
+commands. A home has one group: the services inherit a lock, which is held until the last of them has ended.
 """
 
 import asyncio
