@@ -205,7 +205,7 @@ def collect(store: Store, dry_run: bool, as_json: bool) -> int:
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
     """Build the index anew. Exit code 1 when something did not come back as it was."""
     report = recovering.recover(settings.store_config(), time.time, secrets.token_hex, Disk(), namespaces, _progress())
-    # What nothing names is set aside by the first start, and what was built is looked at as any start does.
+    # The first start sets blobs aside that are not listed, and checks the new index as any start does.
     open_store(settings).close()
     if as_json:
         print(json.dumps(asdict(report) | {"is_complete": report.is_complete}))
@@ -245,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cachestore_svc", description="The cache store of Kvasir.")
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
-    # What has a place in a supervisor's command line; every field can also be set by KVASIR_STORE_… .
+    # The settings that belong in a supervisor's command line; every field can also be set by KVASIR_STORE_… .
     shared.add_argument("--data-dir", type=Path, help="where everything is kept")
     shared.add_argument("--grace-period-s", type=float, help="how long an unreferenced blob rests")
     shared.add_argument("--log-format", choices=("console", "json"))

@@ -28,7 +28,7 @@ class BlobStore:
         self._core = opened.core
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
-        """Those that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
+        """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
         check_namespace(namespace)
         check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
         slices = (digests[start : start + SLICE] for start in range(0, len(digests), SLICE))

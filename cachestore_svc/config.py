@@ -34,7 +34,7 @@ class StoreSettings(BaseSettings):
     engine_listen: str = ""
     """unix:/path, a second address for the engines of this machine: their calls wait behind no crowd at the first."""
     credentials_file: Path | None = None
-    """Who may call, and as whom. Needed beyond a Unix socket."""
+    """Which callers are admitted, and in which roles. Needed beyond a Unix socket."""
     tls_cert_file: Path | None = None
     """PEM certificate. Needed beyond this machine."""
     tls_key_file: Path | None = None
@@ -64,7 +64,7 @@ class StoreSettings(BaseSettings):
     gc_interval_s: Annotated[float, Field(gt=0)] = 600.0
     """Garbage is collected this often."""
     read_buffer_bytes: Annotated[int, Field(ge=1)] = 128 * MIB
-    """What all readers together may have waiting to be sent."""
+    """Bytes that all readers together may have waiting to be sent."""
     stall_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """A caller or peer that neither sends nor takes anything for so long in the middle of a transfer is given up."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 5.0

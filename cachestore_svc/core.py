@@ -1,4 +1,4 @@
-"""What the parts of an open store share, and what they all do to a blob: read, quarantine, remove its file."""
+"""The state that the parts of an open store share, and their work on blobs: read, quarantine, remove."""
 
 import contextlib
 import threading
@@ -88,12 +88,12 @@ class Core:
         return int(self.config.grace_period_s * 1000)
 
     def sound_namespaces(self) -> list[str]:
-        """Those whose entries can be trusted."""
+        """Namespaces whose entries can be trusted."""
         names = self.catalog.read(HOUSE, lambda view: view.namespaces())
         return [name for name in names if name not in self.catalog.damage]
 
     def known_namespaces(self) -> set[str]:
-        """Those, and those that are kept out because their entries are damaged."""
+        """All namespaces, also those that are kept out because their entries are damaged."""
         return {*self.catalog.read(HOUSE, lambda view: view.namespaces()), *self.catalog.damage}
 
     def report(self, change: CatalogChange, namespace: str, bodies: Iterable[EventBody]) -> None:

@@ -11,12 +11,12 @@ from kvasir.errors import FailedPrecondition, Unavailable
 
 T = TypeVar("T")
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 0.2
-# What a caller's time must have left for one more try and its answer.
+# The least time that a caller must have left for one more try and its answer.
 _ANSWER_S = 0.1
 
 
 async def once_free(call: Callable[[], Awaitable[T]], left_s: float | None) -> T:
-    """What `call` answers once no lease is in its way. `left_s`: the caller's time; None: as long as a lease holds.
+    """The answer of `call` once no lease is in its way. `left_s`: the caller's time; None: as long as a lease holds.
 
     Raises what `call` raises, and Unavailable (LEASE_HELD) when the lease outlasts the caller's time.
     """

@@ -1,4 +1,4 @@
-"""What the store is asked and what it answers, as plain frozen data.
+"""The store's questions and answers, as plain frozen data.
 
 No SQL, no protobuf services, no behaviour beyond properties: every module of the store, its service and its tests
 speak in these. Times are Unix milliseconds, sizes are bytes.
@@ -177,7 +177,7 @@ class HeldLease:
 
 @dataclass(frozen=True, slots=True)
 class RenewedLeases:
-    """What could not be prolonged, and what was and others wait for. All the rest was prolonged."""
+    """The leases that were lost, and those prolonged although others wait for them. The rest was prolonged."""
 
     lost: tuple[HeldLease, ...]
     wanted: tuple[HeldLease, ...]
@@ -295,7 +295,7 @@ class LostVersion:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What came back of one namespace, and what did not."""
+    """The part of one namespace that came back, and the part that did not."""
 
     namespace: str
     agents: int

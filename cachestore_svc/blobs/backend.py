@@ -27,7 +27,7 @@ class Aside(NamedTuple):
 
 @dataclass
 class Listing:
-    """What lies in a namespace's place."""
+    """The content of a namespace's place."""
 
     blobs: set[str] = field(default_factory=set)  # hashes
     parts: set[str] = field(default_factory=set)  # hashes of blobs that are not whole yet
@@ -39,7 +39,7 @@ class Part(Protocol):
     """A blob's bytes on their way in. They stay when the process ends, whole or not."""
 
     def pieces(self) -> Iterator[bytes]:
-        """What an interrupted write left, from the start."""
+        """Bytes that an interrupted write left, from the start."""
 
     def append(self, data: bytes | memoryview) -> None:
         """Add bytes. When this raises, some of them may have been added: then cut."""
@@ -77,7 +77,7 @@ class NamespaceBlobs(Protocol):
         """
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
-        """Bytes that lie here as the blob, and as an aside of it. What is longer or cannot be read is left out."""
+        """Bytes that lie here as the blob, and as an aside of it. Longer and unreadable bytes are left out."""
 
     def size_bytes(self, hash_: str) -> int | None:
         """Size of the blob; None when there is none."""

@@ -1,6 +1,6 @@
 """A file that holds room for the index, given up when the disk is full, so that deletes and reads still work there.
 
-What frees space must itself write a little: rows go before bytes. With no byte left it could not even begin.
+Freeing space itself writes a little, because rows go before bytes. With no byte left it could not even begin.
 """
 
 import threading
@@ -43,7 +43,7 @@ class Ballast:
                 self._disk.close(descriptor)
 
     def missing_bytes(self) -> int:
-        """What was given up, or never found room: no blob may take it."""
+        """Bytes that were given up, or never found room: no blob may take them."""
         return max(0, self._size_bytes - (self._disk.size_bytes(self._path) or 0))
 
     def give_up(self) -> bool:

@@ -20,7 +20,7 @@ _MANIFEST_START = bytes((1 << 3, MANIFEST_FORMAT))
 
 @dataclass(frozen=True, slots=True)
 class BlobFacts:
-    """What the store keeps of a blob beside its digest: for a tensor file its identity and schema."""
+    """The facts of a blob that the store keeps beside its digest: for a tensor file its identity and schema."""
 
     kind: str  # "manifest", "block", "tail" or "state"
     identity: FileIdentity | None = None
@@ -28,13 +28,13 @@ class BlobFacts:
 
 
 class BlobCheck(Protocol):
-    """Is fed a blob's bytes in order, and says what they are."""
+    """Takes a blob's bytes in order, and says what they are."""
 
     def feed(self, data: bytes | memoryview) -> None:
         """Look at the next bytes. Raises InvalidArgument as soon as they cannot be right."""
 
     def finish(self) -> BlobFacts:
-        """What the blob is, once all of it was fed. Raises InvalidArgument."""
+        """The facts of the blob, once all of it was fed. Raises InvalidArgument."""
 
 
 def schema_text(tensors: Sequence[TensorSpec]) -> str:

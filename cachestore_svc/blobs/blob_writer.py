@@ -1,7 +1,7 @@
 """One blob on its way in: reserve, write and verify, sync, rename, sync the directory, list.
 
-A crash anywhere leaves a part or an unlisted file, never a row without bytes. What an interrupted write left is read
-again before it goes on, so the digest and the header are always checked over all the bytes.
+A crash anywhere leaves a part or an unlisted file, never a row without bytes. The part of an interrupted write is
+read again before it goes on, so the digest and the header are always checked over all the bytes.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class BlobRegister(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _LeftPart:
     """Bytes that an interrupted write left. They stay reserved."""
 
     size_bytes: int
@@ -80,7 +80,7 @@ class Writers:
         self._now_unix_ms = now_unix_ms
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], PartWriter] = {}
-        self._parts: dict[tuple[str, str], _Part] = {}
+        self._parts: dict[tuple[str, str], _LeftPart] = {}
 
     def begin(self, namespace: str, digest: Digest, kind: BlobKind, register: "BlobRegister") -> "PartWriter":
         """Reserve and open. Raises FailedPrecondition (WRITE_IN_PROGRESS), ResourceExhausted and InvalidArgument."""
@@ -110,12 +110,12 @@ class Writers:
         with self._lock:
             del self._open[key]
             if left_bytes:
-                self._parts[key] = _Part(left_bytes, self._now_unix_ms())
+                self._parts[key] = _LeftPart(left_bytes, self._now_unix_ms())
             self._space.settle(writer.namespace, stored_bytes)
             self._space.release(writer.namespace, writer.digest.size_bytes - stored_bytes - left_bytes)
 
     def received_bytes(self, namespace: str, digest: Digest) -> int:
-        """What has arrived of a blob that is not stored yet."""
+        """Bytes that have arrived of a blob that is not stored yet."""
         key = (namespace, digest.hash)
         with self._lock:
             if key in self._open:
@@ -123,13 +123,13 @@ class Writers:
             return self._parts[key].size_bytes if key in self._parts else 0
 
     def left_bytes(self, namespace: str, digest: Digest) -> int:
-        """What an interrupted write left of a blob; it is reserved already."""
+        """Bytes that an interrupted write left of a blob; they are reserved already."""
         with self._lock:
             part = self._parts.get((namespace, digest.hash))
             return part.size_bytes if part else 0
 
     def namespaces(self) -> set[str]:
-        """Those that have parts: one whose first blob never came whole has no row."""
+        """Namespaces that have parts. One whose first blob never became whole is not in the catalog."""
         with self._lock:
             return {namespace for namespace, _ in self._parts}
 
@@ -143,7 +143,7 @@ class Writers:
             ]
             freed = 0
             for key in old:
-                # One that cannot be removed stays counted.
+                # A part that cannot be removed stays counted.
                 with contextlib.suppress(OSError):
                     self.backend.of(namespace).remove_part(key[1])
                     freed += self._parts.pop(key).size_bytes
@@ -252,7 +252,7 @@ class PartWriter:
         """Remove the part and give its bytes back. Nothing happens to a writer that ended."""
         if not self._is_ended:
             self._close()
-            # What cannot be removed now goes at the next start, or is read again by the next writer of this blob.
+            # A part that cannot be removed goes at the next start, or is read again by the next writer of this blob.
             with contextlib.suppress(OSError):
                 self._blobs.remove_part(self.digest.hash)
             self._end(stored_bytes=0, left_bytes=0)

@@ -23,7 +23,7 @@ _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 _ASIDE_NAME = re.compile(r"([0-9a-f]{64})\.aside-([0-9]{1,15})")
 _SHELF_NAME = re.compile(r"[0-9a-f]{2}")
 _LOCKS = 64
-# What these say will be so the next time: the device lost the bytes, or something else lies where they should.
+# These errors last: the device lost the bytes, or something else lies where they should.
 _LASTING = (errno.EIO, errno.EISDIR, errno.ELOOP, NO_FILE, errno.ENODEV)
 
 

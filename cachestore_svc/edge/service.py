@@ -192,7 +192,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             listed = [messages.write_agent(agent) for agent in page.agents]
             return pb.ListAgentsResponse(agents=listed, next_page_token=page.next_page_token)
 
-        # Those that have not the labels are looked at, too.
+        # Agents without the labels are read, too.
         return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
 
     async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:

@@ -1,1 +1,1 @@
-"""What the store knows of agents, versions and blobs: `catalog` is the port, `sqlite` the one implementation."""
+"""The store's knowledge of agents, versions and blobs: `catalog` is the port, `sqlite` the one implementation."""

@@ -30,7 +30,7 @@ from cachestore_svc.records import (
 )
 
 _Answer = TypeVar("_Answer")
-# What the store asks of itself: opening, checking, collecting everywhere. No credential has this namespace.
+# The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
 HOUSE = ""
 # A question about thousands of blobs is asked as operations of this many each (a millisecond or two), so that other
 # namespaces' operations come in between.
@@ -43,7 +43,7 @@ Sums = tuple[str | None, list[int]]
 
 @dataclass(frozen=True, slots=True)
 class BlobEntry:
-    """What the catalog says of a blob. A manifest has no KV identity, place or tensors."""
+    """The catalog's entry of a blob. A manifest has no KV identity, place or tensors."""
 
     id: int  # the catalog's own number of the blob, never used again
     hash: str
@@ -65,7 +65,7 @@ class BlobEntry:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """What a caller asks for, with its manifest read and checked against itself."""
+    """The commit that a caller asks for, with its manifest read and checked against itself."""
 
     line: LineKey
     manifest: Digest
@@ -145,7 +145,7 @@ class CatalogView(Protocol):
         """The blob's entry, damaged or not."""
 
     def find_blobs(self, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
-        """Those that are listed, damaged ones too. A digest whose size is another blob's finds nothing."""
+        """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
 
     def has_hash(self, namespace: str, hash_: str) -> bool:
         """Whether the namespace lists a blob of this hash, damaged or not."""
@@ -179,7 +179,7 @@ class CatalogView(Protocol):
         """The `count` names that follow, fewer if they are the last; and which of these agents are wanted."""
 
     def get_snapshot(self, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
-        """That version of the line (None: the newest), and when the line was last used. Raises NotFound."""
+        """The version of that number (None: the newest), and when its line was last used. Raises NotFound."""
 
     def newest_of(self, line: LineKey) -> SnapshotVersion | None:
         """The line's newest version, if it has any."""
@@ -258,7 +258,7 @@ class CatalogView(Protocol):
         themselves are damaged."""
 
     def integrity_problems(self) -> list[str]:
-        """What is wrong with tables and look-ups, in words."""
+        """Faults of tables and look-ups, in words."""
 
     def dangling_rows(self) -> list[str]:
         """Entries that name an entry that is not there, in words."""
@@ -282,7 +282,7 @@ class CatalogChange(CatalogView, Protocol):
         """Quarantine a blob, or take it out. True when that changed something."""
 
     def mark_unheld(self, namespace: str, now_unix_ms: int) -> int:
-        """Mark what nothing holds; how many were new."""
+        """Mark the blobs that nothing holds; how many were not marked before."""
 
     def remove_blobs(self, blob_ids: Sequence[int]) -> None:
         """Unlist blobs that nothing holds."""
@@ -382,10 +382,10 @@ class Catalog(Protocol):
     is_migrated: bool  # opening it changed its form
 
     def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
-        """What `work` answers, asked for by the namespace (HOUSE: by the store itself)."""
+        """The answer of `work`, asked for by the namespace (HOUSE: by the store itself)."""
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
-        """What `work` answers, once it is durable. All of it took effect, or, when this raises, nothing.
+        """The answer of `work`, once it is durable. All of it took effect, or, when this raises, nothing.
 
         `work` may run twice, so it touches nothing else. `frees_space` lets it use the ballast of a full disk.
         """
@@ -407,4 +407,4 @@ class Catalog(Protocol):
         """Make look-ups anew from the tables. Raises DataLoss when these contradict themselves."""
 
     def close(self) -> bool:
-        """Finish what waits. False when that was asked before."""
+        """Finish the operations that wait. False when it was closed before."""

@@ -1,4 +1,4 @@
-"""What a full quota gives up, and in which order. Pure: no SQL, no clock.
+"""The versions that a full quota gives up, and their order. Pure: no SQL, no clock.
 
 First old versions, then, only where the configuration allows it, whole lines that were long unused. The newest
 version of a pinned agent's line is never given up; that of an unpinned one only with `evict_heads`, because an
@@ -21,7 +21,7 @@ class Candidate:
 
 
 def order(candidates: Iterable[Candidate], evict_heads: bool, unused_since_unix_ms: int) -> list[Candidate]:
-    """Those that may go, in the order in which they should.
+    """The candidates that may go, in the order in which they should.
 
     Old versions: of unpinned agents before pinned, of lines long unused before others, oldest first. Then heads of
     lines that were not used since `unused_since_unix_ms`. An old version of a line always comes before its head.

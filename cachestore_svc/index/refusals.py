@@ -1,4 +1,4 @@
-"""What a catalog refuses a commit with, in words that a caller can act on."""
+"""The refusals of a commit, in words that a caller can act on."""
 
 from kvasir.errors import Conflict, FailedPrecondition
 from kvasir.formats.digest import Digest

@@ -25,7 +25,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def read(path: Path, disk: Disk, *, salvages: bool = False, until: Position | None = None) -> Parsed | None:
-    """What a journal says; None when there is none. What is no file, or cannot be read, says nothing."""
+    """The content of a journal; None when there is none. A journal that is no file, or is unreadable, is empty."""
     try:
         size = disk.size_bytes(path)
         if size is None:
@@ -120,7 +120,7 @@ class Journal:
         return self._size_bytes - self.base_bytes > max(_LEAST_BYTES, _TIMES * self.base_bytes)
 
     def shorter(self, size_bytes: int) -> Parsed:
-        """What the first `size_bytes` say. From any thread: they never change."""
+        """The content of the first `size_bytes`. From any thread: they never change."""
         return parse(bytes(self._disk.read(self.path, size_bytes)))
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Position(NamedTuple):
 
 @dataclass
 class Parsed:
-    """What a journal's bytes say, up to the first line that is not whole."""
+    """The content of a journal, up to the first line that is not whole."""
 
     store: str = ""
     position: Position = field(default_factory=lambda: Position(0, ""))

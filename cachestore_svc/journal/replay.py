@@ -21,7 +21,7 @@ VersionKey = tuple[str, int]  # KV identity hash, version
 
 
 class Version(NamedTuple):
-    """What a version says of itself beside its number, in the order of its change."""
+    """The fields of a version beside its number, in the order of its change."""
 
     parent_version: int
     manifest_hash: str

@@ -68,7 +68,7 @@ class Archive:
 
 @dataclass(frozen=True, slots=True)
 class _Described:
-    """What is kept of an archive's description while its blobs arrive."""
+    """The part of an archive's description that is kept while its blobs arrive."""
 
     agent_id: str
     manifest: Digest
@@ -324,7 +324,7 @@ class Transfers:
         intake: BlobIntake,
         room: AsyncExitStack,
     ) -> _Described | None:
-        """What a piece completes: the manifest, once, which is stored and not kept; bytes of blobs."""
+        """Take the parts that a piece completes: the manifest, once, which is stored and not kept; bytes of blobs."""
         parts = reader.feed(piece)
         # Until it has read the manifest, a piece may take long.
         for part in parts if described else await self._threads.run(namespace, list, parts):

@@ -1,7 +1,7 @@
-"""Files that no row names are set aside, never removed at once: an index may have lost rows, and then they are all
-that is left.
+"""Sets aside blobs that are not listed and never removes them at once: an index may have lost entries, and then these
+bytes are all that is left.
 
-What is set aside keeps its place under another name, which says since when, and goes when it has rested a grace period.
+An aside keeps its place under another name, which says since when, and goes when it has rested a grace period.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ def sweep_at_start(core: Core) -> None:
 
 
 def collect(core: Core) -> GcReport:
-    """Remove what was set aside a grace period ago."""
+    """Remove the bytes that were set aside a grace period ago."""
     until = core.now_unix_ms() - core.grace_ms
     rested = [aside for aside in list(core.asides) if aside.since_unix_ms <= until]
     removed = freed = 0
     for aside in rested:
-        # What cannot be removed, such as a directory, stays; it is looked at again by the next start.
+        # An aside that cannot be removed, such as a directory, stays; the next start looks at it again.
         core.asides.discard(aside)
         with contextlib.suppress(OSError):
             size_bytes = core.blobs.remove_aside(aside)

@@ -1,8 +1,8 @@
-"""What a start looks at before it changes anything: the index must be this store's, whole, and up to date.
+"""The look of a start before it changes anything: the index must be this store's, whole, and up to date.
 
 The journal is synced before the index commits. So an index that lags behind by one group was killed in between; one
-that lags by more has lost commits that were acknowledged, and one that is ahead has a journal that lost some. What a
-start cannot trust it refuses, and leaves as it is.
+that lags by more has lost commits that were acknowledged, and one that is ahead has a journal that lost some. A start
+refuses an index that it cannot trust, and leaves it as it is.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ _NAMED = 10
 
 @dataclass(frozen=True)
 class Look:
-    """What to do with a data directory that may be opened."""
+    """How to go on with a data directory that may be opened."""
 
     journal: Parsed | None = None  # the journal to go on with; None: begin one from the index
     why_anew: str = ""  # why the journal that lies there cannot be gone on with; "": there is none
@@ -58,7 +58,7 @@ def look(database: Path, blobs: BlobBackend, disk: Disk) -> Look:
 
 
 def words_of(damage: dict[str, str]) -> str:
-    """What is wrong with a namespace's agents, for a caller of that namespace."""
+    """The damage of a namespace's agents in words, for a caller of that namespace."""
     named = [f"{agent!r} {words}" if agent else words for agent, words in sorted(damage.items())]
     more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
     return "; ".join(named[:_NAMED]) + more

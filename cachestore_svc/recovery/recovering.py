@@ -41,8 +41,8 @@ Say = Callable[[str, int, int], None]
 
 
 @dataclass
-class _Space:
-    """What comes back of one namespace."""
+class _RebuiltNamespace:
+    """The part of one namespace that comes back."""
 
     name: str
     state: Namespace
@@ -115,8 +115,8 @@ class _Recovery:
 
     # --- what there is ---
 
-    def _space(self, name: str, state: Namespace, is_whole: bool) -> _Space:
-        space = _Space(name, state, salvage.Found(self._blobs.of(name)))
+    def _space(self, name: str, state: Namespace, is_whole: bool) -> _RebuiltNamespace:
+        space = _RebuiltNamespace(name, state, salvage.Found(self._blobs.of(name)))
         if not is_whole:
             self._name_anew(space)
         versions = list(_versions_of(state))
@@ -131,7 +131,7 @@ class _Recovery:
             state.brought = {digest.hash for digest in (*space.manifests, *space.named)}
         return space
 
-    def _name_anew(self, space: _Space) -> None:
+    def _name_anew(self, space: _RebuiltNamespace) -> None:
         self._say(f"files of {space.name}", 0, 1)
         for agent, version in salvage.unnamed_versions(space.found, space.state).items():
             facts = space.found.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))
@@ -140,7 +140,7 @@ class _Recovery:
             space.state.agents[agent] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
             space.named_anew.append(agent)
 
-    def _read_manifest(self, space: _Space, version: Version) -> str:
+    def _read_manifest(self, space: _RebuiltNamespace, version: Version) -> str:
         """Why a version cannot come back; "" when it can."""
         if not is_hash(str(version.manifest_hash)):
             return "its manifest's digest is damaged"
@@ -156,7 +156,9 @@ class _Recovery:
 
     # --- the new index ---
 
-    def _build(self, new: Path, spaces: Iterable[_Space]) -> "tuple[journal_lines.Position, dict[str, Namespace]]":
+    def _build(
+        self, new: Path, spaces: Iterable[_RebuiltNamespace]
+    ) -> "tuple[journal_lines.Position, dict[str, Namespace]]":
         for suffix in _DATABASE_SUFFIXES:
             self._disk.remove(Path(f"{new}{suffix}"))
         ballast = Ballast(self._data_dir / "ballast", 0, self._disk)
@@ -176,15 +178,15 @@ class _Recovery:
         # No generation that was ever given may come again: they grow by one at a time, and time runs faster.
         change.set_lease_floor(self._now)
 
-    def _list_blobs(self, catalog: Catalog, space: _Space) -> None:
+    def _list_blobs(self, catalog: Catalog, space: _RebuiltNamespace) -> None:
         digests = [*space.manifests, *space.named]
         for start in range(0, len(digests), _PER_COMMIT):
             self._say(f"blobs of {space.name}", start, len(digests))
             batch = [(digest, self._facts_of(space, digest)) for digest in digests[start : start + _PER_COMMIT]]
             catalog.write(HOUSE, partial(self._insert, space, batch))
 
-    def _facts_of(self, space: _Space, digest: Digest) -> BlobFacts:
-        """What a blob is; one that is not whole is noted as damaged, and is what the manifest that names it says."""
+    def _facts_of(self, space: _RebuiltNamespace, digest: Digest) -> BlobFacts:
+        """The facts of a blob. One that is not whole is noted as damaged; its manifest then gives the facts."""
         named = space.named.get(digest)
         found = space.found.whole(digest, BlobKind.TENSORS if named else BlobKind.MANIFEST)
         if found is not None:
@@ -193,7 +195,7 @@ class _Recovery:
         space.damaged.add(digest)
         return _as_named(named[0], named[1], space.identities[named[1]])
 
-    def _insert(self, space: _Space, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
+    def _insert(self, space: _RebuiltNamespace, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
         for digest, facts in batch:
             change.add_blob(space.name, digest, facts, self._now)
             if digest in space.damaged:
@@ -201,7 +203,7 @@ class _Recovery:
             if digest.hash in space.state.brought:
                 change.apply_changes(_cannot_read, [["brought", space.name, digest.hash, 1]])
 
-    def _hold_versions(self, catalog: Catalog, space: _Space) -> None:
+    def _hold_versions(self, catalog: Catalog, space: _RebuiltNamespace) -> None:
         for batch in _batches(list(_versions_of(space.state))):
             catalog.write(HOUSE, partial(_hold, space, batch))
         for batch in _batches(list(space.state.agents.items())):
@@ -239,7 +241,7 @@ class _Recovery:
         return kept.name
 
 
-def _hold(space: _Space, batch: "list[tuple[str, VersionKey, Version]]", change: CatalogChange) -> None:
+def _hold(space: _RebuiltNamespace, batch: "list[tuple[str, VersionKey, Version]]", change: CatalogChange) -> None:
     def read(_: str, digest: Digest) -> ManifestFacts:
         facts = space.found.manifest(digest)
         assert facts is not None, "it was read before"
@@ -251,7 +253,7 @@ def _hold(space: _Space, batch: "list[tuple[str, VersionKey, Version]]", change:
         change.hold_version(read, space.name, agent, key, version)
 
 
-def _describe(space: _Space, batch: list[tuple[str, Agent]], change: CatalogChange) -> None:
+def _describe(space: _RebuiltNamespace, batch: list[tuple[str, Agent]], change: CatalogChange) -> None:
     for name, agent in batch:
         changes = [["label", space.name, name, label, value] for label, value in agent.labels.items()]
         if agent.facts:
@@ -271,7 +273,7 @@ def _versions_of(state: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]
 
 
 def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentity) -> BlobFacts:
-    """What a blob that is not whole must be, as the manifest that names it says."""
+    """The facts that a blob which is not whole must have, by the manifest that names it."""
     expected = expected_state_tensors if need.kind == "state" else expected_tensors
     try:
         schema = schema_text(expected(kv_identity, need.tokens))
@@ -281,7 +283,7 @@ def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentit
     return BlobFacts(need.kind, identity, schema)
 
 
-def _report_of(space: _Space) -> Recovered:
+def _report_of(space: _RebuiltNamespace) -> Recovered:
     return Recovered(
         namespace=space.name,
         agents=len(space.state.agents),

@@ -1,4 +1,4 @@
-"""What is left of a data directory to build an index from: what journal and old index say, and which blobs are whole.
+"""Evidence for an index that is built anew: the content of journal and old index, and the blobs that are whole.
 
 The journal comes first. Where it is damaged or gone the old index adds what it can still say; manifests that
 no version names then come back under names of their own, because a manifest does not say whose memory it is.
@@ -26,7 +26,7 @@ from cachestore_svc.recovery import looking
 
 @dataclass
 class Evidence:
-    """What there was, and by which sources that is known."""
+    """The agents and versions that there were, and the sources that say so."""
 
     state: State = field(default_factory=dict)
     is_whole: bool = False  # nothing else was there, and every mark of what was brought is known
@@ -49,7 +49,7 @@ def gather_evidence(database: Path, blobs: BlobBackend, disk: Disk) -> Evidence:
 
 
 def _lost(found: journal_lines.Parsed, database: Path, disk: Disk) -> str:
-    """What a journal lacks, in words; "" when it is whole, as far as its old index can say."""
+    """The part that a journal lacks, in words; "" when it is whole, as far as its old index can say."""
     if found.damaged_lines:
         return f", but for {found.damaged_lines} damaged lines"
     if found.torn_bytes:
@@ -102,7 +102,7 @@ class Found:
         return sorted(self._hashes)
 
     def whole(self, digest: Digest, kind: BlobKind) -> BlobFacts | None:
-        """What a blob is, if its bytes are whole. One that was set aside gets its name back."""
+        """The facts of a blob, if its bytes are whole. A blob that was set aside gets its name back."""
         for data, aside in self._blobs.unverified(digest.hash, digest.size_bytes):
             if Digest.of(data) != digest:
                 continue
@@ -118,7 +118,7 @@ class Found:
         return None
 
     def manifest(self, digest: Digest) -> ManifestFacts | None:
-        """What a manifest names, if its bytes are here and whole."""
+        """The facts of a manifest, if its bytes are here and whole."""
         for data, _ in self._blobs.unverified(digest.hash, digest.size_bytes):
             if Digest.of(data) == digest:
                 try:

@@ -1,1 +1,1 @@
-"""What an open store does for itself: checks, collection, and files set aside."""
+"""Work that an open store does for itself: checks, collection, sums."""

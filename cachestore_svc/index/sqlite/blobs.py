@@ -36,7 +36,7 @@ def find_blob(rows: Rows, namespace: str, digest: Digest) -> BlobEntry | None:
 
 
 def find_blobs(rows: Rows, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
-    """Those that have a row, damaged ones too. A digest whose size is another blob's finds nothing."""
+    """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
     wanted = set(digests)
     found = rows.all(
         f"SELECT {_COLUMNS} FROM blobs WHERE namespace_id = ? AND hash IN (SELECT value FROM json_each(?))",  # noqa: S608

@@ -1,4 +1,4 @@
-"""What SQLite and the disk under it raise, in words that a caller can act on."""
+"""Errors of SQLite and of the disk under it, translated into errors that a caller can act on."""
 
 import sqlite3
 
@@ -7,7 +7,7 @@ from kvasir.errors import KvasirError, Unavailable
 from cachestore_svc.blobs.disk import disk_full, is_no_room, refusal
 from cachestore_svc.index.damage import index_damaged
 
-# What Python says of text that is no UTF-8.
+# Python's message for text that is no UTF-8.
 NO_TEXT = "Could not decode"
 
 

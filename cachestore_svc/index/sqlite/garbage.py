@@ -17,7 +17,7 @@ from cachestore_svc.records import AgentDeleted, AgentUpdated, EventBody
 
 
 def mark_unheld(rows: Rows, namespace: str, now_unix_ms: int) -> int:
-    """Mark what nothing holds; how many were new."""
+    """Mark the blobs that nothing holds; how many were not marked before."""
     return rows.run(
         f"""UPDATE blobs SET marked_unix_ms = ?
             WHERE namespace_id = ? AND marked_unix_ms IS NULL AND NOT {versions.IS_REFERENCED}""",  # noqa: S608

@@ -1,4 +1,4 @@
-"""Whose rows they are: what was brought by an archive or from another store is marked where it lies, on its bytes.
+"""Provenance: blobs that an archive or another store brought are marked, each blob for itself.
 
 A mark on a version would be washed off by the next fork or rollback, which are versions of their own. So each blob has
 one, its manifest too, and a commit spreads it: whatever is computed on brought rows is as good as they are, and no
@@ -14,7 +14,7 @@ from cachestore_svc.index.sqlite.rows import Rows
 
 
 def mark(rows: Rows, manifest: BlobEntry, named: Sequence[BlobEntry], *, is_brought: bool) -> list[BlobEntry]:
-    """Mark what a commit makes brought, and say which were not before. `named`: the manifest's blobs, in its order;
+    """Mark the blobs that a commit makes brought; the newly marked ones. `named`: the manifest's blobs, in its order;
     `is_brought`: the whole came from elsewhere.
 
     What a version of this store's own engines names is not marked by being brought once more: equal digests are equal
@@ -48,7 +48,7 @@ def _end(blob: BlobEntry) -> int:
 
 
 def _held_as_ours(rows: Rows, blob_ids: Sequence[int]) -> set[int]:
-    """Those that a version of ours is, or names."""
+    """Those of the blobs that a version of ours is, or names."""
     found = rows.all(
         """SELECT wanted.value FROM json_each(?) AS wanted WHERE
             EXISTS (SELECT 1 FROM manifests JOIN blobs ON blobs.id = manifests.blob_id

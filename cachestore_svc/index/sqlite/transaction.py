@@ -1,4 +1,4 @@
-"""What an operation gets: the statements' transaction with every verb of the catalog.
+"""The transaction that an operation gets, with every verb of the catalog.
 
 The verbs are functions of `Rows` that stand beside their tables. Here each becomes a method; nothing is wrapped.
 """

@@ -37,7 +37,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class NewVersion:
-    """What a version says of itself beside its number."""
+    """The fields of a new version beside its number."""
 
     parent_version: int
     manifest_id: int
@@ -104,7 +104,7 @@ def touch(rows: Rows, line_id: int, now_unix_ms: int) -> None:
 
 
 def get_snapshot(rows: Rows, query: LineQuery, version: int | None) -> tuple[SnapshotVersion, int]:
-    """That version of the line (None: the newest), and when the line was last used. Raises NotFound."""
+    """The version of that number (None: the newest), and when its line was last used. Raises NotFound."""
     line = get_line(rows, query)
     return get_version(rows, line, version), line.used_unix_ms
 
@@ -149,7 +149,7 @@ def find_version(rows: Rows, line_id: int, version: int) -> SnapshotVersion | No
 
 
 def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
-    """That version of a line; None: the newest. Raises NotFound."""
+    """The version of that number; None: the newest. Raises NotFound."""
     found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
     if found is None:
         raise NotFound(f"there is no version {version} of this line")

@@ -1,4 +1,4 @@
-"""What the index says of agents and versions, in the words of the journal; and how far it followed its journal.
+"""The agents and versions of the index in the form of the journal, and how far the index followed its journal.
 
 Read as it lies there: a damaged database has text where numbers belong, and rows that name nothing. Its tables are read
 whole, and none of SQLite's indexes is asked, which may contradict them.
@@ -22,7 +22,7 @@ from cachestore_svc.journal.replay import Agent, Namespace, State, Version
 _Answer = TypeVar("_Answer")
 _FACT = "journal"
 _HEX = 32
-# What integrity_check says of an index that its table contradicts.
+# Messages of integrity_check about an index that its table contradicts.
 _OF_AN_INDEX = re.compile(r"row \d+ missing from index |wrong # of entries in index |non-unique entry in index ")
 
 # In the order of the manifest: the inner rows are sorted, and an aggregate takes them as they come.
@@ -76,7 +76,7 @@ def forget_incarnation(rows: Rows) -> None:
 
 
 def integrity_problems(rows: Rows) -> list[str]:
-    """What SQLite finds wrong with its tables and their indexes, in its own words."""
+    """Faults that SQLite finds in its tables and their indexes, in its own words."""
     return [str(answer) for (answer,) in rows.all("PRAGMA integrity_check") if answer != "ok"]
 
 
@@ -105,8 +105,8 @@ def is_too_new(rows: Rows) -> bool:
 
 
 def fingerprint(rows: Rows, manifest_id: int) -> str:
-    """What the rows of a manifest say of it and of its blobs: none can change or go without a trace. It is of this
-    database, whose numbers it holds."""
+    """A checksum over the rows of a manifest and its blobs: none can change or go without a trace. It holds numbers of
+    this database, so it means nothing in another."""
     facts = rows.one(f"{_MANIFESTS} WHERE manifests.blob_id = ?", manifest_id)
     held = rows.one(_HELD.format(where="WHERE manifest_id = ?"), manifest_id)
     return _fingerprint(facts, held[1] if held else "")
@@ -153,7 +153,7 @@ def namespaces_anyway(rows: Rows) -> list[str]:
 
 
 def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:
-    """What `work` answers, also where text is no UTF-8: it is then decoded once more, which is slower."""
+    """The answer of `work`, also where text is no UTF-8: it is then decoded once more, which is slower."""
     connection = rows.connection
     try:
         return work(rows)

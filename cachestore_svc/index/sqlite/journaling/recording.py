@@ -1,4 +1,4 @@
-"""What a group commit changes of agents and versions, caught by the database itself and written to the journal.
+"""The changes of a group commit to agents and versions: the database catches them, the journal gets them.
 
 Triggers of the connection (none lies in the database) catch every change, whichever operation made it and whatever it
 cascades to, and what a savepoint undoes they forget. So no operation must think of the journal, and none can forget it.
