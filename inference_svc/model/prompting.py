@@ -37,7 +37,7 @@ class Tokenized:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RememberedReply:
     """A prompt and its reply as the agent remembers them, and the reply as its message holds it."""
 
     transcript: RememberedText
@@ -181,7 +181,9 @@ class Prompting:
         )
         return ReplyReader(markup, id_prefix)
 
-    def said(self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState) -> Said:
+    def remembered_reply(
+        self, prompt: str, prompt_tokens: int, generated: str, reply: str, state: SequenceState
+    ) -> RememberedReply:
         """The transcript after a reply. Guards keep text that the model spelled letter by letter from becoming special
         tokens later.
         """
@@ -195,8 +197,8 @@ class Prompting:
         places = self.specials.echoed(whole, spans)
         before = [len(prompt) + place for place in places if place <= len(generated)]
         text, chars = insert_guards(prompt + generated, state.token_chars, before)
-        told = with_guards(reply, [place for place in places if place <= len(reply)])
-        return Said(RememberedText(text, state.token_ids, chars), told)
+        guarded = with_guards(reply, [place for place in places if place <= len(reply)])
+        return RememberedReply(RememberedText(text, state.token_ids, chars), guarded)
 
     def _parts(self, text: str) -> list[str]:
         """The text, cut inside each stretch that would become a special token without spelling it."""

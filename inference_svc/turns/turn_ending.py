@@ -22,7 +22,7 @@ from inference_svc.memory.publishing import BlockStream, Publisher
 from inference_svc.memory.recall import Prepared, Recollection
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.model.model_host import MemoriesLeft
-from inference_svc.model.prompting import Prompting, Said
+from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text import conversation
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
@@ -192,10 +192,10 @@ class TurnEnding:
 
     def _said(
         self, turn: TurnState, prompt: str, ended: Ended, calls: Sequence[manifest_pb2.ToolCall], *, is_trusted: bool
-    ) -> tuple[Said, tuple[manifest_pb2.Message, ...]]:
+    ) -> tuple[RememberedReply, tuple[manifest_pb2.Message, ...]]:
         """Text and messages to remember. On the tokenizer's thread."""
         prompting = self._prompting
-        said = prompting.said(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
+        said = prompting.remembered_reply(prompt, ended.prompt_tokens, ended.generated_text, ended.text, ended.state)
         if turn.dialogue is None:
             return said, ()
         reply = conversation.reply_message(

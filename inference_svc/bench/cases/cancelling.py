@@ -21,8 +21,8 @@ class CancellingRow:
 
 
 def run(lab: Lab) -> Case:
-    """Cancelled right after a step told its events. In decode the next step is whole: the worst moment. A prefill looks
-    for a cancel after every layer of a cell, so that a cancel in the midst of one waits for that layer, not seen here.
+    """Cancel right after a step reported its events: in decode the worst moment, because the next step runs whole. A
+    prefill checks for a cancel after every layer of a cell; the wait for the layer under way is not measured here.
     """
     tokens = 600 if lab.is_quick else lab.shortened(8192)
     cells = -(-tokens // lab.engine.model.cell_tokens)
