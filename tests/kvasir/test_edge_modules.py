@@ -461,7 +461,7 @@ def test_the_blocking_client_is_made_from_the_asynchronous_one() -> None:
 def test_the_sdk_needs_neither_mlx_nor_sql_nor_the_service_extras() -> None:
     program = (
         "import sys, kvasir.clients;"
-        "import kvasir.formats.archive_reader, kvasir.formats.appendix_a, kvasir.credentials;"
+        "import kvasir.formats.archive_reader, kvasir.formats.seed_file, kvasir.credentials;"
         "print([m for m in ('mlx', 'sqlite3', 'numpy', 'pydantic', 'structlog', 'rich', 'typer') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)

@@ -12,8 +12,8 @@ from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.demo.script import Story, told_story
 from kvasir.clients import InferenceClient
 from kvasir.formats import manifest as manifests
-from kvasir.formats.appendix_a import SeedFile, from_seed_file, to_seed_file
 from kvasir.formats.archive import pack
+from kvasir.formats.seed_file import SeedFile, from_seed_file, to_seed_file
 from kvasir.inference.v1 import inference_pb2
 from safetensors.numpy import load, save
 

@@ -9,9 +9,9 @@ from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import new_file, pieces_of
 from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest as manifests
-from kvasir.formats.appendix_a import from_seed_file, to_seed_file
 from kvasir.formats.archive import pack
 from kvasir.formats.archive_reader import ArchiveReader, Described
+from kvasir.formats.seed_file import from_seed_file, to_seed_file
 
 
 class Form(enum.StrEnum):

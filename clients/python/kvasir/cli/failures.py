@@ -1,4 +1,4 @@
-"""How a refusal ends a command: one line that says what happened and what to do next, and an exit code by its kind."""
+"""How a refusal ends a command: with one line that says what happened and what to do next, and an exit code."""
 
 import json
 import sys
@@ -37,7 +37,7 @@ HINTS: dict[type[errors.KvasirError], str] = {
     errors.Internal: "The service's log names the request; please report it.",
 }
 
-# Where the reason says more than the type.
+# For reasons that say more than their type.
 HINTS_BY_REASON: dict[str, str] = {
     "SERVICE_DID_NOT_START": "",
     "ADDRESS_IN_USE": "",
@@ -52,7 +52,7 @@ def exit_code(error: errors.KvasirError) -> int:
 
 
 def hint(error: errors.KvasirError) -> str:
-    """What to do next; empty when the message says it."""
+    """A sentence that says what to do next; empty if the message says it already."""
     if error.reason in HINTS_BY_REASON:
         return HINTS_BY_REASON[error.reason]
     return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")

@@ -86,11 +86,10 @@ class Supervisor:
         self._stopping.set()
 
     async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
-        """Start everything, call `started` once all are ready, and keep it running until stop().
+        """Start all services, call `started` when all are ready, and keep them running until stop().
 
-        `changed` is called whenever a process was started: its pid is new.
-        Raises Unavailable, with the last log lines, when a service does not start or crashes too often; the others are
-        stopped by then.
+        `changed` is called after each start of a process, which has a new pid. Raises Unavailable, with the last lines of
+        its log, if a service does not start or crashes too often. The others have been stopped then.
         """
         self._changed = changed
         watching = asyncio.create_task(self._watch_logs())

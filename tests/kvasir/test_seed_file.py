@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import FailedPrecondition, InvalidArgument, KvasirError
 from kvasir.formats import block_file
-from kvasir.formats.appendix_a import from_seed_file, to_seed_file
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.seed_file import from_seed_file, to_seed_file
 from safetensors.numpy import load, save
 
 

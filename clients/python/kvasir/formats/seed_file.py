@@ -1,9 +1,11 @@
 """The seed's single-file form (its Appendix A): an agent's whole memory in one safetensors file, to and from blocks.
 
 The seed's tensors are `[1, seq_len, kv_heads, …]`, ours `[kv_heads, rows, …]` per block. Only the order of rows
-changes, so a memory that is exported and imported again is the same to the bit. The seed's metadata (agent_id,
-model_id, total_tokens, prompt_text, token_sequence) says neither which weights made the KV nor where each token ends in
-the text. A `kvasir` key beside it says both. A file without that key is read only for a KV identity that the caller names.
+changes, so a memory that is exported and imported again is the same to the bit.
+
+The seed's metadata (agent_id, model_id, total_tokens, prompt_text, token_sequence) says neither which weights made the
+KV nor where each token ends in the text. A `kvasir` key beside it says both. A file without that key is read only for a
+KV identity that the caller names.
 """
 
 import json
