@@ -296,7 +296,7 @@ def test_a_reply_is_rendered_and_tokenized_to_the_tokens_that_it_was(data: st.Da
     said = [token for tokens in drawn for token in tokens]
     generated, chars = prompting._token_text.spell(said)
     state = SequenceState((*before.ids, *said), (*before.chars, *chars), 0)
-    remembered = prompting.said(asked, len(before.ids), generated, generated, state)
+    remembered = prompting.remembered_reply(asked, len(before.ids), generated, generated, state)
     assert without_guards(remembered.transcript.text) == asked + generated
     assert sum(remembered.transcript.token_chars) == len(remembered.transcript.text)
     reply = message("assistant", remembered.reply, is_reply=True)
