@@ -88,8 +88,8 @@ class Supervisor:
     async def run(self, started: Callable[[], None], changed: Callable[[], None]) -> None:
         """Start all services, call `started` when all are ready, and keep them running until stop().
 
-        `changed` is called after each start of a process, which has a new pid. Raises Unavailable, with the last lines of
-        its log, if a service does not start or crashes too often. The others have been stopped then.
+        `changed` is called after each start of a process, which has a new pid. If a service does not start or crashes
+        too often, the others are stopped, and run() raises Unavailable with the last lines of that service's log.
         """
         self._changed = changed
         watching = asyncio.create_task(self._watch_logs())
