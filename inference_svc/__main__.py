@@ -50,7 +50,7 @@ def main() -> int:
 
 
 async def serve(settings: EngineSettings) -> None:
-    """Load, be ready, serve until told to stop, let turns and publications end, store what is hot, and go."""
+    """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     server = EdgeServer(
         settings.listening,
         [SERVICE_NAME],
@@ -146,7 +146,7 @@ def _now_ms() -> int:
 
 
 def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
-    """The cache store by namespace: each token is bound to one, and no token is the owner's on its Unix socket."""
+    """The cache store by namespace: each token is bound to one. On its Unix socket the owner needs no token."""
     if not settings.store:
         return {}
     tokens: dict[str, str | None] = {

@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
 
 class EngineSettings(BaseSettings):
-    """Everything that the inference service can be told. Each field says what it does."""
+    """All options of the inference service. Each field explains itself."""
 
     model_config = SettingsConfigDict(
         env_prefix="KVASIR_ENGINE_", extra="forbid", frozen=True, use_attribute_docstrings=True
@@ -95,19 +95,19 @@ class EngineSettings(BaseSettings):
     max_turns_per_caller: Annotated[int, Field(gt=0)] | None = None
     """Of those, turns of one credential. Default: three quarters."""
     max_restoring_bytes: Annotated[int, Field(gt=0)] = 1 << 30
-    """Memory that was read from the store and is not KV yet; turns wait for their part."""
+    """Bytes that were read from the store and are not KV yet; turns wait for their part."""
     max_publishing_bytes: Annotated[int, Field(gt=0)] = 512 << 20
     """Copies of KV that wait for the store."""
     max_unread_bytes: Annotated[int, Field(gt=0)] = 256 << 10
     """A reader that leaves more of its reply is ended, and its place is free."""
     reader_stall_s: Annotated[float, Field(gt=0)] = 60.0
-    """A reader that takes nothing for so long is ended too."""
+    """A reader that takes no message for so long is ended too."""
     worthwhile_fraction: Annotated[float, Field(ge=0, le=1)] = 0.8
     """A memory that the prompt leaves is reused when at least this part of its text matches."""
     store_budget_ms: Annotated[float, Field(ge=0)] = 250.0
     """Time without progress that a turn may lose to the store, in total."""
     commit_wait_s: Annotated[float, Field(ge=0)] = 2.0
-    """How long the last message of a turn waits for the commit before it says: pending."""
+    """How long the last message of a turn waits for the commit before it reports: pending."""
     publish_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 10.0
@@ -169,7 +169,7 @@ class EngineSettings(BaseSettings):
 
     @property
     def max_request_bytes(self) -> int:
-        """A prompt a little over the limit gets our words instead of gRPC's."""
+        """Larger than a prompt may be, so that a prompt a little over the limit gets our error instead of gRPC's."""
         return 2 * self.max_prompt_bytes + (1 << 20)
 
     @property

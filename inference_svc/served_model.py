@@ -1,4 +1,4 @@
-"""One loaded model with all that serves it: its engine, its tokenizer, its turns."""
+"""One loaded model and the parts that serve it: engine, tokenizer, turns."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -32,7 +32,7 @@ class ServedModel:
     grace_s: float
 
     async def retire(self) -> MemoriesLeft:
-        """Let turns end for the grace, end the rest, and give the store as long to take what is hot."""
+        """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
         await self.turns.drain(self.grace_s)
         return await self.turns.store_hot(self.grace_s)
 
@@ -54,7 +54,7 @@ async def open_served(
     clock: Callable[[], float],
     now_ms: Callable[[], int],
 ) -> ServedModel:
-    """Load a model. Seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
+    """Load a model. Takes seconds to minutes, off the event loop. `clock` gives seconds, monotonic; `now_ms` Unix time.
     Raises what Engine.open raises.
     """
     engine = await asyncio.to_thread(

@@ -1,4 +1,4 @@
-"""The wire's messages to plain data and back. Every field of a request is checked here, before anything is done."""
+"""Converts the wire's messages to plain data and back. Every field of a request is checked here, before any work."""
 
 from collections.abc import Callable, Sequence
 
@@ -57,7 +57,7 @@ def turn_request(
     new_request_id: Callable[[], str],
     new_seed: Callable[[], int],
 ) -> TurnRequest:
-    """A checked request; its model is not looked at. Raises InvalidArgument that names the field."""
+    """A checked request; its model is not checked. Raises InvalidArgument that names the field."""
     request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
     _check_agent_fields(request)
     tools = _tools(request.tools)
@@ -90,10 +90,10 @@ def warm_request(
     max_prompt_bytes: int,
     new_request_id: Callable[[], str],
 ) -> TurnRequest:
-    """A turn that says nothing. Raises InvalidArgument that names the field."""
+    """A turn that generates nothing. Raises InvalidArgument that names the field."""
     check_agent_id(request.agent_id)
     tools = _tools(request.tools)
-    # An empty prompt stands for what the agent remembers.
+    # An empty prompt stands for the agent's memory.
     given = PromptInput("") if request.WhichOneof("input") is None else _input(request, max_prompt_bytes)
     objects = _objects(given, tools)
     return TurnRequest(
@@ -107,7 +107,7 @@ def warm_request(
         max_tokens_is_default=False,
         tools=tools,
         objects=objects,
-        # Whoever waits for a reply comes first.
+        # Turns whose reply a caller awaits come first.
         priority=Priority.BACKGROUND,
         caller=caller,
         input_bytes=_input_bytes(given, tools),
@@ -132,7 +132,7 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
 
 
 def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str, max_prompt_bytes: int) -> TurnRequest:
-    """A turn that is not to be done, only its prompt counted. Raises InvalidArgument that names the field."""
+    """A turn whose prompt is only counted. Raises InvalidArgument that names the field."""
     given, tools = _input(request, max_prompt_bytes), _tools(request.tools)
     objects = _objects(given, tools)
     return TurnRequest(
@@ -241,7 +241,7 @@ def _input(
     if kind is None:
         raise InvalidArgument("input: expected prompt, messages or append_messages", field="input")
     if kind == "prompt":
-        prompt = request.prompt  # once: each time it is decoded anew
+        prompt = request.prompt  # read once: each access decodes it anew
         if not prompt:
             raise InvalidArgument("prompt: expected text, got none", field="prompt")
         _check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
@@ -264,7 +264,7 @@ def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
 
 
 def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
-    """The input's digest, sampling included: other settings ask for another reply."""
+    """The input's digest, sampling included: with other settings the reply is another."""
     given_settings = settings(request)
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
@@ -301,9 +301,9 @@ def _delta(event: TurnDelta, choice: int) -> pb.Delta:
     )
 
 
-def _logprobs(told: TokenLogprobs) -> pb.TokenLogprobs:
-    top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in told.top]
-    return pb.TokenLogprobs(logprob=told.logprob, top=top)
+def _logprobs(given: TokenLogprobs) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in given.top]
+    return pb.TokenLogprobs(logprob=given.logprob, top=top)
 
 
 def _finished(event: TurnFinished, choice: int) -> pb.Finished:

@@ -104,7 +104,7 @@ def _engine(status: ServiceStatus) -> Iterator[Metric]:
 
 
 def _by_word(name: str, help_text: str, label: str, counts: Sequence[Mapping[Any, int]]) -> Metric:
-    """Sums by a word of ours: a string, or the value of an enum."""
+    """Sums by label: a string, or the value of an enum."""
     family = CounterMetricFamily(name, help_text, labels=[label])
     total: Counter[str] = Counter()
     for each in counts:

@@ -1,4 +1,4 @@
-"""How a reply is to be chosen, from the wire: every field checked and named, and told apart in the input's digest."""
+"""Sampling settings from the wire: every field is checked, and is part of the input's digest."""
 
 from collections.abc import Callable
 
@@ -49,7 +49,7 @@ def sampling_params(request: pb.GenerateRequest, new_seed: Callable[[], int]) ->
 
 
 def choice_count(request: pb.GenerateRequest) -> int:
-    """How many replies are asked for. Raises InvalidArgument for too many, and for several of one agent."""
+    """The number of replies. Raises InvalidArgument for too many, and for several replies with an agent."""
     count = request.sampling.n if request.sampling.HasField("n") else 1
     if not 1 <= count <= MAX_CHOICES:
         raise _refused("n", f"1 to {MAX_CHOICES}", count)

@@ -43,7 +43,7 @@ ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """What callers are told of the service's limits."""
+    """The service's limits, as callers may read them."""
 
     max_prompt_bytes: int
     max_request_bytes: int
@@ -192,7 +192,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return stats_messages.stats(self._status(), self._namespaces())
 
     async def _send(self, context: Any, response: pb.GenerateResponse) -> None:
-        """Write a response. While its turn runs, a reader that stops is noticed by the turn; after that, here."""
+        """Write a response. While its turn runs, the turn notices a reader that stops; after that, this method does."""
         try:
             async with asyncio.timeout(self._limits.reader_stall_s):
                 await context.write(response)
@@ -212,11 +212,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return messages.model_message(served.engine.model)
 
     def _namespaces(self) -> str | None:
-        """The one namespace that the caller may know of; None for all."""
+        """The only namespace that the caller may see; None for all."""
         return None if self._acts_for_all() else current_principal().namespace
 
     def _acts_for_all(self) -> bool:
-        """An admin is bound to a namespace, as every credential is; the model, and others' names, are all of theirs."""
+        """Whether the caller may change the model and see all namespaces. An admin alone is bound to its namespace."""
         caller = current_principal()
         return caller is OWNER or (ADMIN in caller.roles and caller.name in self._service_admins)
 

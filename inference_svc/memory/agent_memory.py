@@ -1,7 +1,7 @@
-"""What the service knows of an agent's memory beside its KV: text, messages, the turn that made it, where it is kept.
+"""An agent's memory without its KV: text, messages, the turn that made it, and the state of its publication.
 
-It is read from a manifest, or made at a turn's end and attached to the engine's hot memory. KV itself is the engine's
-or the store's; the digests here name it.
+It is read from a manifest, or made at a turn's end and attached to the engine's hot memory. The KV itself is in the
+engine or in the store; the digests here name it.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class PublicationState:
 
     @property
     def is_safe(self) -> bool:
-        """Whether the store has what the agent remembers, under this KV identity or another."""
+        """Whether the store has this memory, under this KV identity or another."""
         return self.is_head or self.is_elsewhere
 
     @property
@@ -66,12 +66,12 @@ class PublicationState:
 
     @property
     def attempts(self) -> frozenset[Version]:
-        """Versions that a commit was sent for and whose answer was not heard: its own, and those before it."""
+        """Versions whose commits were sent without an answer: this memory's, and those of memories before it."""
         return self.attempted_before | ({self.attempted} if self.attempted is not None else frozenset())
 
     @property
     def is_begun(self) -> bool:
-        """Whether the agent's first commit was sent, and nobody knows yet whether it took effect."""
+        """Whether the agent's first commit was sent, and it is not known yet whether it took effect."""
         return self.head is not None and not self.head.version and bool(self.attempts)
 
     @property
@@ -81,7 +81,7 @@ class PublicationState:
         return Claim(follows, self.attempts, bool(self.lost_to), itself, self.generation)
 
     def learn(self, newest: Head) -> None:
-        """Take what the store calls newest for the answer that a commit never had, if it is that."""
+        """If the store's newest version is one whose commit had no answer, note that the commit took effect."""
         if self.attempted == newest.identity:
             self.head, self.is_head, self.attempted = newest, True, None
         elif not self.is_head and newest.identity in self.attempted_before:
@@ -93,19 +93,19 @@ class AgentMemory:
     """An agent's memory as of one whole turn."""
 
     transcript: RememberedText  # text, token ids, token chars
-    messages: tuple[manifest_pb2.Message, ...]  # empty when the agent was addressed by raw prompts
+    messages: tuple[manifest_pb2.Message, ...]  # empty when the agent's turns are raw prompts
     turn: manifest_pb2.Turn
     shareable_tokens: int
     tokenizer_digest: str
     publication: PublicationState
     rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
-    is_brought: bool = False  # its KV, or what it was computed on, came by an archive or from another store
-    ahead: "Ahead | None" = None  # what the hot KV is of, if not of this
+    is_brought: bool = False  # its KV, or KV that it was computed on, came by an archive or from another store
+    ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
 
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A prompt that was computed before its turn. The agent does not remember it, the engine has its KV."""
+    """A prompt that was computed before its turn. The engine has its KV; the agent does not remember it."""
 
     transcript: RememberedText
     blocks: tuple[Digest, ...]  # its leading full blocks that are in the store
@@ -114,7 +114,7 @@ class Ahead:
 
 
 def as_hot(memory: AgentMemory) -> AgentMemory:
-    """The memory as the engine's KV has it, to hold a prompt against."""
+    """The memory that the engine's KV holds, for comparison with a prompt."""
     if (ahead := memory.ahead) is None:
         return memory
     publication = replace(memory.publication, blocks=list(ahead.blocks), tail=None, states={})
@@ -129,7 +129,7 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
 
 
 def nothing_yet(head: Head | None, tokenizer_digest: str) -> AgentMemory:
-    """Of an agent that remembers nothing."""
+    """The empty memory of a new agent."""
     return AgentMemory(
         RememberedText("", (), ()), (), manifest_pb2.Turn(), 0, tokenizer_digest, PublicationState(head, is_head=True)
     )
@@ -144,7 +144,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         transcript=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
         turn=manifest.turn,
-        # What was brought here may say of itself what it likes: it serves its own agent and nobody else.
+        # An imported manifest may claim anything: it serves its own agent only.
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
         publication=PublicationState(head, is_head=True, blocks=blocks, tail=tail, states=states),

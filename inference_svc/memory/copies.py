@@ -1,8 +1,9 @@
 """Copies of a memory's KV for the store, in pieces and within a limit for all that wait, shared by namespaces.
 
-The MLX thread makes them between steps, so one piece is small. Usually one is all there is, because full blocks left
-while the turn ran. After an outage there may be the whole memory: then what does not fit goes to the store before the
-rest is copied, and if that cannot be, the memory stays hot and unstored, and it is said with numbers.
+The MLX thread makes copies between steps, so a piece is small. Usually one piece is enough, because full blocks left
+while the turn ran. After an outage the whole memory may be unstored. Then pieces that do not fit into the limit go to
+the store before the rest is copied. If the store does not take them, the memory stays hot and unstored, and the error
+has the numbers.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ _PIECE_BYTES = 16 << 20
 
 
 def piece_blocks(kv_bytes_per_token: int) -> int:
-    """Blocks that one copy holds, so that it takes milliseconds."""
+    """Blocks in one copy, so that making it takes milliseconds."""
     return max(1, _PIECE_BYTES // (max(1, kv_bytes_per_token) * BLOCK_TOKENS))
 
 
@@ -35,7 +36,7 @@ def files_of(snapshot: Snapshot) -> list[bytes]:
 
 
 async def copied(asked: "Future[Snapshot | None]") -> Snapshot | None:
-    """What the engine copied. Raises KvasirError, also when the copy was given up because the engine ends."""
+    """The engine's copy. Raises KvasirError, also when the engine ends before it was made."""
     copying = asyncio.wrap_future(asked)
     await asyncio.wait({copying})
     if copying.cancelled():
@@ -49,7 +50,7 @@ class Copies:
     """Takes copies for one engine."""
 
     def __init__(self, engine: Engine, held: SharedRoom, clock: Callable[[], float]) -> None:
-        """`held` bounds the copies of all memories. `clock` gives seconds, monotonic."""
+        """`held` bounds the bytes of all copies. `clock` gives seconds, monotonic."""
         self.held = held
         self._engine = engine
         self._clock = clock
@@ -92,7 +93,7 @@ class Copies:
         return snapshot, sent_bytes
 
     async def _has_room(self, namespace: str, patience_s: float) -> bool:
-        """Whether a piece fits, or does so once others' copies have gone."""
+        """Whether a piece fits, now or once other copies have gone, within `patience_s`."""
         try:
             async with asyncio.timeout(max(patience_s, 0)):
                 await self.held.wait_for(namespace, self.piece_bytes)
@@ -102,7 +103,7 @@ class Copies:
         return True
 
     def _hold(self, namespace: str, snapshot: Snapshot, held_bytes: int) -> int:
-        """Hold exactly the snapshot's bytes instead of `held_bytes`."""
+        """Hold the snapshot's bytes instead of `held_bytes`; returns them."""
         size_bytes = sum(map(len, files_of(snapshot)))
         self.held.take(namespace, size_bytes - held_bytes)
         return size_bytes

@@ -1,4 +1,4 @@
-"""Under which name this engine holds leases: the same after a restart, so that it need not wait for what it held."""
+"""The name under which this engine holds leases: the same after a restart, so that it need not wait for its own."""
 
 import fcntl
 import os
@@ -13,10 +13,10 @@ _MAX_BYTES = 200
 
 
 class LeaseOwner:
-    """A name that no other living process has. Held until the process ends."""
+    """A name that no other living process has. The process keeps it until it ends."""
 
     def __init__(self, state_dir: Path, new_name: Callable[[], str]) -> None:
-        """The name that is kept in `state_dir`, made now if there is none; another if a living process has that one."""
+        """Read the name from `state_dir`, or make it there. If a living process has that name, make another one."""
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._lock = os.open(state_dir / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -25,18 +25,18 @@ class LeaseOwner:
         except OSError:
             self.name = new_name()
         else:
-            self.name = self._kept() or self._keep(new_name())
+            self.name = self._read() or self._write(new_name())
 
     def close(self) -> None:
         os.close(self._lock)
 
-    def _kept(self) -> str:
+    def _read(self) -> str:
         try:
             return check_owner(os.pread(self._lock, _MAX_BYTES, 0).decode("ascii").strip())
         except (UnicodeDecodeError, InvalidArgument):
             return ""
 
-    def _keep(self, name: str) -> str:
+    def _write(self, name: str) -> str:
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"{name}\n".encode(), 0)
         os.fsync(self._lock)

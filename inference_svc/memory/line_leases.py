@@ -1,8 +1,8 @@
 """The leases of the agents whose memory is hot, in one namespace and for one loaded model.
 
-A lease is asked for when a turn begins, beside its other work; one heartbeat prolongs all of them; one is given back
-when its agent's memory was dropped, when another engine wants it and no turn runs, and at once when a rollback or its
-like waits. What a lease proves is in `trust`.
+A turn asks for the lease when it begins, beside its other work; one heartbeat prolongs all leases. A lease is given
+back when its agent's memory was dropped, or when another engine wants it and no turn runs. It is given back at once
+when a rollback, a deletion or the like waits for it. `trust` says what a lease proves.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _CLOSING_S = 1.0
 
 
 class LeaseCalls(Protocol):
-    """The store, as far as leases go."""
+    """The calls of the store that leases need."""
 
     @property
     def is_reachable(self) -> bool: ...
@@ -64,10 +64,10 @@ class LeaseCalls(Protocol):
 class _Line:
     lease: Lease | None = None
     generation: int = 0  # of the last lease that this process had; 0: none yet, or it was given back
-    epoch: int = 0  # raised whenever the lease is given back or taken back: an answer asked for before is void
+    epoch: int = 0  # rises whenever the lease is given back or taken back: answers to earlier requests are void
     acquiring: "asyncio.Task[None] | None" = None
-    failure: errors.KvasirError | None = None  # why the last try gave none
-    users: int = 0  # turns and publications under way
+    failure: errors.KvasirError | None = None  # why the last request failed
+    users: int = 0  # running turns and publications
     is_wanted: bool = False
 
     @property
@@ -77,7 +77,7 @@ class _Line:
 
 @dataclass
 class LineLeases:
-    """On one event loop. `start` it, and `close` it at the end."""
+    """The leases of one namespace, on one event loop. `start` it, and `close` it at the end."""
 
     namespace: str
     store: LeaseCalls
@@ -92,7 +92,7 @@ class LineLeases:
         self._spawn(self._follow())
 
     async def close(self) -> None:
-        """Give back what is held, as far as the store takes it at once: the rest ends by itself."""
+        """Give back all leases. Those that the store does not take at once end by themselves."""
         for task in list(self._tasks):
             task.cancel()
         held = [(agent, line.lease) for agent, line in self._lines.items() if line.lease is not None]
@@ -107,7 +107,7 @@ class LineLeases:
 
     @contextlib.contextmanager
     def using(self, agent_id: str) -> Iterator[None]:
-        """While a turn or a publication runs: the lease is kept, and no other engine gets it by asking."""
+        """Keep the lease while a turn or a publication runs: no other engine gets it by asking."""
         line = self._lines.setdefault(agent_id, _Line())
         line.users += 1
         try:
@@ -118,14 +118,14 @@ class LineLeases:
                 self._let_go_if_idle(agent_id, line)
 
     def begin(self, agent_id: str) -> None:
-        """Ask for the line's lease, unless it is held: beside the turn, which does not wait for it."""
+        """Ask for the line's lease, unless this engine has it. The turn does not wait for the answer."""
         line = self._lines.setdefault(agent_id, _Line())
         is_held = line.lease is not None and line.lease.counts(self.clock())
         if not is_held and line.acquiring is None and self.store.is_reachable:
             line.acquiring = self._spawn(self._acquire(agent_id, line, asks=True))
 
     async def answered(self, agent_id: str, within_s: float) -> None:
-        """Wait for the store's answer, if the lease was asked for."""
+        """Wait for the store's answer, if a request for the lease is under way."""
         line = self._lines.get(agent_id)
         if line is not None and line.acquiring is not None:
             await asyncio.wait({line.acquiring}, timeout=max(within_s, 0))
@@ -135,18 +135,18 @@ class LineLeases:
         return line.lease if line is not None else None
 
     def generation(self, agent_id: str) -> int:
-        """Of the lease that the line's next commit brings; 0 if none was ever had."""
+        """Generation of the lease that the line's next commit brings; 0 without a lease."""
         lease = self.lease(agent_id)
         return lease.generation if lease is not None else 0
 
     def is_elsewhere(self, agent_id: str) -> bool:
-        """Whether somebody else has the lease, as far as was heard."""
+        """Whether another owner has the lease, as far as this engine knows."""
         line = self._lines.get(agent_id)
         return line is not None and line.is_elsewhere
 
     async def obtain(self, agent_id: str, patience_s: float) -> Lease:
-        """The line's lease, waiting for it and asking its holder to let go. Raises Unavailable (AGENT_HELD_ELSEWHERE)
-        when that takes longer, and what the store answers.
+        """The line's lease. Asks its holder to give it back, and waits `patience_s` for that. Raises Unavailable
+        (AGENT_HELD_ELSEWHERE) when it takes longer, and the error that the store answers.
         """
         line = self._lines.setdefault(agent_id, _Line())
         give_up, pause_s = self.clock() + patience_s, _FIRST_PAUSE_S
@@ -170,17 +170,19 @@ class LineLeases:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def committed(self, agent_id: str, head: Head, generation: int) -> None:
-        """This engine moved the head, with that generation. A repeated commit answers the version that it made earlier:
-        what the lease knows may be newer, as a rollback is.
+        """This engine moved the head, under that generation. A repeated commit answers with the version that it made
+        earlier; the lease may know a newer one, such as a rollback.
         """
         lease = self.lease(agent_id)
         if lease is not None and lease.generation == generation and head.version > lease.newest.number:
             lease.newest = head.identity
 
-    # --- what the store says ---
+    # --- news from the store ---
 
     def wanted(self, agent_id: str, *, takes_back: bool) -> None:
-        """Somebody waits for the lease. What is taken back must not be answered from any more, from now on."""
+        """Another caller waits for the lease. `takes_back`: it rolls the agent back or the like, so that no turn may
+        use the hot memory from now on.
+        """
         line = self._lines.get(agent_id)
         if line is None:
             return
@@ -193,7 +195,7 @@ class LineLeases:
             self._let_go_if_idle(agent_id, line)
 
     async def beat(self) -> None:
-        """Prolong what is used or hot, and give back the rest."""
+        """Prolong the leases of agents that are used or hot, and give back the others."""
         hot = {key.agent_id for key in self.engine.hot_keys() if key.namespace == self.namespace}
         kept: dict[str, Lease] = {}
         for agent_id, line in list(self._lines.items()):
@@ -226,11 +228,11 @@ class LineLeases:
             )
         except errors.KvasirError as error:
             line.lease, line.failure = None, error
-        except Exception as error:  # noqa: BLE001 - an answer that is none: the turn goes on without a lease
+        except Exception as error:  # noqa: BLE001 - an invalid answer: the turn goes on without a lease
             _LOG.warning("lease.answer_not_understood", error=type(error).__name__)
             line.lease, line.failure = None, errors.Unavailable("the store's answer was not understood")
         else:
-            if line.epoch != epoch:  # taken back meanwhile: what it calls newest may be older than that
+            if line.epoch != epoch:  # taken back meanwhile: the granted head may be older than that
                 line.failure = None
                 self._spawn(self._release(agent_id, granted.generation))
                 return
@@ -248,11 +250,11 @@ class LineLeases:
         for agent_id, lease in leases.items():
             line = self._lines.get(agent_id)
             if line is None or line.lease is not lease:
-                continue  # the answer is of one that was granted anew since
+                continue  # another lease was granted since: the answer is about the old one
             if agent_id not in renewed.lost:
                 lease.prolonged(asked_at)
                 continue
-            # One that had not ended is taken back: the event that says so may come later, or not at all.
+            # A lease that had not ended was taken back. The event that says so may come later, or not at all.
             if not lease.has_ended(self.clock()):
                 self.wanted(agent_id, takes_back=True)
             line.lease = None
@@ -260,19 +262,19 @@ class LineLeases:
             self.wanted(agent_id, takes_back=False)
 
     def _let_go_if_idle(self, agent_id: str, line: _Line) -> None:
-        """Another engine gets the line: what is hot here goes, it is in the store."""
+        """Give the line to another engine, unless it is used here. The hot memory goes; the store has it."""
         if line.users or line.acquiring is not None or line.lease is None:
             return
         memory = self._memory(agent_id)
         if memory is not None and not memory.publication.is_safe and not memory.publication.lost_to:
-            return  # nowhere else: it goes with the agent's next turn
+            return  # the memory is nowhere else: the line goes with the agent's next turn
         line.is_wanted = False
         self.engine.drop_hot(self._key(agent_id))
         self._give_back(agent_id, line)
 
     def _give_back(self, agent_id: str, line: _Line) -> None:
-        """Nothing orders the release and a request for the next lease: that one begins anew, so that its generation is
-        another, and a release that arrives after it is fenced.
+        """Release the lease. The release and a request for the next lease may arrive in any order. So the next request
+        begins anew: its generation differs, and a release that arrives later is fenced.
         """
         lease, line.lease, line.generation = line.lease, None, 0
         line.epoch += 1
@@ -280,7 +282,7 @@ class LineLeases:
             self._spawn(self._release(agent_id, lease.generation))
 
     async def _release(self, agent_id: str, generation: int) -> None:
-        # One that the store has not taken by then has ended by itself. A rollback or its like may be waiting for it.
+        # After that time the lease has ended by itself. Until then a rollback or the like may be waiting for it.
         with contextlib.suppress(errors.KvasirError):
             await self.store.release_lease(
                 agent_id, self.engine.model.kv_identity_hash, self.owner, generation, LEASE_TTL_S
@@ -292,18 +294,18 @@ class LineLeases:
             try:
                 await self.beat()
             except errors.KvasirError:
-                continue  # leases count for a while without it
+                continue  # leases count for a while without a heartbeat
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.beat_failed", namespace=self.namespace)
 
     async def _follow(self) -> None:
-        """Events of the namespace. Where they are cut they go on from the last cursor; heartbeats tell the rest."""
+        """Follow the namespace's events. After a cut they go on from the last cursor; heartbeats report lost leases."""
         while True:
             try:
                 async for event in self.store.watch():
                     self._happened(event)
             except errors.KvasirError:
-                pass  # away, or going away
+                pass  # the store is away, or stops
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 _LOG.exception("lease.watch_failed", namespace=self.namespace)
             await asyncio.sleep(_WATCH_PAUSE_S)
@@ -325,7 +327,7 @@ class LineLeases:
                 pass
 
     def _drop_unless(self, agent_id: str, newest: Head | None) -> None:
-        """Drop what no turn can use any more, now rather than with the next turn."""
+        """Drop a hot memory that no turn can use any more, now rather than at the next turn."""
         line, memory = self._lines.get(agent_id), self._memory(agent_id)
         if memory is None or (line is not None and line.users):
             return

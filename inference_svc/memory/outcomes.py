@@ -1,4 +1,4 @@
-"""How a memory was found and what became of it: where reused KV came from, why it was not, whether it was stored."""
+"""Where a turn's reused KV came from, why it was not all reused, and whether the new memory was stored."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -7,7 +7,7 @@ from kvasir.formats.digest import Digest
 
 
 class Source(Enum):
-    """Where reused KV came from."""
+    """The source of reused KV."""
 
     COLD = "cold"
     HOT = "hot"
@@ -17,7 +17,7 @@ class Source(Enum):
 
 
 class MissReason(Enum):
-    """Why not everything, or nothing, was reused. A miss is never an error; each is counted."""
+    """Why KV was not reused, or not all of it. A miss is never an error; each is counted."""
 
     NEW_AGENT = "new_agent"
     TEXT_DIFFERS = "text_differs"
@@ -34,14 +34,14 @@ class MissReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A miss and what to tell people about it. The detail never quotes a text."""
+    """A miss and its explanation for people. The detail never quotes a text."""
 
     reason: MissReason
     detail: str
 
 
 class SnapshotState(Enum):
-    """What became of the agent's memory."""
+    """The state of the publication of an agent's memory."""
 
     NONE = "none"
     COMMITTED = "committed"
@@ -51,7 +51,7 @@ class SnapshotState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotOutcome:
-    """Told at a turn's end. `version` is the newest durable one as far as is known, 0 when there is none."""
+    """Reported at a turn's end. `version` is the newest durable version as far as is known, 0 when there is none."""
 
     state: SnapshotState
     version: int = 0

@@ -1,7 +1,7 @@
-"""Memories into the store: full blocks while a turn still runs, the rest and the commit at its end.
+"""Publishes memories to the store: full blocks while a turn still runs, the rest and the commit at its end.
 
-A publication never holds up tokens. It runs as a task of its own; the turn waits for it a while and says what came of
-it. One agent's publications follow each other, and the store's compare-and-swap decides between engines.
+A publication never delays tokens. It runs as a task of its own; the turn waits for it a while and reports its outcome.
+One agent's publications follow each other, and the store's compare-and-swap decides between engines.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ _MOST_STORED, _MOST_OF_AN_AGENT = 10_000, 16
 
 @dataclass(frozen=True, slots=True)
 class PublishingLimits:
-    """How long publications may take and how much they may hold."""
+    """How long publications may take."""
 
     commit_wait_s: float
-    """How long a turn's final message waits for its commit before it says: pending."""
+    """How long a turn's final message waits for its commit before it reports PENDING."""
     timeout_s: float
     """After this a publication fails; the memory stays hot, and the agent's next turn publishes it too."""
     head_budget_s: float
-    """For asking the newest version when a turn began without knowing it."""
+    """Time to ask for the newest version when a turn began without knowing it."""
 
 
 class BlockStream:
@@ -71,19 +71,19 @@ class BlockStream:
             self._task = asyncio.create_task(self._send())
 
     def stop(self) -> None:
-        """Nothing more is begun; what is under way may end."""
+        """Begin no more pieces. The piece under way may end."""
         self._full = 0
         if self._task is not None and self._waits_for_room:
-            self._task.cancel()  # the turn's end brings these blocks, and may hold the room itself
+            self._task.cancel()  # the turn's end sends these blocks, and may hold the room itself
 
     def abandon(self) -> None:
-        """The turn failed: nothing will name its blocks."""
+        """The turn failed: no manifest will name its blocks."""
         self.stop()
         if self._task is not None:
             self._task.cancel()
 
     async def settle(self) -> None:
-        """Wait for what is under way."""
+        """Wait for the piece under way."""
         if self._task is not None:
             await asyncio.wait({self._task})
 
@@ -106,7 +106,7 @@ class BlockStream:
             self._task = None
 
     async def _send_piece(self) -> bool:
-        """False when there was nothing to send."""
+        """Send one piece; False when there was none."""
         first, most = len(self.stored), self._copies.piece_blocks
         snapshot = await copied(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
         if snapshot is None or not snapshot.blocks:
@@ -130,7 +130,7 @@ class Publisher:
         now_ms: Callable[[], int],
         leases: Mapping[str, LineLeases] | None = None,
     ) -> None:
-        """`leases`: by namespace; what is committed without them is protected by compare-and-swap alone."""
+        """`leases`: by namespace; commits without a lease are protected by compare-and-swap alone."""
         self.copies = copies
         self._leases = leases or {}
         self._latest: dict[AgentKey, asyncio.Task[SnapshotOutcome]] = {}
@@ -152,9 +152,9 @@ class Publisher:
         stream: BlockStream | None,
         sent_bytes: int = 0,
     ) -> "asyncio.Task[SnapshotOutcome]":
-        """Begin to publish a memory that is the agent's newest. `taken` has its files from the first block that the
-        store lacks, or says why they could not be copied. `previous`: what the turn extended, whose own publication may
-        still run. `stream`: what was sent while the turn ran. `sent_bytes`: what was sent since.
+        """Begin to publish the agent's newest memory. `taken`: its files from the first block that the store lacks, or
+        the error of copying them. `previous`: state of the memory that the turn extended, whose publication may still
+        run. `stream`: the blocks that were sent while the turn ran. `sent_bytes`: bytes that were sent since.
         """
         memory.publication.created_unix_ms = memory.publication.created_unix_ms or self._now_ms()
         before = self._latest.get(key)
@@ -179,8 +179,8 @@ class Publisher:
         return self._limits.commit_wait_s
 
     async def outcome(self, namespace: str, memory: AgentMemory, store: RemoteCache) -> SnapshotOutcome:
-        """What became of a publication, as far as a turn's reader is made to wait: not at all for a store that cannot
-        be reached, and at most `commit_wait_s` for one that can.
+        """The outcome of a publication, or PENDING. A turn's reader waits at most `commit_wait_s` for it, and not at
+        all while the store cannot be reached.
         """
         task = memory.publication.task
         if task is None:
@@ -203,7 +203,7 @@ class Publisher:
         )
 
     async def drain(self, patience_s: float) -> None:
-        """Wait for the publications that run."""
+        """Wait for the running publications."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
 
@@ -224,10 +224,10 @@ class Publisher:
         try:
             async with self._using(key), asyncio.timeout(self._limits.timeout_s):
                 if before is not None:
-                    # Also when this turn could not extend it: the agent's turns are stored in their order.
+                    # Even if this memory does not extend that one: an agent's turns are stored in their order.
                     await asyncio.wait({before})
                 publication.stored_before = frozenset(self._stored.get(key, ()))
-                # Also of what cannot be stored: the memory that extends it must know what it follows.
+                # Even if this memory cannot be stored: the memory that extends it must know what it follows.
                 await self._follow(previous, publication)
                 if isinstance(taken, errors.KvasirError):
                     raise taken
@@ -248,7 +248,7 @@ class Publisher:
         except StoreMiss as error:
             return self.failed(key, publication, error.miss.detail)
         except Exception as error:  # noqa: BLE001 - it has no reader but the log
-            # The reply was told already: whatever came of storing it, the turn itself did not fail.
+            # The reply was sent already: even if storing failed, the turn itself did not.
             _LOG.exception("publish.failed", namespace=key.namespace)
             return self.failed(key, publication, f"an answer was not understood ({type(error).__name__})")
         finally:
@@ -256,7 +256,7 @@ class Publisher:
 
     @contextlib.asynccontextmanager
     async def _using(self, key: AgentKey) -> AsyncIterator[None]:
-        """The line stays this engine's while a publication of it runs."""
+        """Keep the line this engine's while a publication of it runs."""
         leases = self._leases.get(key.namespace)
         with leases.using(key.agent_id) if leases is not None else contextlib.nullcontext():
             yield
@@ -264,7 +264,7 @@ class Publisher:
     async def _until_committed(
         self, key: AgentKey, memory: AgentMemory, snapshot: Snapshot | None, store: RemoteCache, sent_bytes: int
     ) -> SnapshotOutcome:
-        """Commit, and again whenever the store comes back: a repeated commit that took effect answers its version."""
+        """Commit, and try again whenever the store comes back. A repeated commit answers with the version it made."""
         while True:
             await store.until_reachable()
             try:
@@ -278,22 +278,23 @@ class Publisher:
                     raise
 
     async def _follow(self, previous: PublicationState | None, publication: PublicationState) -> None:
-        """The agent's publication before this one comes first: its version is this one's parent."""
+        """Wait for the agent's publication before this one: its version is this one's parent."""
         if previous is None:
             return
         if previous.is_being_published and previous.task is not None:
             await asyncio.wait({previous.task})
         if previous.lost_to:
             raise errors.Conflict("the memory it extends lost", metadata={"head_version": previous.lost_to})
-        # Also if it ended before this one began: between the end of a turn and its publication others go on.
+        # Even if it ended before this one began: other work runs between a turn's end and its publication.
         publication.head = previous.head
         publication.attempted_before = previous.attempts
         if previous.head is None and previous.expected_version is not None:
             publication.expected_version = previous.expected_version
 
     async def _know_lease(self, key: AgentKey, publication: PublicationState, store: RemoteCache) -> None:
-        """The generation that the commit brings: the turn's own, or, where the store could not be asked or the line was
-        given back meanwhile, today's. That is no proof that what the memory follows was there all the while.
+        """Set the generation that the commit brings: the turn's own, or the current one if the store could not be asked
+        or the line was given back meanwhile. The current one does not prove that the parent was there all the while, so
+        the store is asked about that.
         """
         leases = self._leases.get(key.namespace)
         if leases is None or publication.generation:
@@ -324,9 +325,9 @@ class Publisher:
     async def _may_be_changed(
         self, key: AgentKey, publication: PublicationState, head: Head, store: RemoteCache
     ) -> bool:
-        """Whether an agent may have been deleted or rolled back, or have taken a turn elsewhere, since a turn began
-        that could not ask for its memory: to store it now would be to undo that, unless its caller named the version it
-        follows. From here on the lease keeps others from it.
+        """Whether the agent may have been deleted, rolled back, or used elsewhere since the turn began, for a turn that
+        could not ask for its memory. To store the memory would undo that change, unless the turn's caller named the
+        parent version. From here on the lease keeps other engines from the line.
         """
         is_untouched = head == NO_HEAD and publication.generation == 1
         if key.namespace not in self._leases or is_untouched:
@@ -379,13 +380,13 @@ class Publisher:
             if head.identity != publication.attempted:
                 if is_second_try or head.identity not in publication.attempted_before:
                     raise
-                # The version before this one is there after all; its answer was lost.
+                # The commit before this one took effect after all; its answer was lost.
                 publication.head = head
                 return await self._commit(key, memory, snapshot, store, sent_bytes + tensor_bytes, is_second_try=True)
         except errors.FailedPrecondition:
             if is_second_try:
                 raise
-            # A block that the store had is gone or damaged since: send everything that the engine still has.
+            # A block that the store had is gone or damaged since: send all blocks that the engine still has.
             whole = await self._whole_snapshot(key, memory, store)
             return await self._commit(key, memory, whole, store, sent_bytes + tensor_bytes, is_second_try=True)
         publication.head, publication.is_head, publication.attempted = head, True, None
@@ -406,7 +407,7 @@ class Publisher:
         if hot is None or hot.tag is not memory:
             return None
         first = await copied(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
-        # A newer turn may have gone on from it meanwhile.
+        # A newer turn may have extended it meanwhile.
         if first is None or tuple(first.state.token_ids) != tuple(memory.transcript.token_ids):
             return None
         memory.publication.blocks.clear()
@@ -414,9 +415,9 @@ class Publisher:
         return whole
 
     async def _token(self, key: AgentKey, publication: PublicationState, store: RemoteCache) -> tuple[str, int] | None:
-        """What the commit brings. The line may have been given back and taken again by this engine: if what the memory
-        follows is still the newest then, and nothing was taken back in between, it is not fenced by that. Of a first
-        version that cannot be known.
+        """The lease that the commit brings. This engine may have given the line back and taken it again. The memory
+        moves to the new lease if its parent is still the newest version and the agent was not taken back in between.
+        For a first version that cannot be known.
         """
         leases = self._leases.get(key.namespace)
         if leases is None:
@@ -440,7 +441,7 @@ class Publisher:
             self._engine.drop_hot(key)
 
     def failed(self, key: AgentKey, publication: PublicationState, reason: str) -> SnapshotOutcome:
-        """Say that a memory was not stored, and why; its turn succeeded all the same."""
+        """Count and log that a memory was not stored. Its turn succeeded all the same."""
         self._stats.of(key.namespace).publications[SnapshotState.FAILED] += 1
         _LOG.warning("snapshot.failed", namespace=key.namespace, reason=reason)
         return SnapshotOutcome(SnapshotState.FAILED, _version(publication), reason)

@@ -1,8 +1,8 @@
-"""What an agent remembers, and what of it serves a prompt: from hot memory, from the store, or from shared blocks.
+"""Finds an agent's memory and the KV that a prompt can reuse: from hot memory, the store, or shared blocks.
 
-First the newest memory is found (`Recall.newest`); then a prompt is held against it and a plan for the engine is made
-(`Recall.plan`). Text decides first, because tokenizations differ; block hashes get their turn for what text did not
-cover. Whatever the store cannot give is a miss with its reason.
+First the newest memory is found (`Recall.newest`). Then the prompt is compared with it, and a plan for the engine is
+made (`Recall.plan`). Text decides first, because tokenizations differ; block hashes then look for the tokens that the
+text did not cover. Whatever the store cannot give is a miss with its reason.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ _LONG_TOKENS = 8192
 @dataclass(frozen=True, slots=True)
 class Recollection:
     """An agent's newest memory. `head` is None when the store could not be asked; `kv_from` is COLD when the memory's
-    KV is of no use here (another KV identity), and its transcript is all that is of use.
+    KV cannot be used here (another KV identity), but its transcript can.
     """
 
     memory: AgentMemory | None
@@ -47,7 +47,7 @@ class Recollection:
 
     @property
     def is_brought(self) -> bool:
-        """Whether the agent's newest version came from outside."""
+        """Whether the agent's newest version was imported."""
         return self.head is not None and self.head.is_brought
 
 
@@ -69,7 +69,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A tokenization of the prompt, and whose KV serves its first `keep` tokens."""
+    """A tokenization of the prompt, and the source of KV for its first `keep` tokens."""
 
     tokens: Tokenized
     keep: int
@@ -94,8 +94,8 @@ class Recall:
         worthwhile_fraction: float,
         leases: Mapping[str, LineLeases] | None = None,
     ) -> None:
-        """`stores`: the cache store by namespace; a namespace without one has hot memory alone. `leases`: by namespace;
-        without them hot memory is used only beside the store's answer.
+        """`stores`: the cache store by namespace; a namespace without one has hot memory only. `leases`: by namespace;
+        without them hot memory is used only with the store's answer.
         """
         self._engine = engine
         self._prompting = prompting
@@ -106,8 +106,9 @@ class Recall:
     # --- the newest memory ---
 
     async def newest(self, key: AgentKey, budget: Budget) -> Recollection:
-        """The agent's memory: hot if it is what the store calls newest, or, when the store cannot be asked, if this
-        engine holds a lease that says so. Never hot otherwise: a rollback may have been acknowledged.
+        """The agent's newest memory. The hot memory is used if it is the store's newest version or extends it, or, when
+        the store cannot be asked, if a lease of this engine proves so. Otherwise it is not used: a rollback may have
+        been acknowledged.
         """
         hot = self._hot(key)
         store = self._stores.get(key.namespace)
@@ -131,7 +132,7 @@ class Recall:
                 hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
             )
             if hot is not None and hot.publication.is_being_published and is_undecided:
-                # It may be about to become the newest: to go on without it now would be to lose it.
+                # It may soon become the newest version: a turn without it now would lose it.
                 detail = "the agent's turn before this one is being stored"
                 return Recollection(None, Source.COLD, None, Miss(MissReason.STORE_TIMEOUT, detail))
             if hot is not None:
@@ -150,7 +151,7 @@ class Recall:
     async def _is_current(
         self, key: AgentKey, publication: PublicationState, ours: Head, store: RemoteCache, budget: Budget
     ) -> bool:
-        """Whether a hot memory may be used beside the store's answer. Raises StoreMiss when that cannot be told."""
+        """Whether a hot memory may be used, given the store's answer. Raises StoreMiss when that cannot be known."""
         leases = self._leases.get(key.namespace)
         if not may_use_hot(publication.claim, ours.identity, None, 0):
             return False
@@ -162,7 +163,7 @@ class Recall:
         return not await store.was_taken_back_within(budget, key.agent_id, publication.heard)
 
     def _is_leased(self, key: AgentKey, hot: AgentMemory) -> bool:
-        """Whether a lease says that the memory is current."""
+        """Whether a lease proves that the memory is current."""
         leases = self._leases.get(key.namespace)
         return leases is not None and may_use_hot(
             hot.publication.claim, None, leases.lease(key.agent_id), leases.clock()
@@ -176,7 +177,7 @@ class Recall:
         try:
             manifest = await _parsed(await store.manifest(key.agent_id, head, budget))
         except StoreMiss as error:
-            # The head is known, the memory is not: this turn may still become the version after it.
+            # The head is known, but not its memory: this turn may still become the next version.
             return Recollection(None, Source.COLD, head, error.miss)
         except InvalidArgument as error:
             return Recollection(None, Source.COLD, head, Miss(MissReason.MANIFEST_INVALID, error.message))
@@ -202,13 +203,13 @@ class Recall:
         return Recollection(memory, Source.COLD, NO_HEAD, Miss(MissReason.KV_IDENTITY_DIFFERS, difference))
 
     def _no_token(self, memory: AgentMemory) -> str:
-        """What was brought here may name any number as a token."""
+        """Why the memory's token ids are invalid, or empty. An imported manifest may name any number as a token."""
         most = self._engine.vocabulary_size
         largest = max(memory.transcript.token_ids, default=0)
         return f"token_ids: expected ids below {most}, found {largest}" if largest >= most else ""
 
     def _too_large(self, publication: PublicationState) -> str | None:
-        """A manifest may name any size; what could not be a block of this layout is not asked for."""
+        """Why a blob is too large for this layout, or None. A manifest may name any size; such a blob is not read."""
         largest = self._engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
         named = [*publication.blocks, *((publication.tail,) if publication.tail else ())]
         largest_state = self._engine.model.state_bytes + MAX_HEADER_BYTES
@@ -277,7 +278,7 @@ class Recall:
             tokens = Tokenized(tuple(transcript.token_ids), tuple(transcript.token_chars))
         else:
             match, tokens = await self._prompting.run(namespace, lambda: self._match(transcript, text))
-        # Of a turn that decodes, at least one token is computed: its logits are the next token's.
+        # A generating turn computes at least one token, because its logits give the next token.
         most = len(tokens.ids) - (1 if generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
         if memory is None or keep <= 0:
@@ -314,7 +315,7 @@ class Recall:
     async def _by_block_hashes(
         self, store: RemoteCache, choice: _Choice, text: str, namespace: str, budget: Budget
     ) -> tuple[_Choice, Miss | None]:
-        """What a cold run would compute and the store already has, if that covers at least a block more."""
+        """Blocks in the store that a cold run would compute, if they cover at least one block more than the choice."""
         if len(choice.tokens.ids) - 1 - choice.keep < BLOCK_TOKENS:
             return choice, None
         tokens = choice.tokens
@@ -329,7 +330,7 @@ class Recall:
             blocks = await store.find_prefix(kv_identity_hash, hashes, budget) if hashes else []
         except StoreMiss as error:
             return choice, error.miss
-        # Whole cells: behind a cell's edge the rest is prefilled exactly as a cold run would.
+        # Whole cells: from a cell's edge on, the rest is prefilled exactly as in a cold run.
         keep = len(blocks) * BLOCK_TOKENS // cell * cell
         if keep < choice.keep + BLOCK_TOKENS:
             return choice, None
@@ -344,14 +345,14 @@ class Recall:
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
     ) -> tuple[Reuse, Miss | None]:
-        """What of the choice can be had: of the store's files, as many as come whole."""
+        """The KV that can be reused: of the store's files, as many leading ones as arrive whole."""
         if choice.source is Source.HOT:
             return Hot(choice.keep), None
         if choice.source is Source.COLD or store is None:
             return Cold(), None
         named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
         wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
-        # One state is read beside them, and asked for with them: turns that hold and wait could wait for each other.
+        # Room for one state is asked for at once with them: turns that hold room and wait could wait for each other.
         states = max((choice.states[point].size_bytes for point in _usable(choice)), default=0)
         await hold(sum(digest.size_bytes for digest in wanted) + states)
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
@@ -380,7 +381,7 @@ class Recall:
         store: RemoteCache,
         budget: Budget,
     ) -> tuple[Reuse, Miss | None]:
-        """The last rewind point that the files cover and whose state can be had."""
+        """Restore from the last rewind point that the files cover and whose state can be read."""
         has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
         reach = min(choice.keep, covered) if has_blocks else choice.keep
         for point in sorted((point for point in _usable(choice) if point <= reach), reverse=True):
@@ -420,12 +421,12 @@ async def _parsed(data: bytes) -> manifest_pb2.Manifest:
 
 
 async def _off_loop(is_long: bool, work: Callable[[], T]) -> T:
-    """What takes milliseconds must not hold up other turns' tokens."""
+    """Do work in a thread if it takes milliseconds, so that it does not delay other turns' tokens."""
     return await asyncio.to_thread(work) if is_long else work()
 
 
 async def _wait(publication: PublicationState, budget: Budget) -> None:
-    """Give a publication that still runs what is left of the turn's budget; the memory itself is hot either way."""
+    """Wait for a running publication with the rest of the turn's budget; the memory is hot either way."""
     if publication.task is not None:
         with budget.spending():
             await asyncio.wait({publication.task}, timeout=budget.remaining_s)
@@ -434,6 +435,6 @@ async def _wait(publication: PublicationState, budget: Budget) -> None:
 def _text_miss(recollection: Recollection, match: PrefixMatch, text: str) -> Miss | None:
     memory = recollection.memory
     if memory is None or (match.kept_tokens and match.matched_chars in (len(text), len(memory.transcript.text))):
-        return None  # nothing differs: one of them is the beginning of the other
-    detail = f"the prompt parts from the memory at character {match.matched_chars} of {len(memory.transcript.text)}"
+        return None  # one text is a prefix of the other
+    detail = f"the prompt differs from the memory at character {match.matched_chars} of {len(memory.transcript.text)}"
     return Miss(MissReason.TEXT_DIFFERS, detail)

@@ -1,8 +1,8 @@
-"""The engine's side of the cache store: every call has a price limit, and every failure is a miss with its reason.
+"""The engine's side of the cache store: every call has a time limit, and every failed read is a miss with its reason.
 
-Reading is on the way to the first token, so a turn has one small budget of time without progress for all of it; bytes
-that arrive earn more. After a failure the breaker keeps turns away, at no cost, while a probe in the background waits
-for the store to answer again. What is read is held against its digest before anyone sees it.
+Reading delays the first token, so a turn has one small budget of time without progress for all of its reads; bytes that
+arrive earn more. After a failure the breaker keeps turns away, at no cost, while a probe in the background waits for
+the store to answer again. Bytes that were read are checked against their digest before they are used.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class Head:
     manifest: Digest | None
     parent_version: int
     kv_identity_hash: str = ""
-    is_brought: bool = False  # rows of it came by an archive or from another store: no engine of this one computed them
+    is_brought: bool = False  # it has rows from an archive or another store: no engine of this store computed them
 
     @property
     def identity(self) -> Version:
@@ -55,7 +55,7 @@ NO_HEAD = Head(0, None, 0)
 
 @dataclass(frozen=True, slots=True)
 class AgentHeads:
-    """The head of the line that was asked for, and of the agent's line of another KV identity that was used last."""
+    """Heads of the requested line, and of the agent's most recently used line with another KV identity."""
 
     ours: Head
     foreign: Head | None
@@ -71,7 +71,7 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Renewed:
-    """Agents whose leases were not prolonged, and those whose leases were and others wait for."""
+    """Agents whose leases were lost, and agents whose leases were prolonged while other engines wait for them."""
 
     lost: frozenset[str]
     wanted: frozenset[str]
@@ -97,7 +97,7 @@ class AgentGone:
 
 @dataclass(frozen=True, slots=True)
 class EventsLost:
-    """Something happened that nobody can tell any more."""
+    """Events were lost: the store cannot repeat them."""
 
 
 class Heard(NamedTuple):
@@ -114,27 +114,27 @@ class RemoteCache:
     """One namespace of one cache store, seen from the engine."""
 
     def __init__(self, client: AioStoreClient, namespace: str = "") -> None:
-        """`client` carries the engine's credential at the store, which binds the namespace. It must not retry reads
-        by itself: a turn has no time for that. `namespace`: the one that it must be; empty: whichever it is.
+        """`client` carries the engine's credential at the store, which is bound to a namespace. It must not retry reads
+        by itself: a turn has no time for that. `namespace`: the expected namespace; empty: any.
         """
         self._client = client
         self._namespace = namespace
         self._cursor: cachestore_pb2.EventCursor | None = None
-        self.problem = ""  # why this store must not be used, once it has been asked
+        self.problem = ""  # why this store must not be used; known once it has answered
         self._breaker = Breaker(self._probe)
 
     @property
     def is_reachable(self) -> bool:
-        """False from a failure until the store answers again. Says nothing about a store that was never asked."""
+        """False from a failure until the store answers again. True for a store that was never asked."""
         return not self._breaker.is_open
 
     async def answers(self) -> bool:
-        """Ask now, briefly. Finds a store that is back before the breaker's own probe does."""
+        """Ask the store now, briefly. Finds a store that is back sooner than the breaker's own probe."""
         try:
             await asyncio.wait_for(self._probe(), PROBE_TIMEOUT_S)
         except (errors.KvasirError, TimeoutError):
             return False
-        except Exception:  # noqa: BLE001 - whatever it answered, it is no store that can be used
+        except Exception:  # noqa: BLE001 - whatever it answered, this store cannot be used
             _LOG.exception("store.answer_not_understood")
             return False
         self._breaker.reset()
@@ -179,7 +179,7 @@ class RemoteCache:
         return data
 
     async def read_blobs(self, digests: Sequence[Digest], budget: Budget) -> tuple[list[bytes], Miss | None]:
-        """The longest prefix of the blobs that arrived whole and right within the budget, and why not all of them."""
+        """The longest prefix of the blobs that arrived whole and correct within the budget, and why it is not all."""
         blobs: list[bytes] = []
         try:
             async with contextlib.aclosing(self._client.get_blobs(digests)) as arriving:
@@ -204,10 +204,10 @@ class RemoteCache:
             raise StoreMiss(_miss(error)) from error
         return found[: len(asked)]
 
-    # --- writing: a failure is a KvasirError, and no turn waits for it longer than it likes ---
+    # --- writing: a failure is a KvasirError, and each call has a timeout ---
 
     async def write_tensors(self, files: Sequence[bytes], timeout_s: float) -> tuple[list[Digest], int]:
-        """Make tensor files durable; their digests in order, and the bytes that had to be sent."""
+        """Make tensor files durable. Returns their digests in order, and the number of bytes that had to be sent."""
         self._check_usable()
         digests = [Digest.of(data) for data in files]
         there: list[int] = []
@@ -221,7 +221,7 @@ class RemoteCache:
         return digests, progress.bytes_total - there[0]
 
     async def renew(self, digests: Sequence[Digest], timeout_s: float) -> None:
-        """Keep blobs that no manifest names for another grace period. Those that are gone stay so."""
+        """Keep blobs that no manifest names for another grace period. Blobs that are gone do not come back."""
         await self._noting(self._client.find_missing(digests, timeout_s=timeout_s))
 
     async def commit(
@@ -252,7 +252,7 @@ class RemoteCache:
         )
         return head_of(version)
 
-    # --- leases, and what happens in the store: beside turns; a failure is a KvasirError ---
+    # --- leases and the store's events: beside turns; a failure is a KvasirError ---
 
     async def acquire_lease(
         self, agent_id: str, kv_identity_hash: str, owner: str, *, begins_anew: bool, asks: bool, timeout_s: float
@@ -285,22 +285,22 @@ class RemoteCache:
 
     @property
     def heard(self) -> Heard | None:
-        """Until where it is known what happened; None before the store was ever watched."""
+        """The place in the store's history up to which events are known; None before the store was ever watched."""
         return None if self._cursor is None else Heard(self._cursor.incarnation, self._cursor.sequence)
 
     async def was_taken_back(self, agent_id: str, since: Heard | None) -> bool:
-        """Whether anything but a turn has changed the agent since; also True if nobody can tell. Raises what a call of
-        the store raises.
+        """Whether a change that is no turn (a rollback, a deletion) has happened to the agent since; also True if the
+        store cannot know. Raises KvasirError like any call of the store.
         """
-        return await self._has_happened(lambda told: _takes_back(told, agent_id), since)
+        return await self._has_happened(lambda response: _takes_back(response, agent_id), since)
 
     async def was_changed(
         self, agent_id: str, kv_identity_hash: str, since: Heard | None, own: Collection[Digest]
     ) -> bool:
-        """The same, and whether a turn has moved the line, but for those that made the manifests `own`."""
+        """The same, and whether a turn has moved the line. Turns that made the manifests `own` do not count."""
 
-        def is_change(told: cachestore_pb2.WatchEventsResponse) -> bool:
-            return _takes_back(told, agent_id) or _moves(told, agent_id, kv_identity_hash, own)
+        def is_change(response: cachestore_pb2.WatchEventsResponse) -> bool:
+            return _takes_back(response, agent_id) or _moves(response, agent_id, kv_identity_hash, own)
 
         return await self._has_happened(is_change, since)
 
@@ -309,16 +309,16 @@ class RemoteCache:
     ) -> bool:
         if since is None:
             return True
-        async with contextlib.aclosing(self._client.watch(None)) as told:
-            latest = await anext(told, None)
+        async with contextlib.aclosing(self._client.watch(None)) as responses:
+            latest = await anext(responses, None)
         if latest is None:
             raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
         now = latest.cursor
         if (now.incarnation, now.sequence) == since:
             return False
         cursor = cachestore_pb2.EventCursor(incarnation=since.incarnation, sequence=since.sequence)
-        async with contextlib.aclosing(self._client.watch(cursor)) as told:
-            async for each in told:
+        async with contextlib.aclosing(self._client.watch(cursor)) as responses:
+            async for each in responses:
                 if what(each):
                     return True
                 if each.cursor.sequence >= now.sequence:
@@ -326,13 +326,13 @@ class RemoteCache:
         raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
 
     async def was_taken_back_within(self, budget: Budget, agent_id: str, since: Heard | None) -> bool:
-        """The same as a part of a turn. Raises StoreMiss when the store does not say so within the budget."""
+        """`was_taken_back` as a part of a turn. Raises StoreMiss when the store does not answer within the budget."""
         return await self._read(lambda: self.was_taken_back(agent_id, since), budget)
 
     async def watch(self) -> AsyncGenerator[StoreEvent, None]:
-        """What happens in the namespace, from where the last watch was cut."""
-        async with contextlib.aclosing(self._client.watch(self._cursor)) as told:
-            async for each in told:
+        """Events of the namespace, from where the last watch was cut."""
+        async with contextlib.aclosing(self._client.watch(self._cursor)) as responses:
+            async for each in responses:
                 self._cursor = each.cursor
                 if (event := _event_of(each)) is not None:
                     yield event
@@ -343,7 +343,7 @@ class RemoteCache:
         found = (await self._client.get_capabilities()).namespace
         self.problem = ""
         if self._namespace and found != self._namespace:
-            # Whoever mixed up two token files would mix up two namespaces' memories.
+            # Two token files are mixed up. Their namespaces' memories must not be mixed up too.
             self.problem = f"the store's token is bound to namespace {found!r}, expected {self._namespace!r}"
             _LOG.error("store.wrong_namespace", expected=self._namespace, found=found)
             raise errors.PermissionDenied(self.problem, reason="WRONG_NAMESPACE")
@@ -368,7 +368,7 @@ class RemoteCache:
             self._breaker.trip()
             raise StoreMiss(_miss(error)) from error
         except (TimeoutError, errors.DeadlineExceeded):
-            # A call that was left the last few milliseconds says nothing about the store.
+            # A call that had only the last few milliseconds of a budget says nothing about the store.
             if given_s >= budget.seconds / 2:
                 self._breaker.trip()
             raise StoreMiss(
@@ -380,7 +380,7 @@ class RemoteCache:
             raise StoreMiss(_miss(error)) from error
 
     async def _noting(self, call: Awaitable[T]) -> T:
-        """A store that is away trips the breaker."""
+        """Await a call. If the store does not answer, the breaker trips."""
         try:
             return await call
         except (errors.Unavailable, errors.DeadlineExceeded):
@@ -389,7 +389,7 @@ class RemoteCache:
 
 
 def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
-    """A line's newest version as the store tells it."""
+    """A line's newest version, from the store's answer."""
     return Head(
         snapshot.version,
         Digest.from_proto(snapshot.manifest),
@@ -399,40 +399,40 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
     )
 
 
-def _event_of(told: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
-    """What concerns memories of it."""
-    match told.WhichOneof("event"):
+def _event_of(response: cachestore_pb2.WatchEventsResponse) -> StoreEvent | None:
+    """The event, if it concerns memories."""
+    match response.WhichOneof("event"):
         case "lease_wanted":
-            wanted = told.lease_wanted
+            wanted = response.lease_wanted
             return LeaseWanted(wanted.agent_id, wanted.kv_identity_hash, wanted.takes_back)
         case "committed":
-            return HeadMoved(told.committed.agent_id, head_of(told.committed))
+            return HeadMoved(response.committed.agent_id, head_of(response.committed))
         case "agent_deleted":
-            return AgentGone(told.agent_deleted.agent_id)
+            return AgentGone(response.agent_deleted.agent_id)
         case "lost":
             return EventsLost()
         case _:
             return None
 
 
-def _takes_back(told: cachestore_pb2.WatchEventsResponse, agent_id: str) -> bool:
-    match told.WhichOneof("event"):
+def _takes_back(response: cachestore_pb2.WatchEventsResponse, agent_id: str) -> bool:
+    match response.WhichOneof("event"):
         case "lost":
             return True
         case "agent_deleted":
-            return told.agent_deleted.agent_id == agent_id
+            return response.agent_deleted.agent_id == agent_id
         case "committed":
-            made = told.committed
+            made = response.committed
             return made.agent_id == agent_id and made.origin != cachestore_pb2.ORIGIN_TURN
         case _:
             return False
 
 
 def _moves(
-    told: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
+    response: cachestore_pb2.WatchEventsResponse, agent_id: str, kv_identity_hash: str, own: Collection[Digest]
 ) -> bool:
-    made = told.committed
-    if told.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
+    made = response.committed
+    if response.WhichOneof("event") != "committed" or (made.agent_id, made.kv_identity_hash) != (
         agent_id,
         kv_identity_hash,
     ):
@@ -446,7 +446,7 @@ def _token(owner: str, generation: int) -> cachestore_pb2.LeaseToken:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """A store that answers nonsense is a miss too."""
+    """A malformed answer of the store is a miss too."""
     try:
         yield
     except ValueError as error:

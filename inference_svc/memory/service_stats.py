@@ -1,7 +1,7 @@
-"""What was done since the start, counted by namespace: the one object behind GetStats, GetCapabilities and the metrics.
+"""Counters since the start, by namespace: the one object behind GetStats, GetCapabilities and the metrics.
 
-Counters only rise, and outlive a swap of models. They are changed on the event loop alone; the metrics read them from
-another thread, which at worst sees one of them a moment later than the next.
+Counters only rise, and outlive a swap of models. Only the event loop changes them. The metrics read them from another
+thread, which at worst sees one counter a moment later than the next.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
 
 @dataclass(slots=True)
 class NamespaceCounters:
-    """Of one namespace. `waiting_turns` and `running_turns` are of now; all else counts since the start."""
+    """Counters of one namespace since the start; `waiting_turns` and `running_turns` are current numbers."""
 
     turns: int = 0
     ends: Counter[str] = field(default_factory=Counter)  # finished, cancelled, failed
@@ -33,21 +33,21 @@ class NamespaceCounters:
 class ServiceStats:
     """Counters of all namespaces."""
 
-    started_s: float  # on the clock that is read with it
+    started_s: float  # on the clock from which the uptime is read
     _namespaces: dict[str, NamespaceCounters] = field(default_factory=dict)
 
     def of(self, namespace: str) -> NamespaceCounters:
-        """The counters of a namespace, to be changed. Namespaces are those of credentials, so there are few."""
+        """The counters of a namespace, for the caller to change. Namespaces come from credentials, so there are few."""
         return self._namespaces.setdefault(namespace, NamespaceCounters())
 
     def namespaces(self) -> Mapping[str, NamespaceCounters]:
-        """Every namespace that asked for anything."""
+        """Counters of every namespace that has made a request."""
         return dict(self._namespaces)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the loaded engine says of itself; all zero without one."""
+    """Numbers of the loaded engine; all zero without one."""
 
     model: str = ""
     kv_memory_used_bytes: int = 0
@@ -59,7 +59,7 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStatus:
-    """Everything that is told of a service at one moment."""
+    """All numbers that a service reports at one moment."""
 
     uptime_s: float
     namespaces: Mapping[str, NamespaceCounters]

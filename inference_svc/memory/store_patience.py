@@ -1,4 +1,4 @@
-"""How long the engine waits for its store: a budget of time without progress, and the breaker after a failure."""
+"""Bounds of the engine's wait for its store: a budget of time without progress, and a breaker after a failure."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ class Budget:
         return max(self._allowed_s - self.spent_s, 0.0)
 
     def earn(self, received_bytes: int) -> None:
-        """A store that sends faster than `min_bytes_per_s` is not slow, however much there is to send."""
+        """Received bytes extend the budget: a store that sends at `min_bytes_per_s` or faster never uses it up."""
         self._allowed_s += received_bytes / self._min_bytes_per_s
 
     @contextlib.contextmanager
@@ -68,7 +68,7 @@ class Breaker:
             await asyncio.gather(self._prober, return_exceptions=True)
 
     def reset(self) -> None:
-        """The store was found answering."""
+        """The store has answered."""
         if self.is_open:
             self.opened.clear()
             self.closed.set()
@@ -83,7 +83,7 @@ class Breaker:
             except (errors.Unavailable, errors.DeadlineExceeded, TimeoutError):
                 delay_s = min(2 * delay_s, _MAX_PROBE_DELAY_S)
             except errors.KvasirError:
-                break  # it refuses, so it answers
+                break  # a refusal is an answer
             except Exception:  # noqa: BLE001 - it has no reader but the log
                 # A prober that ends would leave the breaker open for good.
                 _LOG.exception("store.probe_failed")

@@ -1,8 +1,8 @@
-"""What the service does for a turn that the engine preempted: its files go to the store, unlisted, and come back.
+"""Swaps a preempted turn's files out to the store, and back in when the turn goes on.
 
-No manifest names these blobs: they are never a version of the agent. They rest for the store's grace period, which is
-renewed while the turn waits, and then go by themselves. Files that the store does not take stay in this machine's
-memory until the turn goes on, and the engine preempts no other turn whose files would be too many beside them.
+No manifest names these blobs: they are never a version of the agent. The store keeps them for its grace period, which
+is renewed while the turn waits, and then removes them. Files that the store does not take stay in this machine's memory
+until the turn goes on. Meanwhile the engine preempts no other turn whose files would exceed the bound with them.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ _LOG = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SwapLimits:
-    """How the store is asked for a turn that was preempted."""
+    """How long and how often the store is asked for a preempted turn."""
 
     write_timeout_s: float
     read_budget_s: float
-    """Without progress; after it what is missing is computed again. The turn holds its room meanwhile."""
+    """Time without progress; then KV of the missing files is computed again. The turn holds its room meanwhile."""
     min_bytes_per_s: float
     renew_s: float
     piece_files: int
-    """Files that are hashed and sent at a time: hashing holds up the event loop."""
+    """Files that are hashed and sent at a time, because hashing blocks the event loop."""
 
 
 def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reuse: Reuse) -> bool:
@@ -49,7 +49,7 @@ def may_be_preempted(store: RemoteCache | None, memory: AgentMemory | None, reus
 
 
 class SwapStore:
-    """Of one turn, on the event loop."""
+    """The swapped-out files of one turn. On the event loop."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class SwapStore:
         limits: SwapLimits,
         clock: Callable[[], float],
     ) -> None:
-        """`publishing` counts files that wait for the store, `restoring` those that came back and are not KV yet.
-        Neither is waited for: the turn had the bytes before, or holds their room.
+        """`publishing` counts files that wait for the store, `restoring` files that came back and are not KV yet. A
+        turn does not wait for room in either: it had the bytes before, or has reserved their room.
         """
         self._handle = handle
         self._store = store
@@ -73,7 +73,7 @@ class SwapStore:
         self._counters = counters
         self._limits = limits
         self._clock = clock
-        self._files: tuple[bytes, ...] | None = None  # in memory: not stored yet, or never
+        self._files: tuple[bytes, ...] | None = None  # files in memory, as long as the store does not have them
         self._digests: list[Digest] = []
         self._held: tuple[SharedRoom, int] | None = None
         self._miss: Miss | None = None
@@ -94,7 +94,7 @@ class SwapStore:
                 pass
 
     def close(self) -> None:
-        """The turn goes on or is over: nothing more is done for it."""
+        """The turn goes on or is over: end all work for it."""
         if self._task is not None:
             self._task.cancel()
         self._files, self._digests, self._miss = None, [], None

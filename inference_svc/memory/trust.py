@@ -1,7 +1,7 @@
-"""Whether a hot memory may be used: decided by what it follows and by what is known to be newest. Pure.
+"""Decides whether a hot memory may be used, from the version that it follows and the newest known version. Pure.
 
-A version is its number and its manifest's digest. A number alone says nothing: a rollback or another writer may have
-taken the one that this engine expected.
+A version is its number and its manifest's digest. A number alone proves nothing: a rollback or another writer may have
+taken the number that this engine expected.
 """
 
 from dataclasses import dataclass
@@ -19,18 +19,20 @@ class Version(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a hot memory says of itself."""
+    """The versions that a hot memory is or follows, as far as this engine knows."""
 
-    follows: Version | None  # the version that it is or extends; None: nobody told this engine which one that is
-    attempts: frozenset[Version]  # versions that it, or memories that it extends, may have become without our knowledge
+    follows: Version | None  # the version that it is or extends; None: this engine does not know it
+    attempts: frozenset[
+        Version
+    ]  # versions whose commit was sent, for it or for memories that it extends, without an answer
     is_lost: bool  # another writer's version came first
-    itself: Version | None = None  # the version that it is, or is if its commit took effect; None: no commit was sent
+    itself: Version | None = None  # its own version, if its commit took effect; None: no commit was sent
     generation: int = 0  # of the lease under which it was made; 0: none
 
 
 def is_current(claim: Claim, newest: Version) -> bool:
-    """Whether the memory is `newest`, or extends it and nothing else. No agent is no proof of that where a first
-    version may have been stored: it may have been deleted since.
+    """Whether the memory is `newest`, or directly extends it. If the agent's first commit may have taken effect, an
+    answer that there is no agent proves nothing: the agent may have been deleted since.
     """
     if claim.is_lost:
         return False
@@ -38,8 +40,8 @@ def is_current(claim: Claim, newest: Version) -> bool:
     return newest in claim.attempts or (newest == claim.follows and not may_be_gone)
 
 
-# Short: whoever takes a memory back waits so long for an engine that died or cannot be reached. Long enough that a
-# store which restarts, or a machine that stalls, for a second or two does not cost hot agents their memory.
+# Short, because a rollback waits so long for an engine that died or cannot be reached. Long enough that a store which
+# restarts, or a machine that stalls for a second or two, does not cost hot agents their memory.
 LEASE_TTL_S = 5.0
 # Two monotonic clocks may run apart, by far less than this in so short a time.
 LEASE_MARGIN_S = 0.25
@@ -47,16 +49,16 @@ LEASE_MARGIN_S = 0.25
 
 @dataclass(slots=True)
 class Lease:
-    """The right to extend a line, as far as its owner may count on it: while it lasts, nobody else moves the head."""
+    """The right to extend a line, as its owner may count on it: while it lasts, no other engine moves the head."""
 
     generation: int
-    newest: Version  # as the store told it with the lease, or as this engine has made it since
+    newest: Version  # from the store's answer with the lease, or from this engine's commits since
     counts_until: float
-    ends_at: float  # not earlier, unless somebody takes it back
+    ends_at: float  # it does not end earlier, unless it is taken back
 
     @classmethod
     def granted(cls, generation: int, newest: Version, asked_at: float) -> "Lease":
-        """`asked_at`: before the request left. The store may have granted it at that very moment."""
+        """`asked_at`: the time before the request left. The store may have granted the lease as early as then."""
         return cls(generation, newest, _end(asked_at), _end(asked_at))
 
     def prolonged(self, asked_at: float) -> None:
@@ -64,14 +66,14 @@ class Lease:
         self.ends_at = max(self.ends_at, self.counts_until)
 
     def unverified(self) -> None:
-        """It may have been lost unheard: it counts again when it is prolonged."""
+        """The lease may have been lost unnoticed. It counts again when it is prolonged."""
         self.counts_until = 0.0
 
     def counts(self, now: float) -> bool:
         return now < self.counts_until
 
     def has_ended(self, now: float) -> bool:
-        """Whether it may have ended by itself."""
+        """Whether the lease may have ended by itself."""
         return now >= self.ends_at
 
 
@@ -80,16 +82,16 @@ def _end(asked_at: float) -> float:
 
 
 def known_newest(answer: Version | None, lease: Lease | None, now: float) -> Version | None:
-    """The newest version, as far as it is known: what the store answered, or else what a lease says that counts."""
+    """The newest known version: the store's answer, or else the version of a lease that counts."""
     if answer is not None:
         return answer
     return lease.newest if lease is not None and lease.counts(now) else None
 
 
 def is_unbroken(claim: Claim, newest: Version, lease: Lease | None, now: float) -> bool:
-    """Whether nobody can have taken back what the memory has beyond `newest`, which it follows: the line was this
-    engine's all the while. That its number and manifest are those of then does not prove it, because what was deleted
-    may have been forked or rolled back to the same. A memory that is `newest` has nothing beyond it.
+    """Whether the line was this engine's since the memory was made, so that no rollback can have undone the turns that
+    the memory has beyond `newest`. An equal number and manifest do not prove it: a deleted agent may have been forked
+    or rolled back to the same. A memory that is `newest` has no turn beyond it.
     """
     if newest == claim.itself:
         return True
@@ -97,8 +99,8 @@ def is_unbroken(claim: Claim, newest: Version, lease: Lease | None, now: float) 
 
 
 def may_use_hot(claim: Claim, answer: Version | None, lease: Lease | None, now: float) -> bool:
-    """Whether a turn may answer from a hot memory. Without an answer and without a lease nothing may be used; with an
-    answer and without an unbroken lease (`is_unbroken`) the store must say whether anything was taken back.
+    """Whether a turn may use a hot memory. Without the store's answer and without a lease it may not. With an answer,
+    but without an unbroken lease (`is_unbroken`), the caller must ask the store whether the agent was taken back.
     """
     newest = known_newest(answer, lease, now)
     if newest is None or not is_current(claim, newest):
