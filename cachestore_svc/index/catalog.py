@@ -7,7 +7,7 @@ tests/cachestore/any_backend.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from kvasir.formats.digest import Digest
 
@@ -86,6 +86,14 @@ class Done:
 
     snapshot: SnapshotVersion
     is_new: bool
+
+
+class UnreleasedLease(NamedTuple):
+    """A lease that was not given back, and the time for which it was last granted."""
+
+    line: LineKey
+    token: LeaseToken
+    ttl_ms: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,8 +229,8 @@ class CatalogView(Protocol):
 
     # --- leases and events ---
 
-    def load_leases(self, live: LiveLeases) -> None:
-        """After a start: let each lease that was not released hold for its whole time."""
+    def unreleased_leases(self) -> list[UnreleasedLease]:
+        """Leases of all lines that were not released. How long each had still to go at the last end is not known."""
 
     def held_leases(self, query: LineQuery, live: LiveLeases) -> list[LineKey]:
         """Lines of an agent whose lease is live."""

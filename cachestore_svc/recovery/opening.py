@@ -121,7 +121,9 @@ def _open(
             writers = Writers(blobs, space, now)
             history = History(incarnation, config.event_history)
             live = LiveLeases(steady)
-            catalog.read(HOUSE, lambda view: view.load_leases(live))
+            # How long each had still to go is not known, so each has its whole time.
+            for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
+                live.grant(lease.line, lease.token, lease.ttl_ms / 1000)
             return Core(config, disk, ballast, catalog, blobs, space, writers, history, log, now, live)
         except BaseException:
             log.close()

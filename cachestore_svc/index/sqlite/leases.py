@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from kvasir.errors import Conflict, FailedPrecondition, NotFound
 
+from cachestore_svc.index.catalog import UnreleasedLease
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows
@@ -97,15 +98,13 @@ def held_leases(rows: Rows, query: LineQuery, live: LiveLeases) -> list[LineKey]
     return [line for line, row in _rows_of(rows, query) if _left_s(live, line, row)]
 
 
-def load_leases(rows: Rows, live: LiveLeases) -> None:
-    """After a start: how long a lease had still to go is not known, so each unreleased one has its whole time."""
+def unreleased_leases(rows: Rows) -> list[UnreleasedLease]:
+    """Leases of all lines that were not released. How long each had still to go at the last end is not known."""
     found = rows.all(
         f"""SELECT namespaces.name, agent_name, {_COLUMNS}
             FROM leases JOIN namespaces ON namespaces.id = leases.namespace_id WHERE NOT is_released"""  # noqa: S608
     )
-    for namespace, agent_id, *columns in found:
-        row = _row(columns)
-        live.grant(LineKey(namespace, agent_id, row.kv_identity_hash), row.token, row.ttl_ms / 1000)
+    return [_unreleased(namespace, agent_id, _row(columns)) for namespace, agent_id, *columns in found]
 
 
 def check_not_fenced(rows: Rows, line: LineKey, token: LeaseToken) -> None:
@@ -173,6 +172,10 @@ def _any_of(rows: Rows, query: LineQuery) -> tuple[object, ...]:
 def _row(columns: tuple[object, ...] | list[object]) -> _Row:
     kv_hash, owner, generation, ttl_ms, is_released = columns
     return _Row(str(kv_hash), LeaseToken(str(owner), int(str(generation))), int(str(ttl_ms)), bool(is_released))
+
+
+def _unreleased(namespace: str, agent_id: str, row: _Row) -> UnreleasedLease:
+    return UnreleasedLease(LineKey(namespace, agent_id, row.kv_identity_hash), row.token, row.ttl_ms)
 
 
 def _write(rows: Rows, line: LineKey, token: LeaseToken, ttl_ms: int, *, is_released: bool) -> None:

@@ -67,7 +67,7 @@ class SqliteTransaction(Rows):
     release_lease = leases.release_lease
     fence_leases = leases.fence_leases
     held_leases = leases.held_leases
-    load_leases = leases.load_leases
+    unreleased_leases = leases.unreleased_leases
     set_lease_floor = leases.set_lease_floor
 
     add_events = events.add_events

@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc import manifests
 from cachestore_svc.blobs.ballast import Ballast
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.index.catalog import CatalogView
+from cachestore_svc.index.catalog import CatalogChange, CatalogView
 from cachestore_svc.index.sqlite.sqlite_catalog import MAX_TURN_MS, MAX_WRITES_PER_COMMIT, SqliteCatalog
 from cachestore_svc.records import HeldLease
 from cachestore_svc.store import Store
@@ -217,3 +217,18 @@ def test_prolonging_many_leases_writes_nothing(lab: Lab) -> None:
             lab.clock.pass_s(8)
             assert store.renew_leases(NS, "engine-1", kv_hash, held, 10).lost == ()
         assert (log.stat().st_size, log.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+
+
+def test_a_write_through_sqlite_utils_is_undone_with_its_operation(lab: Lab) -> None:
+    """The library opens transactions of its own: within an operation they must be savepoints, and commit nothing."""
+
+    def fail_after(change: CatalogChange) -> None:
+        change.update_agent(NS, "a", {"name": "value"}, None, None)
+        raise RuntimeError("the operation fails")
+
+    with lab.open() as store:
+        publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+        with pytest.raises(RuntimeError):
+            store._core.catalog.write(NS, fail_after)
+        assert store.get_agent(NS, "a").labels == {}
+        assert store.update_agent(NS, "a", labels={"name": "value"}).labels == {"name": "value"}
