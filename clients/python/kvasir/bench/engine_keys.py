@@ -65,7 +65,7 @@ CASES: Mapping[str, Mapping[str, str]] = {
     },
     "cancel": {
         "during": "decode, or prefill of a prompt of so many tokens, at so many of them",
-        "median_s": "from cancel() until the turn's failure is told and its row is gone",
+        "median_s": "from cancel() until the turn's failure is reported and its row is gone",
         "longest_s": "the longest of the repeats",
         "step_s": "the turn's last whole step, or cell, before it",
         "ratio": "until it is gone / step_s: about 1 when the step under way is all that is waited for",
@@ -84,7 +84,7 @@ CASES: Mapping[str, Mapping[str, str]] = {
         "turn": "of the chat; the last row is their sum",
         "prompt_tokens": "of the whole prompt",
         "by_characters": "tokens reused when texts are compared",
-        "by_tokens": "tokens reused when the prompt is tokenized anew and tokens are compared",
+        "by_tokens": "tokens reused when the whole prompt is tokenized again and tokens are compared",
         "ratio": "by_characters / by_tokens; none where that is 0",
     },
     "shared_prefix": {
@@ -108,5 +108,5 @@ def help_text() -> str:
 
 
 def _paragraph(name: str, keys: Mapping[str, str]) -> str:
-    told = "; ".join(f"{key}: {meaning}" for key, meaning in keys.items() if meaning)
-    return f"{name}: {told}."
+    meanings = "; ".join(f"{key}: {meaning}" for key, meaning in keys.items() if meaning)
+    return f"{name}: {meanings}."

@@ -54,8 +54,8 @@ def series(picture: Picture, rows: Sequence[Mapping[str, Any]]) -> dict[str, tup
         if row.get("turn") == "all":
             continue
         for key in picture.y:
-            told = [f"{picture.by.replace('_', ' ')} {row[picture.by]}"] if picture.by else []
-            label = ", ".join([*told, key.replace("_", " ")] if len(picture.y) > 1 or not told else told)
+            named = [f"{picture.by.replace('_', ' ')} {row[picture.by]}"] if picture.by else []
+            label = ", ".join([*named, key.replace("_", " ")] if len(picture.y) > 1 or not named else named)
             xs, ys = lines.setdefault(label, ([], []))
             xs.append(row[picture.x] if picture.x else "")
             ys.append(row[key])

@@ -68,18 +68,18 @@ def recover(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Build a lost or damaged index anew, when the store refuses to start or says INDEX_DAMAGED.
+    """Rebuild a lost or damaged index, when the store refuses to start or says INDEX_DAMAGED.
 
-    The journal tells which agents and versions there were; the files of each memory are read and verified. What cannot
-    come back is named, by agent and version. The old index is kept. The store must not run meanwhile.
+    The journal names the agents and versions, and the files of each memory are read and verified. A version that cannot
+    come back is named. The old index is kept. The store must not run meanwhile.
 
-    Where even the journal is lost, memories come back as agents named recovered-..., and --namespace names theirs.
+    If even the journal is lost, memories come back as agents named recovered-..., in the namespaces of --namespace.
     """
     caller = caller_of(context, as_json)
     argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
     argv += [word for name in namespace or () for word in ("--namespace", name)]
-    code, answer, last = _run_telling(caller, argv)
+    code, answer, last = _run_with_progress(caller, argv)
     if not answer:
         raise FailedPrecondition(last.removeprefix("cachestore_svc: "), reason="CANNOT_RECOVER")
     report: dict[str, Any] = json.loads(answer)
@@ -87,7 +87,7 @@ def recover(
     raise typer.Exit(code)
 
 
-def _run_telling(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
+def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
     """Run a program and show its progress. Returns its exit code, its answer, and its last line."""
     last = ""
     with (

@@ -151,7 +151,7 @@ def _check_lives(show: Show, lives: list[Life], length: Size) -> None:
         lives[0].tokens >= enough,
     )
     show.claims.check(
-        "at least nine of ten answers were what was told", right >= 0.9 * len(answered), f"{right} of {len(answered)}"
+        "at least nine of ten answers were right", right >= 0.9 * len(answered), f"{right} of {len(answered)}"
     )
 
 
@@ -163,20 +163,20 @@ def _die_and_go_on(show: Show, mac: Mac, lives: list[Life]) -> list[AnsweredTurn
     kept = str(lives[1].answered[-1].result.version)
     if error is None:
         raise Internal("the turn ended before the kill; nothing was shown")
-    show.say(f"  what its client is told: {error.message}")
+    show.say(f"  its client gets: {error.message}")
     show.claims.check(
         "the broken turn's error says which version is kept", error.metadata.get("remembered_version") == kept
     )
     with show.caller.busy("starting both again"):
         seconds = mac.start()
         steps.warm_up(mac)
-    show.title(f"Both run again after {seconds:.1f} s; the agents are asked about what they were told before")
+    show.title(f"Both run again after {seconds:.1f} s; the agents are asked about facts from before")
     later = []
     for life in lives:
         answered = steps.go_on(mac, life.story, show.claims, life, life.story.later[0])
         show.print_answer(answered)
         later.append(answered)
-    show.claims.check("both answered what they were told", all(answered.is_right for answered in later))
+    show.claims.check("both answered right", all(answered.is_right for answered in later))
     return later
 
 
