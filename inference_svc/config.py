@@ -59,7 +59,7 @@ class EngineSettings(BaseSettings):
     store_ca_file: Path | None = None
     """PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
     credentials_file: Path | None = None
-    """Who may call, and as whom. Needed beyond a Unix socket."""
+    """Credentials of the callers, with their names and roles. Needed beyond a Unix socket."""
     service_admin: Annotated[tuple[str, ...], NoDecode] = ()
     """NAME of a credential with role admin that may change models and see the numbers of all namespaces, once for each.
     Any other admin acts for its own namespace. The owner of the Unix socket needs no naming."""

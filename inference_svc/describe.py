@@ -99,7 +99,7 @@ def main() -> int:
     parser.add_argument("--kv-policy", default="q4", help="as the engine's option; auto measures, unless it did before")
     parser.add_argument("--kv-exact-layers", default="", help="as the engine's option")
     arguments = parser.parse_args()
-    # What is measured is told on the way; stdout is for the facts.
+    # Measurements are reported on stderr on the way; stdout is for the facts.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     with tempfile.TemporaryDirectory() as nowhere:
         try:

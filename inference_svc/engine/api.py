@@ -96,7 +96,7 @@ class TurnPlan:
     key: AgentKey | None = None  # None: the turn leaves no memory
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
     priority: Priority = Priority.INTERACTIVE
-    namespace: str | None = None  # turns of one namespace may share what they prefill; None shares with nobody
+    namespace: str | None = None  # turns of one namespace may share prefilled KV; None: it shares with none
     # Prompt tokens after which a model with states records a rewind point: the next prompt will begin with them too.
     # None: all but the last, which is computed in any case.
     rewind_point_tokens: int | None = None

@@ -19,14 +19,14 @@ _IDLE_POLL_S = 1.0
 
 
 class Worker(Protocol):
-    """What lives on the thread."""
+    """The object that lives on the thread."""
 
     def step(self, take_mail: Callable[[], None]) -> bool:
-        """Do one step; False if there was nothing to do. During a long one `take_mail` delivers letters."""
+        """Do one step; False if there was no work. During a long step `take_mail` delivers letters."""
         ...
 
     def close(self) -> None:
-        """End everything: the thread is about to end."""
+        """End all work: the thread is about to end."""
         ...
 
 
@@ -43,15 +43,15 @@ class _Letter(Generic[WorkerT, ResultT]):
         if self.result.set_running_or_notify_cancel():
             try:
                 self.result.set_result(self.work(worker))
-            except Exception as error:  # noqa: BLE001 - it is the sender's
+            except Exception as error:  # noqa: BLE001 - the sender gets it
                 self.result.set_exception(error)
 
 
 class MlxThread(Generic[WorkerT]):
-    """Runs a worker: mailbox, step, mailbox, step …, and sleeps while there is nothing to do."""
+    """Runs a worker: mailbox, step, mailbox, step …; sleeps while there is no work."""
 
     def __init__(self, make_worker: Callable[[], WorkerT], name: str = "mlx") -> None:
-        """Start the thread and make the worker on it; blocks until it is made, and raises what making it raised."""
+        """Start the thread and make the worker on it. Blocks until it is made; raises the error if that fails."""
         self._mailbox: queue.SimpleQueue[_Letter[WorkerT, Any]] = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
@@ -66,8 +66,8 @@ class MlxThread(Generic[WorkerT]):
             raise
 
     def post(self, work: Callable[[WorkerT], ResultT]) -> "Future[ResultT]":
-        """Have `work` done between two steps; its result or exception is the future's, whose callbacks run on the MLX
-        thread. Cancelled if the thread ends before."""
+        """Do `work` between two steps. The future gets its result or exception; callbacks of the future run on the MLX
+        thread. The future is cancelled if the thread ends before."""
         letter: _Letter[WorkerT, ResultT] = _Letter(work, Future())
         self._mailbox.put(letter)
         if self._has_ended.is_set():
@@ -75,7 +75,7 @@ class MlxThread(Generic[WorkerT]):
         return letter.result
 
     def close(self) -> None:
-        """End the worker and the thread; blocks until both have. Letters that came before are delivered. Idempotent."""
+        """End the worker and the thread; blocks until then. Earlier letters are delivered first. Idempotent."""
         self._is_closing.set()
         self.post(lambda _worker: None)  # wakes it
         self._thread.join()
@@ -100,7 +100,7 @@ class MlxThread(Generic[WorkerT]):
         try:
             self._serve(worker)
         finally:
-            # Also when a step failed: who waits for the worker must not wait for ever.
+            # Even when a step failed: callers that wait for the worker must not wait for ever.
             worker.close()
 
     def _serve(self, worker: WorkerT) -> None:

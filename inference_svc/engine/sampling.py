@@ -1,7 +1,7 @@
-"""From logits to next tokens, one step of a whole batch: greedy, or drawn with a key of each request's own.
+"""From logits to next tokens, one step of a whole batch: greedy, or drawn with each request's own key.
 
-What a row draws depends on its own logits, settings and seed, never on its batch mates: rows that ask for more than the
-likeliest token are worked on one by one, in operations that see nothing else.
+A row's token depends on its own logits, settings and seed, never on the other rows of the batch. Rows that need more
+than the likeliest token are computed one by one, in operations that see no other row.
 """
 
 from collections import deque
@@ -16,16 +16,16 @@ from numpy.typing import NDArray
 
 from inference_svc.engine.api import SamplingParams, TokenLogprobs
 
-# Below it the next likeliest token has no chance left, and a division by it may leave float32's range.
+# Below it the second likeliest token has no chance, and a division by it may leave float32's range.
 _LEAST_TEMPERATURE = 1e-4
 _WORD_BITS = 32
 
 
 class Matcher(Protocol):
-    """Which tokens may come next in a constrained reply. Both methods raise KvasirError when that cannot be said."""
+    """Which tokens may come next in a constrained reply. Both methods raise KvasirError when that is not known."""
 
     def allowed(self) -> NDArray[np.uint32]:
-        """Bit b of word w tells of token 32 w + b; tokens beyond the words are not allowed."""
+        """Bit b of word w is for token 32 w + b; tokens beyond the words are not allowed."""
         ...
 
     def accept(self, token_id: int) -> None:
@@ -44,10 +44,11 @@ class Drawn:
 class Sampler:
     """Draws the tokens of one request: its settings, its key, the tokens that it may not repeat, its constraint.
 
-    In order, as in mlx-lm: bias, repetition penalty (CTRL, arXiv 1909.05858: positive logits divided, negative ones
-    multiplied, once per token however often it came), then the constraint; of what is left greedily the likeliest, or
-    top-p, min-p and top-k of the untempered distribution, and a draw at the temperature. A temperature below 1e-4 is
-    greedy, as 0 is. Log probabilities are the model's own: before all of these.
+    The order is that of mlx-lm: bias, then repetition penalty (CTRL, arXiv 1909.05858: positive logits are divided,
+    negative ones multiplied, once per token however often it came), then the constraint. From the remaining tokens a
+    greedy sampler takes the likeliest. Others apply top-p, min-p and top-k to the untempered distribution, and draw at
+    the temperature. A temperature below 1e-4 is greedy, as 0 is. Log probabilities are the model's own, before all of
+    these steps.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Sampler:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it takes the likeliest token and asks for nothing else."""
+        """Whether it takes the likeliest token and needs no other value."""
         return (
             self._is_greedy
             and not self._params.logit_bias
@@ -92,7 +93,7 @@ class Sampler:
             logprobs = _filtered(shaped - mx.logsumexp(shaped), self._params)
             self._key, key = mx.random.split(self._key)
             token = mx.random.categorical(logprobs / self._params.temperature, key=key)
-        return _PlannedDraw(token.astype(mx.uint32), *self._told(row, token))
+        return _PlannedDraw(token.astype(mx.uint32), *self._logprobs_of(row, token))
 
     def _shaped(self, row: mx.array) -> mx.array:
         if self._params.logit_bias:
@@ -105,8 +106,8 @@ class Sampler:
             row = mx.where(_unpacked(self._constraint.allowed(), row.size), row, -mx.inf)
         return row
 
-    def _told(self, row: mx.array, token: mx.array) -> tuple[mx.array, ...]:
-        """Log probability of the token, the likeliest tokens and theirs; nothing when nobody asked."""
+    def _logprobs_of(self, row: mx.array, token: mx.array) -> tuple[mx.array, ...]:
+        """Log probability of the token, the likeliest tokens and their log probabilities; empty unless requested."""
         if self._params.logprobs is None:
             return ()
         logprobs = row - mx.logsumexp(row)
@@ -154,14 +155,14 @@ class _PlannedDraw:
 def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | KvasirError]:
     """The next token of each row of logits [rows, vocabulary], one sampler each. Evaluates, once.
 
-    A row that cannot be drawn (its logits are no numbers, its constraint can say no more) has its error in its place
-    and takes nobody with it; rows beyond the samplers are idle and not looked at.
+    A row without a valid draw (its logits are not finite, or its constraint fails) gives its error in its place, and no
+    other row fails with it. Rows beyond the samplers are idle and are ignored.
     """
     logits = logits[: len(samplers)]
     if any(sampler.is_constrained for sampler in samplers):
         mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
     likeliest = mx.argmax(logits, axis=-1)
-    # A maximum that is NaN or infinite: arg max and draws of such a row mean nothing, and would go on meaning nothing.
+    # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps.
     top = logits.max(axis=-1)
     is_sound = mx.isfinite(top)
     planned = [None if sampler.is_plain else _planned(sampler, logits[row]) for row, sampler in enumerate(samplers)]
@@ -195,7 +196,7 @@ def _drawn(sampler: Sampler, token: int, is_sound: bool, row: _PlannedDraw | Kva
 
 
 def _unpacked(words: NDArray[np.uint32], size: int) -> mx.array:
-    """Bits to booleans [size]; what no word tells of is false."""
+    """Bits to booleans [size]; tokens beyond the words are false."""
     bits = mx.array(words)[:, None] >> mx.arange(_WORD_BITS, dtype=mx.uint32)
     flat = (bits & 1).astype(mx.bool_).reshape(-1)[:size]
     return flat if flat.size == size else mx.pad(flat, (0, size - flat.size))

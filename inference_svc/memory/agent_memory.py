@@ -43,7 +43,7 @@ class PublicationState:
     # The same for the memories that this one extends: if one of these is the newest, it is this memory's parent.
     attempted_before: frozenset[Version] = frozenset()
     # Generation of the lease under which the memory was made. The store refuses the commit if another engine held the
-    # line since, or if somebody rolled it back.
+    # line since, or if it was rolled back.
     generation: int = 0
     # The place in the store's history up to which events were known when the turn began.
     heard: Heard | None = None

@@ -82,7 +82,7 @@ class BlockStream:
         if self._task is not None:
             self._task.cancel()
 
-    async def settle(self) -> None:
+    async def drain(self) -> None:
         """Wait for the piece under way."""
         if self._task is not None:
             await asyncio.wait({self._task})
@@ -232,7 +232,7 @@ class Publisher:
                 if isinstance(taken, errors.KvasirError):
                     raise taken
                 if stream is not None:
-                    await stream.settle()
+                    await stream.drain()
                     sent_bytes += stream.sent_bytes
                 return await self._until_committed(key, memory, taken, store, sent_bytes)
         except TimeoutError:

@@ -1,1 +1,1 @@
-"""Who runs, who waits and who has which bytes: pure policy, without MLX. Imported by `engine` only."""
+"""Which turns run, which wait, and which bytes each holds: pure policy, without MLX. Imported by `engine` only."""

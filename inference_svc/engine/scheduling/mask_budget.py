@@ -1,11 +1,11 @@
-"""Who of the turns with a reply format may decode in a step, so that one namespace's masks do not hold up others. Pure.
+"""Which turns with a reply format may decode in a step, so that one namespace's masks do not delay others. Pure.
 
 A mask says which tokens a format allows next. Some take microseconds, some milliseconds, and the whole batch waits for
 all of them. So while others decode or wait, the masks of all namespaces may take a part of each step. Each namespace
-that wants masks has a purse: every step puts an equal share in, every mask takes its seconds out. What a mask costs is
+that wants masks has a purse: every step puts an equal share in, every mask takes its seconds out. The cost of a mask is
 known after it was made, so a purse may be overdrawn; its namespace then sits out steps until they have paid for it.
 
-The worker asks and tells, once a step:
+The worker calls it once a step:
 
     may_decode = masks.begin_step(decoding, present)
     decode one token of each turn in `may_decode`
@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Masked(Hashable, Protocol):
-    """What the budget must know of a turn."""
+    """What the budget must know about a turn."""
 
     @property
     def namespace(self) -> str | None: ...
@@ -30,11 +30,11 @@ class Masked(Hashable, Protocol):
 
     @property
     def masks_s(self) -> float:
-        """What its masks took so far."""
+        """Seconds that its masks have taken so far."""
         ...
 
 
-# Of a step's other time, for the masks of all namespaces together.
+# The part of a step's other time that the masks of all namespaces may take together.
 PART = 0.25
 
 TurnT = TypeVar("TurnT", bound=Masked)
@@ -42,10 +42,10 @@ TurnT = TypeVar("TurnT", bound=Masked)
 
 @dataclass
 class _MaskRecord:
-    """What the budget remembers of a turn with a format."""
+    """What the budget remembers about a turn with a format."""
 
     billed_s: float = 0.0
-    last_s: float | None = None  # of its last mask
+    last_s: float | None = None  # seconds of its last mask
     decoded_in: int = 0  # the step
 
 
@@ -61,9 +61,9 @@ class MaskBudget(Generic[TurnT]):
         self._purses: dict[str | None, float] = {}
 
     def begin_step(self, decoding: Sequence[TurnT], present: Collection[TurnT]) -> tuple[TurnT, ...]:
-        """Those of `decoding` that may decode now, in their order: everybody without a format, and of each namespace
-        with some those who waited longest, as many as its purse pays for. `present`: all turns that decode, prefill or
-        wait; masks of a namespace that is alone among them hold up nobody else, and are not bounded.
+        """Turns of `decoding` that may decode now, in their order: all turns without a format, and of each namespace
+        that has formats the turns that waited longest, as many as its purse pays for. `present`: all turns that decode,
+        prefill or wait; masks of a namespace that is alone among them delay no other, and are not bounded.
         """
         self._steps += 1
         masked = [turn for turn in decoding if turn.is_masked]
@@ -91,14 +91,14 @@ class MaskBudget(Generic[TurnT]):
                 taken[turn.namespace] += mask_s
         for namespace, taken_s in taken.items():
             share_s = max(self._part * (step_s - sum(taken.values())), self._least_s) / len(taken)
-            # What is not spent is not saved: it was others' time already.
+            # Unspent time is not saved: others have used it already.
             self._purses[namespace] = min(self._purses[namespace] - taken_s + share_s, share_s)
 
     def _paid_for(self, masked: Sequence[TurnT]) -> set[TurnT]:
         left, chosen = dict(self._purses), set[TurnT]()
         for turn in sorted(masked, key=lambda turn: self._rows[turn].decoded_in):
             if left[turn.namespace] > 0:
-                # Of a new one only the first mask is known, and that may be dearer than those that follow.
+                # For a new turn only the first mask's time is known, and that may be longer than those that follow.
                 left[turn.namespace] -= self._rows[turn].last_s or turn.masks_s or self._least_s
                 chosen.add(turn)
         return chosen

@@ -1,8 +1,8 @@
-"""How much a step may prefill: whole cells, within a time while others decode, and no more tokens than the table says.
+"""How much a step may prefill: whole cells, a limited time while others decode, and a limited number of tokens.
 
 The grid says where a cell ends; this says only how many cells a step takes.
 
-Between namespaces time is shared: a namespace's prompts may take from others, who decode, as much time as each of those
+Between namespaces time is shared: a namespace's prompts may take from decoding others as much time as each of those
 has of the decoding. Otherwise a crowd's prompts would take the budget and a cell more out of every step of theirs.
 """
 
@@ -24,7 +24,7 @@ def most_tokens(position: int) -> int:
 
 @dataclass
 class StepPace:
-    """What one step has prefilled so far, and whether it may go on. A step's first cell is always allowed: everybody
+    """What one step has prefilled so far, and whether it may go on. A step's first cell is always allowed: every turn
     goes on, however short the budget and however large the cell. Of several prompts the deepest one's limit holds.
     """
 
@@ -40,7 +40,7 @@ class StepPace:
         self, turn: Hashable, position: int, cell_tokens: int, spent_s: float, *, somebody_decodes: bool
     ) -> bool:
         """Whether the turn's cell of `cell_tokens` at `position` still belongs to this step, `spent_s` after its first
-        prefill began. Without anybody who waits for a next token the time does not bind.
+        prefill began. While no turn waits for its next token, the time does not bind.
         """
         if not self.has_begun:
             return True
@@ -55,7 +55,7 @@ class StepPace:
 
 
 class SharedTime:
-    """What namespaces owe for prefill beside others' decoding (`Place.owed_s`). What is not used is not saved."""
+    """What namespaces owe for prefill beside others' decoding (`Place.owed_s`). Unused time is not saved."""
 
     def __init__(self) -> None:
         self._step_s = self._cells_s = 0.0
@@ -72,7 +72,7 @@ class SharedTime:
         self._spent_s = self._last = None
 
     def spent(self, spent_s: float) -> None:
-        """The step's prefill has taken so long: whoever owes the last cell owes what came since it was given."""
+        """The prefill took `spent_s` so far. The namespace of the last cell owes the time since that cell began."""
         cell_s = 0.0 if self._spent_s is None else spent_s - self._spent_s
         if self._last is not None:
             self._last.owed_s += cell_s
@@ -80,5 +80,5 @@ class SharedTime:
         self._spent_s, self._last = spent_s, None
 
     def owes_next(self, place: Place) -> None:
-        """The next cell is its own, and others decode."""
+        """The next cell belongs to this namespace, while others decode."""
         self._last = place

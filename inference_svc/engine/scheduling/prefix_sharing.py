@@ -1,4 +1,4 @@
-"""Siblings with one prefix let it be prefilled once: who waits for whom, and whose KV a turn may begin with. Pure.
+"""Prefills a prefix that several turns share only once: which turn waits, and which KV a turn begins with. Pure.
 
 Two prompts share what the chain hashes of their blocks share, in whole cells: equal hashes mean equal KV identity and
 equal tokens from position 0. Only rows that were computed on the grid are given away, so that a sibling begins with
@@ -13,11 +13,11 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 
 class Sharing(Protocol):
-    """What sharing must know of a turn."""
+    """What sharing must know about a turn."""
 
     @property
     def namespace(self) -> str | None:
-        """Turns of one namespace may share; None shares with nobody."""
+        """Turns of one namespace may share; a turn without a namespace shares with none."""
         ...
 
     @property
@@ -40,12 +40,12 @@ class Sharing(Protocol):
 
     @property
     def final_shareable(self) -> int:
-        """What `shareable` will be once the prompt is computed."""
+        """The value of `shareable` once the prompt is computed."""
         ...
 
 
 class HotPrefix(Protocol):
-    """An idle hot memory, as far as others may begin with it."""
+    """An idle hot memory, as sharing sees it."""
 
     @property
     def chain(self) -> Sequence[str]: ...
@@ -60,7 +60,7 @@ SourceT = TypeVar("SourceT")
 
 @dataclass(frozen=True)
 class PrefixSource(Generic[SourceT]):
-    """Whose KV a turn may begin with: a running turn or the key of a hot memory, and how many leading tokens of it."""
+    """KV that a turn may begin with: its source (a running turn, or the key of a hot memory) and its leading tokens."""
 
     source: SourceT
     shared_tokens: int
@@ -68,7 +68,7 @@ class PrefixSource(Generic[SourceT]):
 
 @dataclass(frozen=True)
 class PrefixSharing(Generic[TurnT]):
-    """`cell_tokens` is the least that is worth sharing, and its unit."""
+    """Finds shared prefixes. `cell_tokens` is their unit, and the least that is worth sharing."""
 
     cell_tokens: int
 
@@ -78,7 +78,7 @@ class PrefixSharing(Generic[TurnT]):
         running: Iterable[TurnT],
         hot: Iterable[tuple[Hashable, str, HotPrefix]] = (),
     ) -> PrefixSource[TurnT | Hashable] | None:
-        """Whose computed KV `turn` should begin with now; None when nobody's is at least a cell more than its plan
+        """The computed KV that `turn` should begin with now; None when no source has at least a cell more than its plan
         reuses. `hot`: idle memories as (key, namespace, memory). Of equals a running turn is preferred.
         """
         ready: list[PrefixSource[TurnT | Hashable]] = [
@@ -92,7 +92,7 @@ class PrefixSharing(Generic[TurnT]):
         return best if best is not None and self._is_worth(turn, best.shared_tokens) else None
 
     def awaited_by(self, turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] | None:
-        """The running turn that is prefilling a cell or more which `turn` needs and nobody has computed yet, and what
+        """The running turn that is prefilling a cell or more which `turn` needs and no turn has computed yet, and what
         they share once it is computed.
         """
         now = self.prefix_source_of(turn, running)
@@ -108,7 +108,7 @@ class PrefixSharing(Generic[TurnT]):
         return tokens >= turn.reusable_tokens + self.cell_tokens
 
     def _shared(self, turn: TurnT, namespace: str | None, chain: Sequence[str], shareable: int) -> int:
-        """Leading tokens, in whole cells, that `turn` could begin with. Its last one it always computes itself."""
+        """Leading tokens, in whole cells, that `turn` could begin with. It always computes its last token itself."""
         if turn.namespace is None or namespace != turn.namespace:
             return 0
         limit = min(shareable, turn.prompt_tokens - 1) // self.cell_tokens * self.cell_tokens

@@ -1,12 +1,12 @@
-"""How much of the KV a namespace's turns may take while other namespaces want some too. Pure.
+"""How many KV bytes a namespace's turns may take while other namespaces want some too. Pure.
 
-A namespace's share is the KV divided by the namespaces that have turns. Within its share a turn waits for nobody
-else's. Beyond it a namespace may use what is free, but not
+A namespace's share is the KV divided by the namespaces that have turns. Within its share a turn waits for no other
+namespace's turn. Beyond it a namespace may use what is free, but not
 
 - while a turn of another namespace, which holds less than its share, was refused for want of room: so what the others
-  give back comes to that turn in the end, if it fits its share, and does not go to whoever has most already;
-- what is kept for namespaces that hold nothing, one part of so many: whoever comes finds room at once, although nobody
-  can be preempted. A namespace that holds nothing may take whatever is free, or its largest turn would never begin.
+  give back comes to that turn in the end, if it fits its share, and does not go to the namespace that has most already;
+- the part that is kept for namespaces that hold no bytes: a new namespace finds room at once, even if no turn can be
+  preempted. A namespace that holds nothing may take whatever is free, or its largest turn would never begin.
 
 A turn larger than its namespace's share begins when others leave the room: as long as they use their own, it waits.
 
@@ -31,7 +31,7 @@ TurnT = TypeVar("TurnT", bound=InNamespace)
 
 @dataclass(frozen=True)
 class Room(Generic[TurnT]):
-    """All bytes of KV that there are; what a running turn holds of them, and what a waiting one would."""
+    """The total KV bytes, the bytes that a running turn holds, and the bytes that a waiting turn needs."""
 
     total_bytes: int
     held_bytes: Callable[[TurnT], int]
@@ -39,7 +39,7 @@ class Room(Generic[TurnT]):
 
 
 class RoomShares(Generic[TurnT]):
-    """Who holds how much, as of one moment, and who may take more."""
+    """The bytes that each namespace holds at one moment, and whether it may take more."""
 
     def __init__(
         self,
@@ -72,12 +72,12 @@ class RoomShares(Generic[TurnT]):
         return self._is_shared and self._held[namespace] > self.share_bytes
 
     def exceeds(self, turn: TurnT) -> bool:
-        """With the turn its namespace would hold more than its share."""
+        """Whether its namespace would hold more than its share with the turn."""
         return self._is_shared and self._held[turn.namespace] + self._needed(turn) > self.share_bytes
 
     def lacks(self, turn: TurnT, claimed: Collection[Namespace]) -> int:
-        """What must be given back before the turn may begin, however much is free; 0 if it may. `claimed`: namespaces
-        with a turn that was refused for want of room.
+        """Bytes that must be given back before the turn may begin, however many are free; 0 if it may begin. `claimed`:
+        namespaces with a turn that was refused for want of room.
         """
         if not self.exceeds(turn):
             return 0
@@ -87,7 +87,7 @@ class RoomShares(Generic[TurnT]):
         return max(0, self._held.total() + needed - self._for_all_bytes) if held else 0
 
     def is_up_to_others(self, turn: TurnT, claimed: Collection[Namespace]) -> bool:
-        """The turn could not begin even if its own namespace held nothing and the others no more than their shares:
+        """Whether the turn could not begin even if its own namespace held no bytes and the others only their shares:
         keeping its own waiting would not help it.
         """
         if not self.exceeds(turn):
