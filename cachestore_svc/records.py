@@ -5,7 +5,7 @@ speak in these. Times are Unix milliseconds, sizes are bytes.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from pathlib import Path
 from typing import NamedTuple
@@ -33,28 +33,18 @@ LAST_UNIX_MS = 253_402_300_799_999
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig:
-    """Where a store keeps its data and how much of it."""
+    """Where a store keeps its data and how much of it. Defaults are those of config.StoreSettings."""
 
     data_dir: Path
-    """Made (0700) when it does not exist."""
-    default_quota_bytes: int | None = None
-    """Blob bytes that a namespace may hold, reservations included. None: only the disk limits it."""
-    namespace_quota_bytes: Mapping[str, int | None] = field(default_factory=dict)
-    """Quotas of named namespaces; these win over the default."""
-    free_disk_reserve_bytes: int = 256 * MIB
-    """Writes are refused when they would leave less than this on the disk."""
-    ballast_bytes: int = 16 * MIB
-    """A file given up when the disk is full, so that deletes and reads still have room for the index. 0: none."""
-    grace_period_s: float = 3600.0
-    """How long an unreferenced blob rests after it was marked, or last named by a caller, before it may be swept."""
-    max_blob_bytes: int = 256 * MIB
-    retained_versions: int = 8
-    """Versions kept per line, unless the agent says otherwise."""
-    event_history: int = 10_000
-    """Events kept per namespace for watchers that come back."""
-    evict_heads: bool = False
-    """Whether a full quota may remove the newest version of an unpinned, long-unused line. Off: such a write is
-    refused, because an acknowledged snapshot is then never given up. Old versions are given up either way."""
+    default_quota_bytes: int | None  # reservations included
+    namespace_quota_bytes: Mapping[str, int | None]  # these win over the default
+    free_disk_reserve_bytes: int
+    ballast_bytes: int
+    grace_period_s: float  # of a blob that nothing holds, after it was marked, or last named by a caller
+    max_blob_bytes: int
+    retained_versions: int
+    event_history: int
+    evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
 
     def quota_bytes(self, namespace: str) -> int | None:
         return self.namespace_quota_bytes.get(namespace, self.default_quota_bytes)

@@ -26,7 +26,7 @@ from kvasir.errors import DataLoss, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import Origin, RecoverReport, SnapshotVersion, StoreConfig
+from cachestore_svc.records import Origin, RecoverReport, SnapshotVersion
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, publish, upload
@@ -221,8 +221,7 @@ class Damaged:
             yield from self._recover()
 
     def _recover(self) -> Iterator[str]:
-        config = StoreConfig(data_dir=self.lab.root, free_disk_reserve_bytes=0, ballast_bytes=64 << 10)
-        report = recover(config, self.lab.clock, self.lab.chance, Disk(), [OTHER_NS], lambda *_: None)
+        report = recover(self.lab.config(), self.lab.clock, self.lab.chance, Disk(), [OTHER_NS], lambda *_: None)
         self.report.recovered += 1
         lost = set(self._lost(report))
         for key in lost:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
@@ -11,6 +11,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
+from cachestore_svc.config import read_settings
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
 from cachestore_svc.store import Store
@@ -58,10 +59,14 @@ class Lab:
     kept_blobs: BlobBackend | None = None  # None: they lie in the directory
 
     def open(self, disk: Disk | None = None, **settings: object) -> Store:
-        config = StoreConfig(
-            **{"data_dir": self.root, "free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings}  # type: ignore[arg-type]
+        return Store.open(
+            self.config(**settings), self.clock, self.chance, disk, steady=self.clock.steady, blobs=self.kept_blobs
         )
-        return Store.open(config, self.clock, self.chance, disk, steady=self.clock.steady, blobs=self.kept_blobs)
+
+    def config(self, **settings: object) -> StoreConfig:
+        """The configuration of a small store, with these settings in place of its own."""
+        usual = read_settings({"data_dir": self.root}).store_config()
+        return replace(usual, **{"free_disk_reserve_bytes": 0, "ballast_bytes": 64 << 10, **settings})  # type: ignore[arg-type]
 
     @property
     def blobs(self) -> BlobBackend:

@@ -13,7 +13,7 @@ from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unav
 from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.records import LeaseToken, Origin, RecoverReport, SnapshotVersion, StoreConfig
+from cachestore_svc.records import LeaseToken, Origin, RecoverReport, SnapshotVersion
 from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
@@ -25,8 +25,9 @@ OTHER_NS = "other"
 
 
 def recovered(lab: Lab, *namespaces: str, disk: Disk | None = None) -> RecoverReport:
-    config = StoreConfig(data_dir=lab.root, free_disk_reserve_bytes=0, ballast_bytes=64 << 10)
-    return recover(config, lab.clock, Chance(lab.chance.drawn + 1000), disk or Disk(), namespaces, lambda *_: None)  # type: ignore[attr-defined]
+    return recover(
+        lab.config(), lab.clock, Chance(lab.chance.drawn + 1000), disk or Disk(), namespaces, lambda *_: None
+    )  # type: ignore[attr-defined]
 
 
 class Life:

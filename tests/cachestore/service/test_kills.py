@@ -11,7 +11,7 @@ import pytest
 from kvasir.clients import StoreClient
 from kvasir.errors import Cancelled, Conflict, KvasirError, NotFound, Unavailable
 
-from cachestore_svc.records import StoreConfig
+from cachestore_svc.config import read_settings
 from cachestore_svc.store import Store
 from tests.cachestore.service.running import RunningStore, StoreHome, publish
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
@@ -67,7 +67,7 @@ def one_life(running: RunningStore, writers: list[Writer], source: random.Random
 
 
 def assert_clean(home: StoreHome) -> None:
-    with Store.open(StoreConfig(home.data_dir), time.time, secrets.token_hex) as store:
+    with Store.open(read_settings({"data_dir": home.data_dir}).store_config(), time.time, secrets.token_hex) as store:
         assert store.check().findings == ()
 
 
