@@ -153,7 +153,7 @@ def test_background_work_that_an_interactive_sibling_waits_for_is_not_put_off() 
 @given(st.lists(st.tuples(blocks, st.integers(1, 300)), min_size=1, max_size=6), st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_waiting_sibling_always_goes_on(prompts: list[tuple[list[int], int]], data: st.DataObject) -> None:
-    """Whoever is cancelled, and whenever; and within the prefix wait, when there is room."""
+    """Whichever turn is cancelled, and whenever; and within the prefix wait, if there is room."""
     world = World(rules=Rules(prefix_wait_s=1.0, budget_s=0.0))
     jobs = [sibling(*content, rest=rest) for content, rest in prompts]
     doomed = data.draw(st.dictionaries(st.integers(0, 12), st.sampled_from(jobs), max_size=3))
