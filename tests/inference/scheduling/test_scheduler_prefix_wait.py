@@ -131,6 +131,19 @@ def test_a_sibling_waits_no_longer_than_the_prefix_wait_allows() -> None:
     assert second.cached >= 2 * CELL, "what was computed by then is used"
 
 
+def test_a_sibling_begins_when_the_one_that_it_waits_for_is_cancelled() -> None:
+    world = World(rules=Rules(prefix_wait_s=100.0, budget_s=0.0))
+    first, second = sibling(*range(20)), sibling(*range(20))
+    world.submit(Job(1, 1000, namespace="home"), first, second)  # beside a reply, a cell a step
+    for _ in range(3):
+        world.step()
+    assert second.begun_s is None
+    first.is_cancelled = True
+    for _ in range(2):
+        world.step()
+    assert second.begun_s is not None
+
+
 def test_the_prefix_wait_can_be_off() -> None:
     world = World(rules=Rules(prefix_wait_s=0.0))
     world.submit(sibling("a", "b"), sibling("a", "b"))
