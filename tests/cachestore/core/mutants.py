@@ -64,7 +64,7 @@ MUTANTS = (
         '            self._disk.reached("index: before commit")\n',
         "            [answer() for answer in answers]\n            answers = []\n"
         '            self._disk.reached("index: before commit")\n',
-        "kill",
+        "index_turns",
     ),
     Mutant(
         "SQLite does not sync its commits",
@@ -113,7 +113,7 @@ MUTANTS = (
         "committing.py",
         "    if asked.lease is not None:\n",
         "    if False:\n",
-        "commits",
+        "leases",
     ),
     Mutant(
         "a generation is not raised when a lease changes hands",

@@ -232,3 +232,23 @@ def test_a_write_through_sqlite_utils_is_undone_with_its_operation(lab: Lab) -> 
             store._core.catalog.write(NS, fail_after)
         assert store.get_agent(NS, "a").labels == {}
         assert store.update_agent(NS, "a", labels={"name": "value"}).labels == {"name": "value"}
+
+
+def test_no_caller_hears_of_success_before_the_commit(lab: Lab) -> None:
+    disk, heard, early = Disk(), threading.Event(), list[bool]()
+
+    def reached(point: str) -> None:
+        if point == "index: before commit":
+            early.append(heard.wait(0.1))
+
+    with lab.open(disk) as store:
+        disk.reached = reached  # type: ignore[method-assign]
+
+        def ask() -> None:
+            store.acquire_lease(NS, "a", kv_identity_hash(SMALL), "engine-1", 10)
+            heard.set()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        asking.join(10)
+    assert early[0] is False
