@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutant import NOT_RUN, NOTHING, Asked, Mutant, Suite, VoidMutant, rows_of
+from tests.mutation.mutant import NOTHING, Asked, Mutant, Suite, VoidMutant, rows_of
 from tests.mutation.runner import Known, Run, noticed
 from tests.mutation.suites import SUITES
 from tests.mutation.trees import ROOT
@@ -45,7 +45,7 @@ def test_a_table_has_the_mutants_of_its_list_in_order_each_with_the_test_that_no
     assert text == suite.table_text([noticed for _, _, noticed in rows])
     if suite.ask is None:
         said = {noticed.strip("`") for _, _, noticed in rows}
-        assert sorted(said - _test_names() - {NOT_RUN}) == []
+        assert sorted(said - _test_names()) == []
 
 
 def test_a_mutant_whose_place_is_gone_or_doubled_is_void(tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def test_a_cancel_between_two_looks_of_one_step_ends_that_turn_alone(driver: Dri
 def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: Driver) -> None:
     key, state = driver.remember(300)
     prompt = (*state.token_ids, *tokens_of(100, seed=4))
-    whole = driver.turn(prompt, Hot(300), driver.fork(key), max_tokens=200)
+    undisturbed = driver.fork(key)
+    whole = driver.turn(prompt, Hot(300), undisturbed, max_tokens=200)
     listener = Listener().cancel_at(Tokens, 20)
     ended = driver.turn(prompt, Hot(300), key, listener=listener, keep_partial=True, max_tokens=200)
     assert (ended.finish_reason, ended.completion_tokens) == (FinishReason.CANCELLED, 20)
@@ -171,6 +172,7 @@ def test_a_cancelled_turn_that_keeps_its_part_is_remembered_and_goes_on(driver: 
     follow_up = (*ended.state.token_ids, *tokens_of(9))
     restored = driver.turn(follow_up, driver.restored(key), driver.key())
     assert driver.turn(follow_up, Hot(length), key).state == restored.state
+    assert driver.turn(follow_up, Hot(length), undisturbed).state == restored.state, "a row is missing"
 
 
 def test_keep_partial_before_the_first_token_keeps_the_memory_before(driver: Driver) -> None:
