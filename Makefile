@@ -17,7 +17,7 @@ test: install lint ## Everything CI runs: lint, types, contract, walls, tests; a
 CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \
   tests/kvasir tests/mutation tests/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py
 
-check: install lint ## While you work, a minute: lint, types, contract, walls, pure tests
+check: install lint ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(CHECKED)
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves

@@ -1,1 +1,1 @@
-"""The wire: RPCs, their roles, and the threads that they run on. Only the composition root imports from here."""
+"""The wire: RPCs, their roles, and their messages. Only the composition root imports from here."""

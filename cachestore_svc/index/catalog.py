@@ -219,13 +219,18 @@ class CatalogView(Protocol):
     # --- sums ---
 
     def sums_of_agents(self, namespace: str, after: str) -> Sums:
-        """Agents, versions, and bytes of the newest versions, over the agents whose names follow `after`."""
+        """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
+
+        Also returns the last agent's name.
+        """
 
     def sums_of_blobs(self, namespace: str, after: str) -> Sums:
-        """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the hashes after `after`."""
+        """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the next SLICE hashes after
+        `after`. Also returns the last hash.
+        """
 
     def counts(self, namespace: str) -> tuple[int, int]:
-        """Blobs and versions of a namespace."""
+        """Blobs and versions of a namespace, all in one operation."""
 
     # --- leases and events ---
 

@@ -73,7 +73,8 @@ def begin(
 ) -> ActiveSequence:
     """Give the turn the KV that its plan reuses. `memory` is the hot memory of its key.
 
-    Raises FailedPrecondition (HOT_MEMORY_GONE, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed then.
+    Raises FailedPrecondition (HOT_MEMORY_GONE, RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED);
+    nothing has changed then.
     """
     sampler = _sampler(turn)
     turn.restoring()

@@ -2,7 +2,8 @@
 
 A stream belongs to the thread that made it: evaluating a lazy array elsewhere raises "There is no Stream(...) in
 current thread". So the model is loaded, stepped and read on this thread, and only plain data or bytes leave it. Work
-reaches it through a mailbox, drained between steps. No lock is held around MLX, because no second thread has it.
+reaches it through a mailbox, which is emptied between two steps, or between two cells of a step. No lock is held around
+MLX, because no second thread has it.
 """
 
 import contextlib
@@ -66,8 +67,8 @@ class MlxThread(Generic[WorkerT]):
             raise
 
     def post(self, work: Callable[[WorkerT], ResultT]) -> "Future[ResultT]":
-        """Do `work` between two steps. The future gets its result or exception; callbacks of the future run on the MLX
-        thread. The future is cancelled if the thread ends before."""
+        """Do `work` between two steps, or between two cells of a step. The future gets its result or exception, and is
+        cancelled if the thread ends before. Callbacks of the future run on the MLX thread."""
         letter: _Letter[WorkerT, ResultT] = _Letter(work, Future())
         self._mailbox.put(letter)
         if self._has_ended.is_set():

@@ -1,1 +1,1 @@
-"""What agents remember, where it is kept, and how it gets to the store and back. Imported by `turns`."""
+"""What agents remember, where it is kept, and how it gets to the store and back. `turns` and above import it."""

@@ -1,9 +1,9 @@
 """Copies of a memory's KV for the store, in pieces and within a limit for all that wait, shared by namespaces.
 
-The MLX thread makes copies between steps, so a piece is small. Usually one piece is enough, because full blocks left
-while the turn ran. After an outage the whole memory may be unstored. Then pieces that do not fit into the limit go to
-the store before the rest is copied. If the store does not take them, the memory stays hot and unstored, and the error
-has the numbers.
+The MLX thread makes copies between two steps, or between two cells of a step, so a piece is small. Usually one piece is
+enough, because full blocks left while the turn ran. After an outage the whole memory may be unstored. Then pieces that
+do not fit into the limit go to the store before the rest is copied. If the store does not take them, the memory stays
+hot and unstored, and the error has the numbers.
 """
 
 import asyncio

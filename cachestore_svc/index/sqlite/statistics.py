@@ -1,4 +1,4 @@
-"""Sums over the rows of a namespace, a slice at a time: no operation keeps the others waiting."""
+"""Sums over the rows of a namespace, a slice at a time, so that others come in between; a check counts all rows."""
 
 from cachestore_svc.index.catalog import SLICE, Sums
 from cachestore_svc.index.sqlite import versions
@@ -18,17 +18,23 @@ _BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = ? AND hash >
 
 
 def sums_of_agents(rows: Rows, namespace: str, after: str) -> Sums:
-    """Agents, versions, and bytes of the newest versions, over the agents whose names follow `after`."""
+    """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
+
+    Also returns the last agent's name.
+    """
     return _slice(rows, namespace, _AGENTS, after)
 
 
 def sums_of_blobs(rows: Rows, namespace: str, after: str) -> Sums:
-    """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the hashes that follow `after`."""
+    """Blobs, their bytes, how many are damaged, and bytes that nothing holds, over the next SLICE hashes after `after`.
+
+    Also returns the last hash.
+    """
     return _slice(rows, namespace, _BLOBS, after)
 
 
 def counts(rows: Rows, namespace: str) -> tuple[int, int]:
-    """Blobs and versions of a namespace."""
+    """Blobs and versions of a namespace, all in one operation."""
     namespace_id = find_namespace(rows, namespace)
     blobs = rows.one("SELECT COUNT(*) FROM blobs WHERE namespace_id = ?", namespace_id)
     snapshots = rows.one(
