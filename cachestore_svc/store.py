@@ -342,7 +342,7 @@ class Store(LeaseStore):
     def stats(self, namespace: str) -> Stats:
         """Sizes and counters. No side effect."""
         check_namespace(namespace)
-        return statistics.of(self._core, namespace)
+        return statistics.stats_of(self._core, namespace)
 
     # --- inside ---
 

@@ -10,10 +10,10 @@ from cachestore_svc.records import Stats
 _SumsOf = Callable[[str, str, CatalogView], Sums]
 
 
-def of(core: Core, namespace: str) -> Stats:
+def stats_of(core: Core, namespace: str) -> Stats:
     """See cachestore_svc.store.Store.stats."""
     agents, snapshots, logical = _sums(core, namespace, _sums_of_agents, 3)
-    blobs, blob_bytes, damaged, unheld = _sums(core, namespace, _sums_of_blobs, 4)
+    blobs, blob_bytes, damaged, unreferenced = _sums(core, namespace, _sums_of_blobs, 4)
     return Stats(
         agent_count=agents,
         snapshot_count=snapshots,
@@ -23,7 +23,7 @@ def of(core: Core, namespace: str) -> Stats:
         quota_bytes=core.config.quota_bytes(namespace),
         reserved_bytes=core.space.reserved_bytes(namespace),
         free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
-        unreferenced_bytes=unheld,
+        unreferenced_bytes=unreferenced,
         damaged_blob_count=damaged,
         counters=core.counters.of(namespace),
     )

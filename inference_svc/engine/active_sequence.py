@@ -35,13 +35,13 @@ class ActiveSequence:
         """The turn with a fork of the first `shared_tokens` tokens of another KV, which has the bits that it would
         compute itself.
         """
-        turn.restoring()
+        turn.leave_queue()
         forked = kv.fork_of(shared_tokens)
         turn.began(shared_tokens, shared_tokens, is_shared=True)
         return cls(turn, forked, _sampler(turn), turn.chain[: shared_tokens // BLOCK_TOKENS])
 
     def memory_left(self, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory[SequenceKV]:
-        """The memory that the turn leaves. Computes the last token, drawn but never fed, if it is remembered."""
+        """The memory that the turn leaves. Computes the last token, sampled but never fed, if it is remembered."""
         state = self.turn.state()
         missing = state.token_ids[self.kv.length :]
         if missing:
@@ -77,7 +77,7 @@ def begin(
     nothing has changed then.
     """
     sampler = _sampler(turn)
-    turn.restoring()
+    turn.leave_queue()
     match turn.plan.reuse:
         case Cold():
             turn.began(0, 0)

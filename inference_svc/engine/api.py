@@ -167,7 +167,7 @@ class BlocksFull:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Natural log of a drawn token's probability before temperature and filters, and those of the likeliest tokens."""
+    """Natural log of a sampled token's probability before temperature and filters, and that of the likeliest tokens."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()

@@ -45,7 +45,7 @@ class TurnHandle:
         self._post(lambda _worker: None)  # wakes it
 
     def files_stored(self) -> None:
-        """The files of `Preempted` have left this machine's memory: other turns may be preempted."""
+        """The files of `Preempted` have left RAM: other turns may be preempted."""
         self._post(lambda worker: worker.files_stored(self._turn))
 
     def resume(self, blobs: Sequence[bytes]) -> None:
@@ -291,7 +291,7 @@ class Engine:
         needed_bytes = self.needed_bytes(plan)
         if needed_bytes > self.memory_budget_bytes:
             raise ResourceExhausted(
-                f"memory: the turn's KV may need {needed_bytes} bytes; the engine has {self.memory_budget_bytes}",
+                f"KV memory: the turn's KV may need {needed_bytes} bytes; the engine has {self.memory_budget_bytes}",
                 reason="MEMORY_EXCEEDED",
                 metadata={"needed_bytes": str(needed_bytes), "budget_bytes": str(self.memory_budget_bytes)},
             )

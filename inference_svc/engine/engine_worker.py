@@ -199,7 +199,7 @@ class EngineWorker:
             self._refused.setdefault(turn, protected)
             return False
         if turn in self._preempted:
-            turn.wanted()
+            turn.ask_for_files()
             self._emit(turn, self._listeners[turn])
         else:
             self._guarded(turn, lambda turn: self._begin(turn, protected))
@@ -275,7 +275,7 @@ class EngineWorker:
     # --- stepping ---
 
     def _decode(self, decoding: Sequence[Turn]) -> None:
-        """Compute one more token of every decoding turn, in one forward pass. A turn that drew its last token in the
+        """Compute one more token of every decoding turn, in one forward pass. A turn that sampled its last token in the
         step before computes that token here, so that it remembers it, and ends.
         """
         try:
@@ -345,9 +345,9 @@ class EngineWorker:
     # --- ending ---
 
     def _finish_generated(self) -> bool:
-        """Finish turns that have drawn their last token and need not compute its KV: turns without an agent, and turns
-        that do not remember that token. Returns whether any finished. At a step's end, so that a listener's request for
-        the turn's snapshot is served before the next step admits a turn that may need the room.
+        """Finish turns that have sampled their last token and need not compute its KV: turns without an agent, and
+        turns that do not remember that token. Returns whether any finished. At a step's end, so that a listener's
+        request for the turn's snapshot is served before the next step admits a turn that may need the room.
         """
         generated = [turn for turn in self._active if turn.finish_reason is not None]
         ending = [turn for turn in generated if turn.plan.key is None or turn.remembered <= turn.computed]

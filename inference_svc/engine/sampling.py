@@ -1,4 +1,4 @@
-"""From logits to next tokens, one step of a whole batch: greedy, or drawn with each request's own key.
+"""From logits to next tokens, one step of a whole batch: greedy, or sampled with each request's own key.
 
 A row's token depends on its own logits, settings and seed, never on the other rows of the batch. Rows that need more
 than the likeliest token are computed one by one, in operations that see no other row.
@@ -29,7 +29,7 @@ class Matcher(Protocol):
         ...
 
     def accept(self, token_id: int) -> None:
-        """The token was drawn."""
+        """The token was sampled."""
         ...
 
 

@@ -102,7 +102,7 @@ class Turn:
 
     @property
     def is_masked(self) -> bool:
-        """Its next token is drawn within a reply format."""
+        """Its next token is sampled within a reply format."""
         return self.matcher is not None and self.finish_reason is None and self.next_token_draws
 
     @property
@@ -123,7 +123,7 @@ class Turn:
 
     @property
     def is_ending(self) -> bool:
-        """Its last token is drawn, and only that token's KV may still be computed."""
+        """Its last token is sampled, and only that token's KV may still be computed."""
         return self.finish_reason is not None
 
     @property
@@ -174,7 +174,7 @@ class Turn:
 
     @property
     def next_cell_draws(self) -> bool:
-        """Whether the next cell ends the prompt and the reply's first token is not drawn yet."""
+        """Whether the next cell ends the prompt and the reply's first token is not sampled yet."""
         ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
         return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.generates
 
@@ -182,8 +182,8 @@ class Turn:
     def full_blocks(self) -> int:
         return self.computed // BLOCK_TOKENS
 
-    def restoring(self) -> None:
-        """The turn left the queue."""
+    def leave_queue(self) -> None:
+        """The turn's wait is over: the engine begins it."""
         self._begun_s = self._clock()
 
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
@@ -202,15 +202,15 @@ class Turn:
         self._was_preempted = True
         self._events.append(Preempted(files, self.computed))
 
-    def wanted(self) -> None:
-        """There is room for its KV again."""
+    def ask_for_files(self) -> None:
+        """There is room for its KV again: emit `Wanted`."""
         self.is_restoring = True
         self._events.append(Wanted())
 
     def resumed(self, computed: int, shareable: int) -> None:
         """The turn goes on after a preemption. KV of the first `computed` tokens is there again; 0 if it was lost. The
         rest is computed as before, the prompt in its cells and the reply token by token, so that its KV has the same
-        bits. No token is drawn or reported again.
+        bits. No token is sampled or reported again.
         """
         self.is_restoring = False
         self._events.append(Resumed(computed, self.computed - computed))
@@ -246,7 +246,7 @@ class Turn:
         self._advance(self.computed + 1)
 
     def accept(self, token_id: int, logprobs: TokenLogprobs | None = None) -> None:
-        """A token was drawn. Sets `finish_reason` if it is the last."""
+        """A token was sampled. Sets `finish_reason` if it is the last."""
         if len(self.token_ids) == self.prompt_tokens:
             self._first_token_s = self._clock()
         self.token_ids.append(token_id)

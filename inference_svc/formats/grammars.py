@@ -134,8 +134,8 @@ class GrammarMatcher:
             self.worked_s += self._clock() - began_s
 
     def accept(self, token_id: int) -> None:
-        """Follow the reply by a drawn, allowed token. An end token ends the turn and is no part of the reply. Raises as
-        `allowed`.
+        """Follow the reply by a sampled, allowed token. An end token ends the turn and is no part of the reply. Raises
+        as `allowed`.
         """
         began_s = self._clock()
         if token_id not in self._stop_token_ids and not self._matcher.consume_token(token_id):

@@ -13,7 +13,7 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotOutcome
-from inference_svc.memory.remote_cache import Head, Heard
+from inference_svc.memory.remote_cache import EventCursor, Head
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import of_caller
@@ -46,7 +46,7 @@ class PublicationState:
     # line since, or if it was rolled back.
     generation: int = 0
     # The place in the store's history up to which events were known when the turn began.
-    heard: Heard | None = None
+    event_cursor: EventCursor | None = None
     # Manifests of the agent that this engine stored lately, for a turn that could not ask for the newest version.
     stored_before: frozenset[Digest] = frozenset()
     # Another writer's version that came first: neither this memory nor one that extends it may follow it.

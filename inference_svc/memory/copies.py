@@ -35,7 +35,7 @@ def files_of(snapshot: Snapshot) -> list[bytes]:
     return [data for _, data in (*snapshot.blocks, *tail, *snapshot.states)]
 
 
-async def copied(asked: "Future[Snapshot | None]") -> Snapshot | None:
+async def await_copy(asked: "Future[Snapshot | None]") -> Snapshot | None:
     """The engine's copy. Raises KvasirError, also when the engine ends before it was made."""
     copying = asyncio.wrap_future(asked)
     await asyncio.wait({copying})
@@ -84,7 +84,7 @@ class Copies:
                     held_bytes = self._hold(key.namespace, snapshot, held_bytes)
                     if not await self._has_room(key.namespace, give_up - self._clock()):
                         raise self._too_much(key.namespace, snapshot, memory)
-                piece = await copied(self._engine.snapshot(key, _end(snapshot), max_blocks=self.piece_blocks))
+                piece = await await_copy(self._engine.snapshot(key, _end(snapshot), max_blocks=self.piece_blocks))
                 if piece is None or tuple(piece.state.token_ids) != tuple(memory.transcript.token_ids):
                     raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
                 snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))

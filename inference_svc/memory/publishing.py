@@ -17,7 +17,7 @@ from kvasir.formats.digest import Digest
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_manifest
-from inference_svc.memory.copies import Copies, copied, files_of
+from inference_svc.memory.copies import Copies, await_copy, files_of
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
@@ -108,7 +108,7 @@ class BlockStream:
     async def _send_piece(self) -> bool:
         """Send one piece; False when there was none."""
         first, most = len(self.stored), self._copies.piece_blocks
-        snapshot = await copied(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
+        snapshot = await await_copy(self._engine.snapshot(self.key, first, blocks_only=True, max_blocks=most))
         if snapshot is None or not snapshot.blocks:
             return False
         digests, sent_bytes = await self._store.write_tensors(files_of(snapshot), self._timeout_s)
@@ -304,7 +304,7 @@ class Publisher:
             if (
                 publication.head is not None
                 and publication.head.version
-                and await store.was_taken_back(key.agent_id, publication.heard)
+                and await store.was_taken_back(key.agent_id, publication.event_cursor)
             ):
                 raise errors.Conflict("the agent was changed", metadata={"head_version": str(lease.newest.number)})
             publication.generation = lease.generation
@@ -333,9 +333,9 @@ class Publisher:
         if key.namespace not in self._leases or is_untouched:
             return False
         if publication.expected_version is not None:
-            return await store.was_taken_back(key.agent_id, publication.heard)
+            return await store.was_taken_back(key.agent_id, publication.event_cursor)
         line = self._engine.model.kv_identity_hash
-        return await store.was_changed(key.agent_id, line, publication.heard, publication.stored_before)
+        return await store.was_changed(key.agent_id, line, publication.event_cursor, publication.stored_before)
 
     async def _newest(self, key: AgentKey, store: RemoteCache) -> Head:
         budget = Budget(self._limits.head_budget_s, 1.0, self._clock)
@@ -406,7 +406,7 @@ class Publisher:
         hot = self._engine.hot_memory(key)
         if hot is None or hot.tag is not memory:
             return None
-        first = await copied(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
+        first = await await_copy(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
         # A newer turn may have extended it meanwhile.
         if first is None or tuple(first.state.token_ids) != tuple(memory.transcript.token_ids):
             return None
@@ -429,7 +429,7 @@ class Publisher:
             and follows is not None
             and follows.number
             and is_current(publication.claim, lease.newest)
-            and not await store.was_taken_back(key.agent_id, publication.heard)
+            and not await store.was_taken_back(key.agent_id, publication.event_cursor)
         ):
             publication.generation = lease.generation
         return (leases.owner, publication.generation) if publication.generation else None

@@ -68,7 +68,7 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Candidate:
     """A tokenization of the prompt, and the source of KV for its first `keep` tokens."""
 
     tokens: Tokenized
@@ -160,7 +160,7 @@ class Recall:
                 await leases.answered(key.agent_id, budget.remaining_s)
         if leases is None or is_unbroken(publication.claim, ours.identity, leases.lease(key.agent_id), leases.clock()):
             return True
-        return not await store.was_taken_back_within(budget, key.agent_id, publication.heard)
+        return not await store.was_taken_back_within(budget, key.agent_id, publication.event_cursor)
 
     def _is_leased(self, key: AgentKey, hot: AgentMemory) -> bool:
         """Whether a lease proves that the memory is current."""
@@ -243,28 +243,28 @@ class Recall:
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        choice = await self._by_text(namespace, recollection, text, generates)
-        miss = recollection.miss or _text_miss(recollection, choice.match, text)
+        candidate = await self._by_text(namespace, recollection, text, generates)
+        miss = recollection.miss or _text_miss(recollection, candidate.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
-            choice, no_point = _at_rewind_point(choice, recollection.memory, usable_rewind_point)
+            candidate, no_point = _at_rewind_point(candidate, recollection.memory, usable_rewind_point)
             miss = miss or no_point
         elif store is not None and usable_files is None:
-            choice, shared_miss = await self._by_block_hashes(store, choice, text, namespace, budget)
+            candidate, shared_miss = await self._by_block_hashes(store, candidate, text, namespace, budget)
             miss = miss or shared_miss
-        reuse, read_miss = await self._reuse(choice, usable_files, store, budget, hold)
+        reuse, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
         return Prepared(
             text=text,
-            tokens=choice.tokens,
+            tokens=candidate.tokens,
             reuse=reuse,
-            source=choice.source if kept else Source.COLD,
-            match=choice.match.outcome,
+            source=candidate.source if kept else Source.COLD,
+            match=candidate.match.outcome,
             miss=read_miss or miss,
-            stored_blocks=tuple(choice.blocks[: kept // BLOCK_TOKENS]),
+            stored_blocks=tuple(candidate.blocks[: kept // BLOCK_TOKENS]),
         )
 
-    async def _by_text(self, namespace: str, recollection: Recollection, text: str, generates: bool) -> _Choice:
+    async def _by_text(self, namespace: str, recollection: Recollection, text: str, generates: bool) -> _Candidate:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
@@ -282,9 +282,9 @@ class Recall:
         most = len(tokens.ids) - (1 if generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
         if memory is None or keep <= 0:
-            return _Choice(tokens, 0, Source.COLD, match)
+            return _Candidate(tokens, 0, Source.COLD, match)
         publication = memory.publication
-        return _Choice(
+        return _Candidate(
             tokens,
             keep,
             recollection.kv_from,
@@ -313,13 +313,13 @@ class Recall:
         return match, Tokenized(ids, (*transcript.token_chars[:kept], *suffix.chars))
 
     async def _by_block_hashes(
-        self, store: RemoteCache, choice: _Choice, text: str, namespace: str, budget: Budget
-    ) -> tuple[_Choice, Miss | None]:
-        """Blocks in the store that a cold run would compute, if they cover at least one block more than the choice."""
-        if len(choice.tokens.ids) - 1 - choice.keep < BLOCK_TOKENS:
-            return choice, None
-        tokens = choice.tokens
-        if choice.match.kept_tokens:
+        self, store: RemoteCache, candidate: _Candidate, text: str, namespace: str, budget: Budget
+    ) -> tuple[_Candidate, Miss | None]:
+        """Blocks in the store that a cold run would compute, if they cover at least one block beyond the candidate."""
+        if len(candidate.tokens.ids) - 1 - candidate.keep < BLOCK_TOKENS:
+            return candidate, None
+        tokens = candidate.tokens
+        if candidate.match.kept_tokens:
             tokens = await self._prompting.run(namespace, lambda: self._prompting.tokenize(text))
         kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
         try:
@@ -329,52 +329,52 @@ class Recall:
             )
             blocks = await store.find_prefix(kv_identity_hash, hashes, budget) if hashes else []
         except StoreMiss as error:
-            return choice, error.miss
+            return candidate, error.miss
         # Whole cells: from a cell's edge on, the rest is prefilled exactly as in a cold run.
         keep = len(blocks) * BLOCK_TOKENS // cell * cell
-        if keep < choice.keep + BLOCK_TOKENS:
-            return choice, None
+        if keep < candidate.keep + BLOCK_TOKENS:
+            return candidate, None
         found = blocks[: keep // BLOCK_TOKENS]
-        return _Choice(tokens, keep, Source.SHARED, choice.match, tokens.ids, found, None, keep), None
+        return _Candidate(tokens, keep, Source.SHARED, candidate.match, tokens.ids, found, None, keep), None
 
     async def _reuse(
         self,
-        choice: _Choice,
+        candidate: _Candidate,
         usable_files: int | None,
         store: RemoteCache | None,
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
     ) -> tuple[Reuse, Miss | None]:
         """The KV that can be reused: of the store's files, as many leading ones as arrive whole."""
-        if choice.source is Source.HOT:
-            return Hot(choice.keep), None
-        if choice.source is Source.COLD or store is None:
+        if candidate.source is Source.HOT:
+            return Hot(candidate.keep), None
+        if candidate.source is Source.COLD or store is None:
             return Cold(), None
-        named = [*choice.blocks, *((choice.tail,) if choice.tail else ())]
-        wanted = named[: -(-choice.keep // BLOCK_TOKENS)][:usable_files]
+        named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
+        wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
         # Room for one state is asked for at once with them: turns that hold room and wait could wait for each other.
-        states = max((choice.states[point].size_bytes for point in _usable(choice)), default=0)
+        states = max((candidate.states[point].size_bytes for point in _usable(candidate)), default=0)
         await hold(sum(digest.size_bytes for digest in wanted) + states)
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
         # The last file is full, or a tail that holds all the rest.
-        covered = min(len(blobs) * BLOCK_TOKENS, len(choice.known_ids))
+        covered = min(len(blobs) * BLOCK_TOKENS, len(candidate.known_ids))
         if self._engine.model.has_states:
-            return await self._from_state(choice, blobs, covered, miss, store, budget)
+            return await self._from_state(candidate, blobs, covered, miss, store, budget)
         if not covered:
             return Cold(), miss
         return (
             Restored(
                 blobs=tuple(blobs),
-                token_ids=tuple(choice.known_ids[:covered]),
-                keep_tokens=min(choice.keep, covered),
-                shareable_tokens=choice.shareable_tokens,
+                token_ids=tuple(candidate.known_ids[:covered]),
+                keep_tokens=min(candidate.keep, covered),
+                shareable_tokens=candidate.shareable_tokens,
             ),
             miss,
         )
 
     async def _from_state(
         self,
-        choice: _Choice,
+        candidate: _Candidate,
         blobs: Sequence[bytes],
         covered: int,
         miss: Miss | None,
@@ -383,36 +383,36 @@ class Recall:
     ) -> tuple[Reuse, Miss | None]:
         """Restore from the last rewind point that the files cover and whose state can be read."""
         has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
-        reach = min(choice.keep, covered) if has_blocks else choice.keep
-        for point in sorted((point for point in _usable(choice) if point <= reach), reverse=True):
-            states, state_miss = await store.read_blobs([choice.states[point]], budget)
+        reach = min(candidate.keep, covered) if has_blocks else candidate.keep
+        for point in sorted((point for point in _usable(candidate) if point <= reach), reverse=True):
+            states, state_miss = await store.read_blobs([candidate.states[point]], budget)
             miss = miss or state_miss
             if states:
                 files = tuple(blobs[: -(-point // BLOCK_TOKENS)])
-                known = min(len(files) * BLOCK_TOKENS, len(choice.known_ids)) if has_blocks else point
-                return Restored(files, tuple(choice.known_ids[:known]), point, 0, states[0]), miss
+                known = min(len(files) * BLOCK_TOKENS, len(candidate.known_ids)) if has_blocks else point
+                return Restored(files, tuple(candidate.known_ids[:known]), point, 0, states[0]), miss
         return Cold(), miss
 
 
-def _usable(choice: _Choice) -> list[int]:
-    """The rewind points whose states may serve the choice."""
-    return [point for point in choice.states if point <= choice.keep]
+def _usable(candidate: _Candidate) -> list[int]:
+    """The rewind points whose states may serve the candidate."""
+    return [point for point in candidate.states if point <= candidate.keep]
 
 
 def _at_rewind_point(
-    choice: _Choice, memory: AgentMemory | None, usable_rewind_point: int | None
-) -> tuple[_Choice, Miss | None]:
-    """The choice, cut to the last rewind point that the memory has; and the miss, if that cuts anything."""
-    if memory is None or not choice.keep:
-        return choice, None
-    most = choice.keep if usable_rewind_point is None else min(choice.keep, usable_rewind_point)
+    candidate: _Candidate, memory: AgentMemory | None, usable_rewind_point: int | None
+) -> tuple[_Candidate, Miss | None]:
+    """The candidate, cut to the last rewind point that the memory has; and the miss, if that cuts anything."""
+    if memory is None or not candidate.keep:
+        return candidate, None
+    most = candidate.keep if usable_rewind_point is None else min(candidate.keep, usable_rewind_point)
     point = max((point for point in memory.rewind_points if point <= most), default=0)
-    if point == choice.keep:
-        return choice, None
-    miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {choice.keep} tokens, states go back to {point}")
+    if point == candidate.keep:
+        return candidate, None
+    miss = Miss(MissReason.NO_STATE_POINT, f"the text matches {candidate.keep} tokens, states go back to {point}")
     if not point:
-        return _Choice(choice.tokens, 0, Source.COLD, choice.match), miss
-    return replace(choice, keep=point), miss
+        return _Candidate(candidate.tokens, 0, Source.COLD, candidate.match), miss
+    return replace(candidate, keep=point), miss
 
 
 async def _parsed(data: bytes) -> manifest_pb2.Manifest:

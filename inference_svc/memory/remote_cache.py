@@ -100,7 +100,7 @@ class EventsLost:
     """Events were lost: the store cannot repeat them."""
 
 
-class Heard(NamedTuple):
+class EventCursor(NamedTuple):
     """A place in the store's history."""
 
     incarnation: str
@@ -284,18 +284,18 @@ class RemoteCache:
         await self._client.release_lease(agent_id, kv_identity_hash, _token(owner, generation), timeout_s=timeout_s)
 
     @property
-    def heard(self) -> Heard | None:
+    def event_cursor(self) -> EventCursor | None:
         """The place in the store's history up to which events are known; None before the store was ever watched."""
-        return None if self._cursor is None else Heard(self._cursor.incarnation, self._cursor.sequence)
+        return None if self._cursor is None else EventCursor(self._cursor.incarnation, self._cursor.sequence)
 
-    async def was_taken_back(self, agent_id: str, since: Heard | None) -> bool:
+    async def was_taken_back(self, agent_id: str, since: EventCursor | None) -> bool:
         """Whether a change that is no turn (a rollback, a deletion) has happened to the agent since; also True if the
         store cannot know. Raises KvasirError like any call of the store.
         """
         return await self._has_happened(lambda response: _takes_back(response, agent_id), since)
 
     async def was_changed(
-        self, agent_id: str, kv_identity_hash: str, since: Heard | None, own: Collection[Digest]
+        self, agent_id: str, kv_identity_hash: str, since: EventCursor | None, own: Collection[Digest]
     ) -> bool:
         """The same, and whether a turn has moved the line. Turns that made the manifests `own` do not count."""
 
@@ -305,7 +305,7 @@ class RemoteCache:
         return await self._has_happened(is_change, since)
 
     async def _has_happened(
-        self, what: Callable[[cachestore_pb2.WatchEventsResponse], bool], since: Heard | None
+        self, what: Callable[[cachestore_pb2.WatchEventsResponse], bool], since: EventCursor | None
     ) -> bool:
         if since is None:
             return True
@@ -325,7 +325,7 @@ class RemoteCache:
                     return False
         raise errors.Unavailable("the store ended its events", reason="STOPPING", retry_after_s=1.0)
 
-    async def was_taken_back_within(self, budget: Budget, agent_id: str, since: Heard | None) -> bool:
+    async def was_taken_back_within(self, budget: Budget, agent_id: str, since: EventCursor | None) -> bool:
         """`was_taken_back` as a part of a turn. Raises StoreMiss when the store does not answer within the budget."""
         return await self._read(lambda: self.was_taken_back(agent_id, since), budget)
 

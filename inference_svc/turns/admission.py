@@ -86,7 +86,7 @@ class Admission:
                 raise self._refusal(
                     namespace,
                     "MEMORY_BUSY",
-                    f"memory: the turn's KV may need {needed_bytes} bytes, the namespace's turns that wait or run "
+                    f"KV memory: the turn's KV may need {needed_bytes} bytes, the namespace's turns that wait or run "
                     f"{own_bytes}; of the {most} that may be asked for at once, no more are this namespace's now",
                     needed_bytes=needed_bytes,
                     open_bytes=own_bytes,

@@ -15,7 +15,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot, Timings
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, Ahead, PublicationState, nothing_yet
-from inference_svc.memory.copies import Copies, copied
+from inference_svc.memory.copies import Copies, await_copy
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.publishing import BlockStream, Publisher
@@ -134,7 +134,9 @@ class TurnEnding:
         if turn.key is not None:
             if memory.publication.is_elsewhere:
                 # It follows no version of its own line. Only events since it was made can prove it outdated.
-                publication = replace(memory.publication, heard=turn.heard, generation=self._generation(turn.key))
+                publication = replace(
+                    memory.publication, event_cursor=turn.event_cursor, generation=self._generation(turn.key)
+                )
                 memory = replace(memory, publication=publication)
             self._engine.tag_hot(turn.key, memory)
         restore_s = turn.restore_s + ended.timings.restore_s
@@ -180,7 +182,7 @@ class TurnEnding:
                 expected_version=request.parent_version,
                 # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
-                heard=turn.heard,
+                event_cursor=turn.event_cursor,
                 # A stop string may have removed tokens of a block that was sent already.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
             ),
@@ -240,7 +242,7 @@ class TurnEnding:
         taken: Snapshot | KvasirError | None
         sent_bytes = 0
         try:
-            taken = await copied(asked)
+            taken = await await_copy(asked)
             if taken is not None:
                 taken, sent_bytes = await self.copies.rest(key, memory, taken, store, self._publisher.commit_wait_s)
         except KvasirError as error:

@@ -53,11 +53,11 @@ from inference_svc.turns.turn_state import (
 _LOG = structlog.get_logger(__name__)
 _DEFAULT_MAX_TOKENS = 512
 # Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
-_PLANS = 4
+_MAX_PLANS = 4
 # Meanwhile the agent may get a newer version: serve a turn from its beginning this often.
-_SERVINGS = 4
+_MAX_SERVINGS = 4
 # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
-_HELD_PATIENCE_S = 1.0
+_LEASE_WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ class TurnService:
 
     async def _serve(self, turn: TurnState) -> None:
         budget = Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
-        for _ in range(_SERVINGS):
+        for _ in range(_MAX_SERVINGS):
             try:
                 return await self._serve_once(turn, budget)
             except _MemoryMovedError:
@@ -228,7 +228,7 @@ class TurnService:
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
         text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
         self._check_length(text)
-        recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
+        recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
         return await self._ending.finish(turn, recollection, prepared, ended)
 
     def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
@@ -242,12 +242,12 @@ class TurnService:
         assert turn.key is not None
         leases, agent_id = self._leases.get(turn.request.namespace), turn.request.agent_id
         if leases is not None:
-            turn.heard = turn.heard or self._stores[turn.request.namespace].heard
+            turn.event_cursor = turn.event_cursor or self._stores[turn.request.namespace].event_cursor
             leases.begin(agent_id)
         recollection = await self._recall.newest(turn.key, budget)
         if leases is not None and leases.is_elsewhere(agent_id) and recollection.head is not None:
             try:
-                await leases.obtain(agent_id, _HELD_PATIENCE_S)
+                await leases.obtain(agent_id, _LEASE_WAIT_S)
             except errors.KvasirError as error:
                 if error.reason == "AGENT_HELD_ELSEWHERE":
                     raise
@@ -291,7 +291,7 @@ class TurnService:
         else:
             text = memory.transcript.text
         self._check_length(text)
-        recollection, prepared, ended = await self._generate(turn, recollection, text, budget)
+        recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
     def _check_length(self, text: str) -> None:
@@ -299,7 +299,7 @@ class TurnService:
         fewest, context = self._prompting.fewest_tokens(text), self._engine.model.context_tokens
         check_fits(fewest, max_tokens=0, context_tokens=context, is_lower_bound=True)
 
-    async def _generate(
+    async def _plan_and_run(
         self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
     ) -> tuple[Recollection, Prepared, Ended]:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
@@ -315,7 +315,7 @@ class TurnService:
             await self._admission.restoring.wait_for(turn.request.namespace, size_bytes)
             turn.restoring_bytes += size_bytes
 
-        for _ in range(_PLANS):
+        for _ in range(_MAX_PLANS):
             try:
                 prepared = await self._recall.plan(
                     recollection,

@@ -14,7 +14,7 @@ from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import Recollection
-from inference_svc.memory.remote_cache import Heard
+from inference_svc.memory.remote_cache import EventCursor
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
@@ -67,7 +67,7 @@ class TurnState:
     has_begun: bool = False  # the engine has its memory and computes
     computed: int = 0  # prompt tokens whose KV is there
     parent_version: int = 0
-    heard: Heard | None = None  # place in the store's history when the turn began
+    event_cursor: EventCursor | None = None  # place in the store's history when the turn began
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw prompt
     dialogue: Dialogue | None = None  # the same, as templates know them
     damage: Miss | None = None

@@ -139,7 +139,7 @@ class HotMemories(Generic[KvT]):
         needed_bytes = min(needed_bytes, self.budget_bytes)
         borrowed = key if extends else None
         kept = {*protected, *([borrowed] if borrowed is not None else [])}
-        if not self._make_room(self.ledger.charge(needed_bytes, borrowed)[1], kept, namespace):
+        if not self._make_room(self.ledger.bytes_needed(needed_bytes, borrowed)[1], kept, namespace):
             return False
         self.ledger.reserve(owner, needed_bytes, borrowed)
         self._namespaces[owner] = namespace
@@ -159,7 +159,7 @@ class HotMemories(Generic[KvT]):
         drop idle memories that are not in `protected`.
         """
         borrowed = key if extends else None
-        missing = self.ledger.charge(min(needed_bytes, self.budget_bytes), borrowed)[1]
+        missing = self.ledger.bytes_needed(min(needed_bytes, self.budget_bytes), borrowed)[1]
         droppable = sum(
             size for idle, size in self.ledger.residents.items() if idle != borrowed and idle not in protected
         )

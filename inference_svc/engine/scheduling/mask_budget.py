@@ -25,7 +25,7 @@ class Masked(Hashable, Protocol):
 
     @property
     def is_masked(self) -> bool:
-        """Its next token is drawn within a reply format."""
+        """Its next token is sampled within a reply format."""
         ...
 
     @property

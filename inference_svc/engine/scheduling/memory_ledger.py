@@ -46,7 +46,7 @@ class MemoryLedger(Generic[OwnerT, KeyT]):
     def is_borrowed(self, key: KeyT) -> bool:
         return key in self._borrowed_by
 
-    def charge(self, needed_bytes: int, extends: KeyT | None = None) -> tuple[int, int]:
+    def bytes_needed(self, needed_bytes: int, extends: KeyT | None = None) -> tuple[int, int]:
         """(bytes that a reservation holds, bytes of these that must be free). A borrowed memory brings its own bytes. A
         memory that is larger than the turn needs, because the prompt goes back far, is held whole: its buffers do not
         shrink.
@@ -61,7 +61,7 @@ class MemoryLedger(Generic[OwnerT, KeyT]):
         """
         if owner in self._reserved:
             raise ValueError("the owner holds a reservation already")
-        held, missing = self.charge(needed_bytes, extends)
+        held, missing = self.bytes_needed(needed_bytes, extends)
         if missing > self.free_bytes:
             return False
         if extends is not None and extends in self._resident:

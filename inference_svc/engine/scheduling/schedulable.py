@@ -46,7 +46,7 @@ class Schedulable(Sharing, Hashable, Protocol):
 
     @property
     def is_ending(self) -> bool:
-        """Its last token is drawn; only the KV of it is to be computed yet."""
+        """Its last token is sampled; only the KV of it is to be computed yet."""
         ...
 
     @property

@@ -10,7 +10,7 @@ until its KV has been brought back. A step is what the worker does between two l
     decode one token for each turn of scheduler.begin_step(now); the others sit out
     while (turn := scheduler.grant_prefill(seconds since the first)) is not None:
         compute one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
-    remove() the turns that drew their last token
+    remove() the turns that sampled their last token
 
 Rules within a namespace:
 

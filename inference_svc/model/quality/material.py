@@ -47,7 +47,7 @@ QUICK = Extent((300, 300), 6, 4, canaries=1, canary_tokens=128)
 # What `auto` asks at load.
 AT_LOAD = Extent((600, 600, 2000), 16, 10, canaries=2, canary_tokens=256)
 
-# (beginning, tokens, seed) -> beginning and so many tokens more, drawn from the model.
+# (beginning, tokens, seed) -> beginning and so many tokens more, sampled from the model.
 GoOn: TypeAlias = Callable[[tuple[int, ...], int, int], tuple[int, ...]]
 _BEGINNING_TOKENS = 8
 

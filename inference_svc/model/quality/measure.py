@@ -61,7 +61,7 @@ class Meter:
             self._runner.release_unused()
 
     def go_on(self, way: Way, beginning: tuple[int, ...], tokens: int, seed: int) -> tuple[int, ...]:
-        """Continue a text by `tokens` tokens, each drawn with the model's own probabilities."""
+        """Continue a text by `tokens` tokens, each sampled with the model's own probabilities."""
         ids, caches = list(beginning), way.new_caches()
         scores = self._runner.scores(caches, ids)
         for step in range(tokens):

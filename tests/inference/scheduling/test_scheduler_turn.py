@@ -62,7 +62,7 @@ def test_a_turn_that_was_preempted_extends_no_hot_memory_any_more() -> None:
     assert one.can_be_preempted
     one.preempted(())
     assert one.memory_key is None
-    one.wanted()
+    one.ask_for_files()
     assert one.is_restoring
     one.resumed(5, 0)
     assert not one.is_restoring
