@@ -241,23 +241,36 @@ def _progress() -> Callable[[str, int, int], None]:
     return say
 
 
+_SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
+    ("credentials-file", Path, "which callers are admitted, and in which roles; needed beyond a Unix socket"),
+    ("tls-cert-file", Path, "the PEM certificate; needed beyond this machine"),
+    ("tls-key-file", Path, "the certificate's key, readable by its owner only"),
+    ("tls-client-ca-file", Path, "PEM certificates of the clients that may connect (mutual TLS)"),
+    ("peers-file", Path, "other stores that agents may be pulled from (TOML)"),
+    ("quota-bytes", int, "blob bytes that a namespace may hold; left out: only the disk limits it"),
+    ("free-disk-reserve-bytes", int, "writes that would leave less than this on the disk are refused"),
+    ("max-blob-bytes", int, "a larger blob is refused"),
+    ("retained-versions", int, "versions kept per line, unless the agent says otherwise"),
+    ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
+    ("gc-interval-s", float, "garbage is collected this often"),
+    ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
+    ("stop-grace-s", float, "how long running calls may go on after SIGTERM"),
+)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cachestore_svc", description="The cache store of Kvasir.")
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     # The settings that belong in a supervisor's command line; every field can also be set by KVASIR_STORE_… .
     shared.add_argument("--data-dir", type=Path, help="where everything is kept")
-    shared.add_argument("--grace-period-s", type=float, help="how long an unreferenced blob rests")
-    shared.add_argument("--log-format", choices=("console", "json"))
+    shared.add_argument("--grace-period-s", type=float, help="how long an unreferenced blob is kept")
+    shared.add_argument("--log-format", choices=("console", "json"), help="lines for people, or for programs")
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
     serve_.add_argument("--engine-listen", help="unix:/path for engines of this machine, beside --listen")
-    for name in ("credentials", "tls-cert", "tls-key", "tls-client-ca", "peers"):
-        serve_.add_argument(f"--{name}-file", type=Path)
-    for name in ("quota-bytes", "free-disk-reserve-bytes", "max-blob-bytes", "retained-versions", "read-buffer-bytes"):
-        serve_.add_argument(f"--{name}", type=int)
-    for name in ("gc-interval-s", "stall-timeout-s", "stop-grace-s"):
-        serve_.add_argument(f"--{name}", type=float)
+    for name, kind, what in _SERVE_OPTIONS:
+        serve_.add_argument(f"--{name}", type=kind, help=what)
     for name, what in (("check", "walk index and files both ways"), ("scrub", "hash every blob again")):
         command = commands.add_parser(name, parents=[shared], help=what)
         command.add_argument("--json", action="store_true")

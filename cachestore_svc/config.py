@@ -56,7 +56,7 @@ class StoreSettings(BaseSettings):
     max_blob_bytes: Annotated[int, Field(ge=1)] = 256 * MIB
     """A larger blob is refused."""
     grace_period_s: Annotated[float, Field(ge=0)] = 3600.0
-    """How long a blob that nothing names rests before it is removed."""
+    """How long a blob that nothing names is kept before it is removed."""
     retained_versions: Annotated[int, Field(ge=1, le=1000)] = 8
     """Versions kept per line, unless the agent says otherwise."""
     event_history: Annotated[int, Field(ge=1)] = 10_000

@@ -95,7 +95,7 @@ def fork(
 def rollback(
     context: typer.Context,
     agent: AgentArgument,
-    version: Annotated[int, typer.Argument(min=1, help="The version to go back to.")],
+    version: Annotated[int, typer.Argument(min=1, help="The version to go back to.", metavar="VERSION")],
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -164,13 +164,16 @@ def pin(
 def export(
     context: typer.Context,
     agent: AgentArgument,
-    file: Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False, metavar="FILE")],
     version: VersionOption = 0,
     line: LineOption = "",
     form: Annotated[
-        carrying.Form, typer.Option("--format", help="Kvasir's archive, or the seed's one safetensors file.")
+        carrying.Form,
+        typer.Option(
+            "--format", help="Kvasir's archive, or the single-file format of the design that Kvasir grew from."
+        ),
     ] = carrying.Form.ARCHIVE,
-    model_name: Annotated[str, typer.Option(help="The model_id in a file of the seed's form.")] = "",
+    model_name: Annotated[str, typer.Option(help="The model_id in a file of the format `seed`.")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Save one version of an agent's memory as a file."""
@@ -189,16 +192,22 @@ def export(
 @app.command("import")
 def import_(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="The file to read.", exists=True, dir_okay=False)],
+    file: Annotated[Path, typer.Argument(help="The file to read.", exists=True, dir_okay=False, metavar="FILE")],
     agent: Annotated[
         str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="[AGENT]")
     ] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Add a version to an agent that exists.")] = False,
     form: Annotated[
-        carrying.Form, typer.Option("--format", help="Kvasir's archive, or the seed's one safetensors file.")
+        carrying.Form,
+        typer.Option(
+            "--format", help="Kvasir's archive, or the single-file format of the design that Kvasir grew from."
+        ),
     ] = carrying.Form.ARCHIVE,
     of_agent: Annotated[
-        str, typer.Option(help="For a seed file of another program: an agent here with the same model.")
+        str,
+        typer.Option(
+            help="For a file of the format `seed` that another program wrote: an agent here with the same model."
+        ),
     ] = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -58,7 +58,7 @@ def doctor(
     policy = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers)]
     report = examined(caller, model, [part for option in policy if option[1] for part in option])
     if does_self_test:
-        with caller.busy("telling, killing, asking"):
+        with caller.busy("storing a fact, killing both services, asking"):
             report["self_test"] = self_test(model)
         report["problems"] += report["self_test"]["problems"]
     caller.result(report, lambda out: _show(out, report))
@@ -179,7 +179,7 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     for alike, count in Counter(zip(map(json.dumps, facts["layers"]), stored, strict=True)).items():
         row, bits = json.loads(alike[0]), alike[1]
         if row["state_shapes"]:
-            table.add_row(str(count), "state, at points", "", "", "", "as computed")
+            table.add_row(str(count), "state, at rewind points", "", "", "", "as computed")
             continue
         keeps = f"window of {row['window']}" if row["window"] else f"{row['kind']}, every token"
         table.add_row(str(count), keeps, str(row["kv_heads"]), str(row["key_dim"]), str(row["value_dim"]), bits)
@@ -187,7 +187,7 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
     ratio = facts["kv_bytes_per_token"] / max(1, facts["kv_bytes_per_token_fp16"])
     out.print(
         f"{facts['kv_bytes_per_token']} bytes per token instead of {facts['kv_bytes_per_token_fp16']} at fp16 "
-        f"({ratio:.3f})" + (f"; {size(facts['state_bytes'])} of state per point" if facts["state_bytes"] else "")
+        f"({ratio:.3f})" + (f"; {size(facts['state_bytes'])} of state per rewind point" if facts["state_bytes"] else "")
     )
     out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}", markup=False)
 

@@ -14,7 +14,7 @@ OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED 
 
 HELP = (
     "Exit codes: 0 done; 1 done, and problems were found; 2 wrong usage; 3 a service cannot be reached or is too slow; "
-    "4 refused; 5 not found; 6 stored bytes are damaged; 70 a bug of ours; 130 interrupted."
+    "4 refused; 5 not found; 6 stored bytes are damaged; 70 internal error; 130 interrupted."
 )
 
 EXIT_CODES: dict[type[errors.KvasirError], int] = {

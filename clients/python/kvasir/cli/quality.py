@@ -16,12 +16,12 @@ from rich.table import Table
 
 from kvasir.errors import FailedPrecondition
 
-KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the type that the model computes in, and what
-all else is held against. `rungs` are Kvasir's KV policies, cheapest first; `peers` mlx-lm's own quantized caches. Each
-has `name`, `bytes_per_token`, `kl` (of the next token, mean over `positions`, nats), `kl_worst`, `top1_agreement`,
-`perplexity` (of all text read), `seconds`; and `recall`, `tool_calls` (questions answered right to the last token) or,
-for a model that does not know kvasir-tiny's world, `repeat` (random tokens said a second time), each with `share`,
-`right`, `n`. A rung also `passes`, and `why`. `refused` are rungs that the model cannot have. `auto` is what
+KEYS = """Names in the JSON stay. `reference` is mlx-lm's own KVCache in the type that the model computes in, and is
+the baseline. `rungs` are Kvasir's KV policies, cheapest first; `peers` mlx-lm's own quantized caches. Each has
+`name`, `bytes_per_token`, `kl` (of the next token, mean over `positions`, nats), `kl_worst`, `top1_agreement`,
+`perplexity` (of all text read), `seconds`; and `recall`, `tool_calls` (questions answered right to the last token)
+or, for a model that does not know kvasir-tiny's world, `repeat` (random tokens said a second time), each with
+`share`, `right`, `n`. A rung also `passes`, and `why`. `refused` are rungs that the model cannot have. `auto` is what
 --kv-policy auto would choose from this. `material` is questions or canary. `seconds` is all of it."""
 
 _TASKS = (("recall", "recall"), ("tool_calls", "tool calls"), ("repeat", "repeats"))
