@@ -71,7 +71,7 @@ campaign-fairness: install ## One namespace does its worst while another works, 
 campaign-history: install ## Random lives over two engines and one store: no turn knows what was taken back
 	$(BIN)/python -m pytest --timeout 7200 -m campaign -s tests/history
 
-hammer: install ## Many agents at once, each turn held against the same turn alone; goes on where it was ended
+hammer: install ## Many agents at once, each turn compared with the same turn alone; goes on where it was ended
 	$(BIN)/python -m tests.hammer $(HAMMER)
 
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended

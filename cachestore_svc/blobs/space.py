@@ -46,7 +46,7 @@ class Space:
                     retry_after_s=5,
                     metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
                 )
-            # Reserved bytes may be on the disk already: counting them twice errs on the side that holds.
+            # Reserved bytes may be on the disk already: counting them twice is on the safe side.
             kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
             if free < self._reserved.total() + size_bytes + kept:
                 raise ResourceExhausted(

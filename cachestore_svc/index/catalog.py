@@ -364,7 +364,7 @@ class CatalogChange(CatalogView, Protocol):
         """No lease that is not known yet begins below this generation."""
 
     def add_events(self, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
-        """Add events, and let go of the oldest beyond what is kept."""
+        """Add events, and let go of the oldest beyond the limit."""
 
     # --- the journal ---
 

@@ -348,7 +348,7 @@ class Transfers:
         origin: Origin,
         origin_detail: str,
     ) -> SnapshotVersion:
-        """Make what was brought the newest version, once no engine answers from the one before."""
+        """Make the imported or pulled snapshot the newest version, once no engine answers from the one before."""
 
         async def commit() -> SnapshotVersion:
             async with self.manifests.parsing(namespace, manifest.size_bytes):

@@ -4,9 +4,11 @@
 2. A retry is replayed from that memory. Otherwise the prompt is rendered and compared with the memory, and the engine
    gets a plan.
 3. The turn's events go to its reader as they come.
-4. At the end the agent's new memory is attached to the hot memory and published. The last message reports both.
+4. At the end the hot memory gets its description (`AgentMemory`) as a tag, and is published. The last message reports
+   the turn's end and the publication.
 
-Each turn is a task of its own, not its RPC's: a reader that goes away cancels generation, never the care of memory.
+Each turn is a task of its own, not its RPC's. A reader that disconnects ends generation; a memory that the turn leaves
+is still stored.
 """
 
 import asyncio
@@ -70,7 +72,9 @@ class TurnLimits:
     """A store that sends more slowly than this is slow, and its time counts."""
     publish_timeout_s: float
     swap_read_budget_s: float
-    """The same as `store_budget_s` for the files of a preempted turn, where it is more."""
+    """Time without progress that a preempted turn may lose to the store while its files are read. Where
+    `store_budget_s` is more, that holds.
+    """
     swap_renew_s: float
     reader: ReaderLimits
     """How far a reader may fall behind its turn."""

@@ -28,7 +28,7 @@ from cachestore_svc.records import (
 
 
 def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
-    """Add events, and let go of the oldest beyond what is kept."""
+    """Add events, and let go of the oldest beyond the limit."""
     namespace_id = make_namespace(rows, namespace)
     for body in bodies:
         rows.run("UPDATE namespaces SET last_event = last_event + 1 WHERE id = ?", namespace_id)

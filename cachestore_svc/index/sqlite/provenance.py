@@ -2,7 +2,7 @@
 
 A mark on a version would be washed off by the next fork or rollback, which are versions of their own. So each blob has
 one, its manifest too, and a commit spreads it: whatever is computed on brought rows is as good as they are, and no
-better. A marked blob is never bound to a block hash and never lent, whichever agent extends it. No mark is ever
+better. A marked blob is never bound to a block hash and never shared, whichever agent extends it. No mark is ever
 taken off; it ends with its blob.
 """
 

@@ -23,7 +23,7 @@ JOURNAL_MUTANTS = (
         "index_damage",
     ),
     (
-        "journal: a group is committed before it is told",
+        "journal: a group is committed before it is recorded",
         "sqlite_catalog.py",
         "            if self._recorder is not None:\n"
         "                self._recorder.record(SqliteTransaction(connection))\n"
@@ -134,7 +134,7 @@ JOURNAL_MUTANTS = (
         "index_damage",
     ),
     (
-        "journal: a cascade is not told",
+        "journal: a cascade is not recorded",
         "recording.py",
         '    _Caught("DELETE ON main.agents", "\'forget\', namespaces.name, OLD.name", '
         '_OF_NAMESPACE.format(row="OLD")),\n',
@@ -142,7 +142,7 @@ JOURNAL_MUTANTS = (
         "index_damage",
     ),
     (
-        "journal: a mark of what was brought is not told",
+        "journal: a mark of what was brought is not recorded",
         "recording.py",
         "(*_ALL_CAUGHT, *(_CAUGHT_OF_BLOBS if index_state.has_marks(rows) else ()))",
         "_ALL_CAUGHT",

@@ -333,7 +333,7 @@ MUTANTS = (
         "commits",
     ),
     Mutant(
-        "lost events are not told",
+        "lost events are not reported",
         "events.py",
         "return EventBatch((), now, is_lost=True)",
         "return EventBatch((), now)",

@@ -1,4 +1,4 @@
-"""Rows that came by import or pull are never lent to another agent and never bound, whatever is done with them since.
+"""Rows that came by import or pull are never shared with another agent and never bound, whatever is done since.
 
 The attacker's rows have the right tokens and chains, and other numbers. A random walk imports, pulls, forks, rolls
 back, goes on, deletes, collects and restarts; a model of the engine goes on as the real one does: what it lends is what

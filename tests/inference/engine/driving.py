@@ -78,7 +78,7 @@ class Listener:
 
 
 class Driver:
-    """An engine, spoken to in whole turns."""
+    """An engine, driven in whole turns."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

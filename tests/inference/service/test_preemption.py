@@ -45,7 +45,7 @@ class Turn:
 
     def __init__(self, house: House, agent: str, max_tokens: int = 250) -> None:
         self.agent = agent
-        self.speaks = threading.Event()
+        self.generates = threading.Event()
         self.reply = Reply()
         self._max_tokens = max_tokens
         self._client = house.client()
@@ -54,7 +54,7 @@ class Turn:
 
     def start(self) -> "Turn":
         self._thread.start()
-        assert self.speaks.wait(60)
+        assert self.generates.wait(60)
         return self
 
     def end(self) -> Reply:
@@ -70,7 +70,7 @@ class Turn:
         ):
             self.reply.add(event)
             if event.HasField("delta"):
-                self.speaks.set()
+                self.generates.set()
 
 
 def person(house: House, agent: str = "", max_tokens: int = 4) -> Reply:

@@ -58,7 +58,7 @@ class BlobTransfers(ServiceClient):
             try:
                 self._send(upload, timeout_s)
             except (Unavailable, InvalidArgument) as error:
-                # The store may drop a part for other callers' blobs after it told us the part's size.
+                # The store may drop a part for other callers' blobs after it reported the part's size.
                 if isinstance(error, InvalidArgument) and error.reason != "OFFSET_UNEXPECTED":
                     raise
                 cuts = cuts + 1 if len(upload.pending) == before else 0

@@ -31,7 +31,7 @@ from kvasir.server.interceptors import Authentication, Errors
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
 MAX_MESSAGE_BYTES = 2 << 20
 _MAX_ANSWER_BYTES = 4 << 20
-_UNASKED_BYTES = 256 << 10
+_LOOKAHEAD_BYTES = 256 << 10
 _MAX_METADATA_BYTES = 16 << 10
 _MAX_STREAMS_PER_CONNECTION = 128
 # gRPC counts a call before the caller is known. Authentication limits known callers; this number is the backstop for a
@@ -44,9 +44,10 @@ MAX_HANDSHAKE_S = 10
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", _MAX_ANSWER_BYTES),
     ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
-    # How much of a message may arrive before a handler asks for it. gRPC would measure the line and allow megabytes.
+    # How much of a message may arrive before a handler asks for it. gRPC would estimate the bandwidth and allow
+    # megabytes.
     ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", _UNASKED_BYTES),
+    ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
     ("grpc.absolute_max_metadata_size", 2 * _MAX_METADATA_BYTES),
     ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
     # A connection without calls is closed. Its client connects again in a millisecond.
@@ -132,7 +133,10 @@ class EdgeServer:
             register(servicer, server)
 
     async def start(self) -> None:
-        """Listen. Live at once (health ""); ready at set_ready(True). Raises RefusedToStart if the address is taken."""
+        """Listens. Health "" is SERVING at once; the service names after set_ready(True).
+
+        Raises RefusedToStart if the address is taken.
+        """
         await self.set_ready(False)
         if self._address.socket_path is None:
             self.address = str(self._bind_tcp())
@@ -252,7 +256,7 @@ def prepare_socket_path(path: Path) -> None:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    # gRPC would unlink it without asking, and leave a living service without its door.
+    # gRPC would unlink it without asking, and so would remove the socket of a running service.
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
         probe.settimeout(1)
         try:
