@@ -1,7 +1,7 @@
 """The port to where blobs' bytes lie: what the store may ask of a directory, or of whatever else keeps bytes by name.
 
-A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and asks for one thing at
-a time under `naming`. Where the medium fails, each method raises OSError. Every implementation passes
+A backend knows namespaces and hashes, nothing of agents. Its caller verifies what it writes, and publishes, removes and
+renames a blob only under `naming`. Where the medium fails, each method raises OSError. Every implementation passes
 tests/cachestore/any_backend.
 """
 

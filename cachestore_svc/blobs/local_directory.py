@@ -70,7 +70,7 @@ class LocalBlobs:
         self._shelves = directory / "blobs"
         self._disk = disk
         self._durable_directories: set[Path] = set()
-        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._locks: dict[int, threading.Lock] = {}  # made when first asked for: most namespaces only rest
 
     @property
     def place(self) -> str:
@@ -156,7 +156,7 @@ class LocalBlobs:
 
     def naming(self, hash_: str) -> AbstractContextManager[object]:
         """See NamespaceBlobs."""
-        return self._locks[int(hash_[:2], 16) % _LOCKS]
+        return self._locks.setdefault(int(hash_[:2], 16) % _LOCKS, threading.Lock())
 
     def aside_path(self, aside: Aside) -> Path:
         """Where the file of an aside lies: beside the blob that it was."""

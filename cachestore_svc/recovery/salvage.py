@@ -131,8 +131,8 @@ class Found:
         """The digest of a blob that is a whole manifest; None for every other."""
         for data, _ in self._blobs.unverified(hash_, MAX_MANIFEST_BYTES):
             digest = Digest.of(data)
-            if digest.hash == hash_ and self.manifest(digest):
-                return digest
+            if digest.hash == hash_:  # other copies have the same bytes
+                return digest if self.manifest(digest) else None
         return None
 
 

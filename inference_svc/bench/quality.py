@@ -43,7 +43,7 @@ def measured(
     loaded = load(directory, compute_type)
     runner = ModelRunner(loaded.model)
     conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
-    subject = exam.Subject(runner, loaded.tokenizer, conversations)
+    subject = exam.Subject(runner, loaded.tokenizer, lambda: conversations)
     request = PolicyRequest.parse(AUTO, exact_layers)
     policies = {rung.value: request.policy(rung, runner.compute_type, len(runner.layers)) for rung in LADDER}
     found = exam.examine(subject, policies, QUICK if is_quick else FULL, clock=clock, say=say, with_peers=True)

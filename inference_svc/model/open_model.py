@@ -1,5 +1,6 @@
 """Opens a model by name: loads, probes and identifies it. Runs once, on the MLX thread."""
 
+import functools
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,8 +61,8 @@ def open_model(
     else:
         request = policy or PolicyRequest()
         file = conversations_file if request.rung is None else None
-        conversations = Conversations.read_for(file, tokenizer_digest(directory))
-        subject = exam.Subject(runner, loaded.tokenizer, conversations)
+        read_conversations = functools.partial(Conversations.read_for, file, tokenizer_digest(directory))
+        subject = exam.Subject(runner, loaded.tokenizer, read_conversations)
         chosen = chosen_policy(request, subject, digest, cache_dir, time.monotonic)
     runner.check_policy(chosen.policy)
     identity = kv_identity(digest, runner.layers, chosen.policy)

@@ -288,3 +288,17 @@ def test_a_second_address_that_cannot_be_is_refused(tmp_path: Path, address: str
         EdgeServer(
             Listening(f"unix:{first}", second_address=address.format(first=first)), [NAME], {}, new_request_id=str
         )
+
+
+def test_a_service_that_cannot_have_its_second_address_leaves_the_first(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    (tmp_path / "open").mkdir(mode=0o755)
+    listening = Listening(f"unix:{tmp_path}/first", second_address=f"unix:{tmp_path}/open/second")
+
+    async def test() -> None:
+        edge = EdgeServer(listening, [NAME], {}, new_request_id=lambda: "r")
+        with pytest.raises(serving.RefusedToStart):
+            await edge.start()
+
+    run(test())
+    assert not (tmp_path / "first").exists()

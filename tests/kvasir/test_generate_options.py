@@ -9,9 +9,10 @@ from typing import Any, get_type_hints
 
 import grpc
 import pytest
-from kvasir.clients import AioInferenceClient, GenerateOptions, InferenceClient
+from kvasir.cli.talk import follow_turn
+from kvasir.clients import AioInferenceClient, GenerateOptions, InferenceClient, Reply
 from kvasir.clients.generate_options import OptionArguments
-from kvasir.errors import InvalidArgument
+from kvasir.errors import Internal, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
@@ -117,3 +118,14 @@ def test_generate_and_reply_take_the_same_in_both_clients() -> None:
         getattr(client, name) for client in (InferenceClient, AioInferenceClient) for name in ("generate", "reply")
     ]
     assert len({tuple(inspect.signature(method).parameters.items()) for method in methods}) == 1
+
+
+@pytest.mark.parametrize("number", [-1, 1 << 30])
+def test_a_choice_that_no_service_sends_makes_no_room_for_itself(number: int) -> None:
+    with pytest.raises(Internal):
+        Reply().add(pb.GenerateResponse(delta=pb.Delta(choice=number, text="x")))
+
+
+def test_a_turn_that_never_started_has_no_result() -> None:
+    with pytest.raises(Internal):
+        follow_turn([pb.GenerateResponse(finished=pb.Finished())])

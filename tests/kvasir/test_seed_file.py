@@ -199,6 +199,7 @@ def _changed(path: str, value: object) -> bytes:
     return _with_header(file, header)
 
 
+_SCALES_SHAPE = _header_of(exported(*a_memory(identity(), 10)))["layer_0_k_scales"]["shape"]
 HOSTILE = {
     "empty": lambda: b"",
     "short": lambda: b"\x00" * 7,
@@ -217,6 +218,7 @@ HOSTILE = {
     "negative offsets": lambda: _changed("layer_0_k_weights>data_offsets", [-640, 0]),
     "a foreign dtype": lambda: _changed("layer_0_k_weights>dtype", "F64"),
     "a boundless shape": lambda: _changed("layer_0_k_weights>shape", [1 << 62, 1 << 62]),
+    "a shape of a million ones": lambda: _changed("layer_0_k_scales>shape", [*_SCALES_SHAPE, *[1] * 1_000_000]),
     "a name outside": lambda: _changed("../../etc/passwd", {"dtype": "F16", "shape": [1], "data_offsets": [0, 2]}),
     "metadata that is no string": lambda: _changed("__metadata__>agent_id", 3),
     "no metadata": lambda: _changed("__metadata__", None),

@@ -82,6 +82,7 @@ class BatchedRows(ABC, Generic[RowT]):
         """Store one new row [slots, kv_heads, 1, dim] behind each sequence; return all rows as attention is to see
         them, [slots, kv_heads, rows, dim], in the same types. The mask hides the rows that are not a sequence's own.
         """
+        check_one_token(keys.shape[2])
         codes = self._encode(keys, values)
         places, width = self._places(), self._width
         if not self.keeps_decoded:

@@ -27,11 +27,11 @@ CANARY = "canary"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A loaded model, and conversations in the language of its tokenizer, if there are any."""
+    """A loaded model, and how to read conversations in the language of its tokenizer, if there are any."""
 
     runner: ModelRunner
     tokenizer: Any
-    conversations: Conversations | None
+    read_conversations: Callable[[], Conversations | None]
 
 
 @dataclass(slots=True)
@@ -81,8 +81,9 @@ def examine(
 
 def _material(subject: Subject, extent: Extent, meter: Meter) -> tuple[str, Iterable[Sheet]]:
     """Questions for a model that can answer some, else the canary."""
-    if subject.conversations is not None and meter.can_ask():
-        sheets = conversation_sheets(subject.conversations, subject.tokenizer, extent)
+    conversations = subject.read_conversations()
+    if conversations is not None and meter.can_ask():
+        sheets = conversation_sheets(conversations, subject.tokenizer, extent)
         first = next(sheets)
         trial = exact_way(subject.runner)
         meter.measure(first, trial, ())

@@ -230,7 +230,7 @@ MUTANTS = (
     Mutant(
         "a sweep and a writer of the same blob are not kept apart",
         "local_directory.py",
-        "        return self._locks[int(hash_[:2], 16) % _LOCKS]\n",
+        "        return self._locks.setdefault(int(hash_[:2], 16) % _LOCKS, threading.Lock())\n",
         "        return threading.Lock()\n",
         "garbage kill",
     ),

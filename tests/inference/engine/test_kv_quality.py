@@ -29,7 +29,7 @@ AUTO = PolicyRequest.parse("auto")
 def subject_of(directory: Path) -> Subject:
     loaded = load(directory, "float32")
     conversations = Conversations.read_for(kvasir_tiny.conversations_path(), tokenizer_digest(directory))
-    return Subject(ModelRunner(loaded.model), loaded.tokenizer, conversations)
+    return Subject(ModelRunner(loaded.model), loaded.tokenizer, lambda: conversations)
 
 
 def examined(subject: Subject, rungs: tuple[Rung, ...] = LADDER, with_peers: bool = False) -> Exam:
@@ -96,7 +96,7 @@ def test_a_model_that_cannot_be_asked_sings_the_canary(model_dir: Path, tmp_path
     than four bits."""
     subject = subject_of(model_dir)
     exam = examined(subject, (Rung.Q4, Rung.FP))
-    assert subject.conversations is not None
+    assert subject.read_conversations() is not None
     assert exam.material == CANARY
     assert RECALL not in exam.exact.shares
     assert not judged(exam.rungs[0], exam.exact).passes

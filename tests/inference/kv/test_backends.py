@@ -354,3 +354,9 @@ class TestUnmodifiedBatchGenerator:
             for token in more[:-1]:
                 model(mx.array([[token]]), cache=kv.layers)
             assert tokens[uid] == [int(row.argmax()) for row in alone(model, kv, more[-1], 5)]
+
+
+def test_several_tokens_of_a_sequence_at_once_are_refused_and_not_cut() -> None:
+    rows = mx.zeros((1, 2, 3, 64))
+    with pytest.raises(ValueError, match="one token"):
+        BatchLayerKV().update_and_fetch(rows, rows)

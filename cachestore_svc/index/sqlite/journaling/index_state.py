@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from blake3 import blake3
 
 from cachestore_svc.index.damage import index_damaged
-from cachestore_svc.index.sqlite.blobs import namespaces
 from cachestore_svc.index.sqlite.failures import NO_TEXT
 from cachestore_svc.index.sqlite.migrations import MIGRATIONS
 from cachestore_svc.index.sqlite.rows import Rows
@@ -149,7 +148,11 @@ def state_anyway(rows: Rows) -> State:
 
 def namespaces_anyway(rows: Rows) -> list[str]:
     """Names of all namespaces, where text is damaged, too."""
-    return _read_anyway(rows, namespaces)
+    return _read_anyway(rows, _namespaces)
+
+
+def _namespaces(rows: Rows) -> list[str]:
+    return sorted(str(name) for (name,) in rows.all("SELECT name FROM namespaces NOT INDEXED"))
 
 
 def _read_anyway(rows: Rows, work: Callable[[Rows], _Answer]) -> _Answer:

@@ -45,10 +45,11 @@ def follow_turn(
     """Follow a turn, which begins when `events` are iterated over. Raises the engine's refusals."""
     began = time.monotonic()
     first_token_s = 0.0
-    reply = Reply()
+    has_started, reply = False, Reply()
     for event in events:
         reply.add(event)
         if event.HasField("started"):
+            has_started = True
             on_started(event.started)
         elif event.HasField("prefill_progress"):
             on_progress(event.prefill_progress)
@@ -58,7 +59,7 @@ def follow_turn(
                 on_reasoning(event.delta.reasoning_text)
             if event.delta.text:
                 on_text(event.delta.text)
-        elif event.HasField("finished"):
+        elif event.HasField("finished") and has_started:
             return _result(reply, first_token_s)
     raise Internal("the engine ended the turn without a result")
 

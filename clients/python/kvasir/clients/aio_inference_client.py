@@ -44,7 +44,8 @@ class AioInferenceClient(AioServiceClient):
     def connect(
         cls, address: str, *, token: str | None = None, tls: Tls | None = None, timeout_s: float = 10.0
     ) -> Self:
-        """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
+        """A client of the engine at unix:/path or host:port. Connects with the first call. Raises InvalidArgument,
+        and Unauthenticated for a token that no header can hold."""
         return cls(aio_channel(address, tls, READS), token=token, timeout_s=timeout_s)
 
     def with_token(self, token: str) -> Self:

@@ -19,6 +19,9 @@ class GenerateOptions:
     use the same options again keep them in a value: with `terse = GenerateOptions(max_tokens=50, tools=tools)`, a call
     is `engine.reply(prompt="…", options=terse, agent_id="ada")`, where the options that the call names go before those
     of `terse`. So simple calls stay short, and all options stand in one list: this one. Other names are a TypeError.
+
+    A named option replaces the option of the same name only. A named `regex` beside the value's `json_schema` is
+    refused, and so is a named `max_tokens` beside one in its `sampling`.
     """
 
     # The agent whose memory is read and extended. Empty: nothing is remembered.

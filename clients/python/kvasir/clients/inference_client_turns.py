@@ -17,6 +17,8 @@ _READ_RPCS = ("CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetSt
 READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS)
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
+# More than a service sends: what an answer names is made room for.
+_MAX_CHOICES = 128
 _KNOWN = {None: "which version is kept is not known here", 0: "it remembered nothing before"}
 
 
@@ -85,6 +87,8 @@ class Reply:
                 pass
 
     def _choice(self, number: int) -> Choice:
+        if not 0 <= number < _MAX_CHOICES:
+            raise Internal(f"the engine sent choice {number}")
         while len(self.choices) <= number:
             self.choices.append(Choice())
         return self.choices[number]

@@ -47,7 +47,8 @@ class StoreClient(BlobTransfers):
         retry_reads: bool = True,
         max_cuts: int = 5,
     ) -> Self:
-        """A client of the store at unix:/path or host:port. Connects with the first call. Raises InvalidArgument."""
+        """A client of the store at unix:/path or host:port. Connects with the first call. Raises InvalidArgument,
+        and Unauthenticated for a token that no header can hold."""
         channel = sync_channel(address, tls, READS if retry_reads else ())
         return cls(channel, token=token, timeout_s=timeout_s, max_cuts=max_cuts)
 

@@ -21,6 +21,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096
+MAX_DIMS = 8  # of a tensor
 METADATA_KEY = "kvasir"
 _ALIGNMENT = 64
 
@@ -305,8 +306,8 @@ def tensor_spec(name: str, dtype: object, shape: object) -> TensorSpec:
     """A header entry's dtype and shape, checked. Raises HeaderError."""
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
         raise HeaderError(f"{name}: dtype: expected one of {sorted(_ITEM_BYTES)}, got {str(dtype)[:20]!r}")
-    if not isinstance(shape, list) or not 1 <= len(shape) <= 8 or not all(_is_count(n) and n > 0 for n in shape):
-        raise HeaderError(f"{name}: shape: expected 1 to 8 positive numbers")
+    if not isinstance(shape, list) or not 1 <= len(shape) <= MAX_DIMS or not all(_is_count(n) and n > 0 for n in shape):
+        raise HeaderError(f"{name}: shape: expected 1 to {MAX_DIMS} positive numbers")
     return TensorSpec(name, dtype, tuple(shape))
 
 

@@ -220,6 +220,9 @@ def _read(data: bytes) -> tuple[dict[str, tuple[TensorSpec, memoryview]], dict[s
         found = safetensors.deserialize(data)  # type: ignore[no-untyped-call]
     except safetensors.SafetensorError as error:
         raise _malformed(str(error)[:200]) from None
+    for name, entry in found:
+        if not 1 <= len(entry["shape"]) <= block_file.MAX_DIMS:
+            raise _malformed(f"{name[:80]}: shape: expected 1 to {block_file.MAX_DIMS} numbers")
     tensors = {
         name: (TensorSpec(name, entry["dtype"], tuple(entry["shape"])), memoryview(entry["data"]))
         for name, entry in found

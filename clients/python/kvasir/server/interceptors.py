@@ -81,7 +81,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         if handler is None:
             return None
         known, wrapped = self._wrapped.get(method, (None, None))
-        if known is not handler:
+        if known != handler:  # each address has a handler of its own, of the same methods
             wrapped = self._wrap(method, handler)
             self._wrapped[method] = (handler, wrapped)
         return wrapped

@@ -126,6 +126,7 @@ class EdgeServer:
         # Set when a stop was asked for: streams without an end of their own watch it.
         self.stopping = asyncio.Event()
         self.address = str(self._address)
+        self._sockets: list[Path] = []  # ours, from the moment that they are bound
 
     def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Serve it at every address. `register`: the generated `add_…Servicer_to_server`."""
@@ -138,14 +139,13 @@ class EdgeServer:
         Raises RefusedToStart if the address is taken.
         """
         await self.set_ready(False)
-        if self._address.socket_path is None:
-            self.address = str(self._bind_tcp())
-        else:
-            self._bind_socket(self.grpc, self._address.socket_path)
-        if self._second_path is not None:
-            self._bind_socket(self._servers[1], self._second_path)
-        for server in self._servers:
-            await server.start()
+        try:
+            self._bind()
+            for server in self._servers:
+                await server.start()
+        except BaseException:
+            await self._close(0)  # an address that takes connections and never answers is worse than none
+            raise
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def set_ready(self, is_ready: bool) -> None:
@@ -163,14 +163,24 @@ class EdgeServer:
             await self.stopping.wait()
         finally:
             await self._health.enter_graceful_shutdown()
-            await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
-            for path in (self._address.socket_path, self._second_path):
-                if path is not None:
-                    path.unlink(missing_ok=True)
+            await self._close(grace_s)
 
     def stop(self) -> None:
         """Ask for a graceful stop. Safe to repeat."""
         self.stopping.set()
+
+    async def _close(self, grace_s: float) -> None:
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        while self._sockets:
+            self._sockets.pop().unlink(missing_ok=True)
+
+    def _bind(self) -> None:
+        if self._address.socket_path is None:
+            self.address = str(self._bind_tcp())
+        else:
+            self._bind_socket(self.grpc, self._address.socket_path)
+        if self._second_path is not None:
+            self._bind_socket(self._servers[1], self._second_path)
 
     def _bind_tcp(self) -> Address:
         tls = _server_tls(self._listening)
@@ -193,6 +203,7 @@ class EdgeServer:
             raise RefusedToStart(f"cannot listen on unix:{path}") from None
         finally:
             os.umask(before)
+        self._sockets.append(path)
         path.chmod(0o600)
 
 
