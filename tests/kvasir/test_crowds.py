@@ -302,3 +302,33 @@ def test_a_service_that_cannot_have_its_second_address_leaves_the_first(tmp_path
 
     run(test())
     assert not (tmp_path / "first").exists()
+
+
+def test_a_handler_is_wrapped_once_for_both_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    addresses = [f"unix:{tmp_path}/{name}" for name in ("first", "second")]
+    wrapped: list[str] = []
+    wrap = interceptors.Authentication._wrap
+    monkeypatch.setattr(
+        interceptors.Authentication, "_wrap", lambda *given: (wrapped.append(given[1]), wrap(*given))[1]
+    )
+
+    async def test() -> None:
+        method = f"/{NAME}/GetCapabilities"
+        edge = EdgeServer(
+            Listening(addresses[0], second_address=addresses[1]),
+            [NAME],
+            {method: frozenset({"client"})},
+            new_request_id=lambda: "r",
+        )
+        edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, Service())
+        await edge.start()
+        for _ in range(3):
+            for address in addresses:
+                async with grpc.aio.insecure_channel(address) as channel:
+                    stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+                    await stub.GetCapabilities(pb.GetCapabilitiesRequest())
+        await edge._close(0)
+        assert wrapped == [method]
+
+    run(test())

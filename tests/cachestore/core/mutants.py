@@ -204,7 +204,7 @@ MUTANTS = (
         "store.py",
         "facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]",
         "facts.token_ids",
-        "commits",
+        "agents",
     ),
     Mutant(
         "FindMissing does not extend lifetimes",
@@ -330,7 +330,7 @@ MUTANTS = (
         "committing.py",
         "    if not agent.is_pinned:\n",
         "    if True:\n",
-        "commits",
+        "agents",
     ),
     Mutant(
         "lost events are not reported",

@@ -1,5 +1,6 @@
 """An index that may be lost: what a start notices, what it refuses, and what it goes on with."""
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -13,6 +14,7 @@ from kvasir.formats.block_hash import kv_identity_hash
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
+from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.index.sqlite.sqlite_catalog import _Operation
 from cachestore_svc.journal.journal_lines import Parsed
 from cachestore_svc.records import Origin
@@ -373,6 +375,24 @@ def test_a_flipped_name_of_one_agent_keeps_at_most_its_namespace_out(lab: Lab, p
                 assert name in lost.message  # noqa: PT017
                 kept_out.append(lost)
     assert len(kept_out) in (0, 2)
+
+
+def test_names_of_namespaces_are_read_though_their_look_up_is_damaged(lab: Lab, tmp_path: Path) -> None:
+    """A recovery reads the tables alone: what an old index still knows is not lost with a page of a look-up."""
+    leave(lab, tmp_path / "old")
+    with Lab(tmp_path / "old").open():
+        pass
+    database = tmp_path / "old" / DATABASE
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        [(page,)] = connection.execute(
+            "SELECT rootpage FROM sqlite_master WHERE name = 'sqlite_autoindex_namespaces_1'"
+        )
+        [(size,)] = connection.execute("PRAGMA page_size")
+    with database.open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(b"\xff" * size)
+    with looking_at(database, Disk()) as view:
+        assert set(view.namespaces_anyway()) == {NS, OTHER_NS}
 
 
 def test_what_is_set_aside_rests_and_then_goes(lab: Lab) -> None:

@@ -9,6 +9,7 @@ import contextvars
 import gc
 import inspect
 import logging
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager, nullcontext
@@ -71,7 +72,7 @@ def current_principal() -> Principal:
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Wraps each RPC's handler once, not at every call."""
+    """Wraps each RPC's handler once, not at every call, however many addresses it is served at."""
 
     def __init__(self) -> None:
         self._wrapped: dict[str, tuple[Any, Any]] = {}
@@ -86,8 +87,9 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             self._wrapped[method] = (handler, wrapped)
         return wrapped
 
+    @abstractmethod
     def _wrap(self, method: str, handler: Any) -> Any:
-        raise NotImplementedError
+        """The handler as it is called from now on."""
 
 
 class Errors(_Interceptor):

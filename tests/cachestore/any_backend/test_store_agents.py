@@ -1,0 +1,224 @@
+"""Agents and their lines: forked, rolled back, listed, pinned, forgotten, and found by their prefixes."""
+
+import pytest
+from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound
+from kvasir.formats.block_hash import kv_identity_hash
+
+from cachestore_svc.index import listing
+from cachestore_svc.records import Origin
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, assert_restores, publish
+from tests.synthetic import (
+    MIXED,
+    SMALL,
+    TINY,
+    SyntheticAgent,
+)
+
+KV = kv_identity_hash(SMALL)
+
+
+def test_a_fork_is_a_new_line_that_shares_every_blob(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(600), 0)
+    content = agent.turn(100)
+    source = publish(store, "a", content, 1)
+    blobs = store.stats(NS).blob_count
+    [line] = store.fork_agent(NS, "a", "b").lines
+    assert (line.version, line.parent_version, line.manifest, line.origin) == (1, 0, source.manifest, Origin.FORK)
+    assert store.stats(NS).blob_count == blobs
+    publish(store, "b", agent.fork(seed=4).turn(40), 1)
+    store.delete_agent(NS, "a")
+    store.collect_garbage(NS)
+    assert_restores(store, store.get_snapshot(NS, "b", version=1), content)
+    with pytest.raises(AlreadyExists):
+        store.fork_agent(NS, "b", "b")
+    with pytest.raises(NotFound):
+        store.fork_agent(NS, "nobody", "c")
+    with pytest.raises(NotFound):
+        store.fork_agent(NS, "b", "c", version=9)
+    with pytest.raises(NotFound):
+        store.get_agent(NS, "c")
+
+
+def test_an_agent_has_a_line_per_kv_identity_and_forks_them_all(store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 0)
+    assert {line.kv_identity_hash for line in store.fork_agent(NS, "a", "b").lines} == {KV, kv_identity_hash(MIXED)}
+    assert [line.kv_identity_hash for line in store.fork_agent(NS, "a", "c", KV, 1).lines] == [KV]
+    for call in (lambda: store.fork_agent(NS, "a", "d", version=1), lambda: store.rollback_agent(NS, "a", 1)):
+        with pytest.raises(InvalidArgument, match="2 lines"):
+            call()
+    with pytest.raises(NotFound):
+        store.get_snapshot(NS, "a", kv_identity_hash(TINY))
+
+
+def test_the_line_used_last_is_the_default(lab: Lab, store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
+    lab.clock.pass_s(5)
+    publish(store, "a", SyntheticAgent(MIXED, 1).turn(40), 0)
+    assert store.get_snapshot(NS, "a").kv_identity_hash == kv_identity_hash(MIXED)
+    lab.clock.pass_s(5)
+    store.get_snapshot(NS, "a", KV)
+    store.collect_garbage()  # waits for what was written without waiting
+    assert store.get_snapshot(NS, "a").kv_identity_hash == KV
+    assert store.get_agent(NS, "a").lines[0].kv_identity_hash == KV
+
+
+def test_a_rollback_is_a_new_version_and_removes_nothing(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    first = agent.turn(300)
+    publish(store, "a", first, 0)
+    second = agent.turn(30)
+    publish(store, "a", second, 1)
+    with pytest.raises(Conflict):
+        store.rollback_agent(NS, "a", 1, expected_head=1)
+    back = store.rollback_agent(NS, "a", 1, expected_head=2)
+    assert (back.version, back.parent_version, back.origin, back.origin_detail) == (3, 2, Origin.ROLLBACK, "version 1")
+    assert_restores(store, back, first)
+    assert_restores(store, store.get_snapshot(NS, "a", version=2), second)
+    with pytest.raises(NotFound):
+        store.rollback_agent(NS, "a", 7)
+
+
+def test_versions_beyond_retention_go_and_those_of_a_pinned_agent_stay(lab: Lab) -> None:
+    with lab.open(retained_versions=3) as store:
+        agent = SyntheticAgent(SMALL, 1)
+        for turn in range(5):
+            publish(store, "a", agent.turn(30), turn)
+        assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [5, 4, 3]
+        store.update_agent(NS, "a", is_pinned=True)
+        for turn in range(5, 8):
+            publish(store, "a", agent.turn(30), turn)
+        assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [8, 7, 6, 5, 4, 3]
+        store.update_agent(NS, "a", is_pinned=False, retained_versions=2)
+        publish(store, "a", agent.turn(30), 8)
+        assert [each.version for each in store.list_snapshots(NS, "a").snapshots] == [9, 8]
+        assert store.check().is_clean
+
+
+# --- agents ---
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 50])
+def test_listing_pages_through_names_by_prefix_and_labels(
+    store: Store, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_AGENTS_AT_ONCE", at_once)
+    names = ["Zeta", "alpha", "beta-1", "beta-2", "beta-3", "日本"]
+    for number, name in enumerate(names):
+        publish(store, name, SyntheticAgent(SMALL, number).turn(3), 0)
+    store.update_agent(NS, "beta-1", labels={"role": "critic", "team": "x"})
+    store.update_agent(NS, "beta-3", labels={"role": "critic"})
+
+    def listed(**filters: object) -> list[str]:
+        found, token = [], ""
+        while True:
+            page = store.list_agents(NS, page_size=2, page_token=token, **filters)  # type: ignore[arg-type]
+            assert page.agents or not token, "a page is told of only if it has somebody"
+            found += [agent.agent_id for agent in page.agents]
+            token = page.next_page_token
+            if not token:
+                return found
+
+    assert listed() == names
+    assert listed(name_prefix="beta-") == ["beta-1", "beta-2", "beta-3"]
+    assert listed(labels={"role": "critic"}) == ["beta-1", "beta-3"]
+    assert listed(labels={"role": "critic", "team": "x"}) == ["beta-1"]
+    assert listed(name_prefix="%") == []
+    reads, read = [], store._read
+    monkeypatch.setattr(store, "_read", lambda *given: (reads.append(given), read(*given))[1])
+    assert listed(labels={"team": "x"}) == ["beta-1"]
+    assert len(reads) <= len(names) // at_once + 1, "whoever asks for a rare label asks for few at a time, not for one"
+    for bad in ("!", "AAAA=A", "\xff", "Zeta\x00"):
+        with pytest.raises(InvalidArgument, match="page_token"):
+            store.list_agents(NS, page_token=bad)
+    with pytest.raises(InvalidArgument, match="page_size"):
+        store.list_agents(NS, page_size=1001)
+
+
+def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: Store) -> None:
+    for identity in (SMALL, MIXED):
+        agent = SyntheticAgent(identity, 1)
+        for turn in range(3):
+            publish(store, "a", agent.turn(10), turn)
+    found, token = [], ""
+    while True:
+        page = store.list_snapshots(NS, "a", page_size=2, page_token=token)
+        found += [(each.kv_identity_hash, each.version) for each in page.snapshots]
+        token = page.next_page_token
+        if not token:
+            break
+    lines = sorted((KV, kv_identity_hash(MIXED)))
+    assert found == [(line, version) for line in lines for version in (3, 2, 1)]
+    assert [each.version for each in store.list_snapshots(NS, "a", KV).snapshots] == [3, 2, 1]
+    with pytest.raises(InvalidArgument):
+        store.list_snapshots(NS, "a", page_token="eA==")
+    with pytest.raises(NotFound):
+        store.list_snapshots(NS, "b")
+
+
+def test_labels_pins_and_retention_change_alone_and_are_checked(store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+    store.update_agent(NS, "a", labels={"x": "1", "y": "2"}, retained_versions=5)
+    store.update_agent(NS, "a", is_pinned=True)
+    agent = store.update_agent(NS, "a", labels={"x": ""})
+    assert (dict(agent.labels), agent.is_pinned, agent.retained_versions) == ({"y": "2"}, True, 5)
+    for bad in ({"": "1"}, {"x": "\n"}, {"x" * 257: "1"}, {str(n): "1" for n in range(65)}):
+        with pytest.raises(InvalidArgument, match="labels"):
+            store.update_agent(NS, "a", labels=bad)
+    for count in (0, 1001):
+        with pytest.raises(InvalidArgument, match="retained_versions"):
+            store.update_agent(NS, "a", retained_versions=count)
+    assert dict(store.get_agent(NS, "a").labels) == {"y": "2"}
+
+
+def test_a_pinned_agent_is_deleted_only_by_force(store: Store) -> None:
+    publish(store, "a", SyntheticAgent(SMALL, 1).turn(3), 0)
+    store.update_agent(NS, "a", is_pinned=True)
+    with pytest.raises(FailedPrecondition) as refused:
+        store.delete_agent(NS, "a")
+    assert refused.value.reason == "AGENT_PINNED"
+    store.delete_agent(NS, "a", force=True)
+    with pytest.raises(NotFound):
+        store.get_agent(NS, "a")
+
+
+# --- prefixes ---
+
+
+def test_a_prefix_is_found_only_as_far_as_it_was_prefilled_and_bound(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(600, is_prompt=True), 0, bind_shared=True)
+    content = agent.turn(300)  # a reply: never shared
+    publish(store, "a", content, 1, bind_shared=True)
+    hashes = agent.block_hashes(NS)
+    assert len(hashes) == 3
+    assert store.find_prefix(NS, KV, hashes) == content.digests[:2]
+    assert store.find_prefix(NS, KV, hashes[1:]) == [content.digests[1]]
+    assert store.find_prefix(NS, KV, ["0" * 64, *hashes]) == []
+    assert store.find_prefix(NS, kv_identity_hash(TINY), hashes) == []
+    for bad in (["x"], ["A" * 64], ["0" * 63], ["0" * 64 + "\n"]):
+        with pytest.raises(InvalidArgument):
+            store.find_prefix(NS, KV, bad)
+
+
+def test_what_is_imported_binds_no_prefix(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    publish(store, "a", agent.turn(600, is_prompt=True), 0, bind_shared=False, origin=Origin.IMPORT)
+    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+
+
+def test_the_first_binding_wins_until_its_blob_is_damaged(lab: Lab, store: Store) -> None:
+    tokens = list(range(256))
+    ours, theirs = SyntheticAgent(SMALL, 1, engine_seed=1), SyntheticAgent(SMALL, 1, engine_seed=2)
+    first, second = ours.turn(tokens, is_prompt=True), theirs.turn(tokens, is_prompt=True)
+    publish(store, "a", first, 0, bind_shared=True)
+    publish(store, "b", second, 0, bind_shared=True)
+    hashes = ours.block_hashes(NS)
+    assert store.find_prefix(NS, KV, hashes) == first.digests != second.digests
+    lab.overwrite(first.digests[0], b"")
+    list(store.verify(NS))
+    assert store.find_prefix(NS, KV, hashes) == []
+    publish(store, "c", second, 0, bind_shared=True)
+    assert store.find_prefix(NS, KV, hashes) == second.digests
