@@ -252,27 +252,26 @@ def test_a_call_at_the_second_address_waits_behind_no_crowd_at_the_first(tmp_pat
         service = SlowService()
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
         await edge.start()
-        overtaken: dict[str, int] = {}
         async with AsyncExitStack() as exits:
-            for address in (first, second):
-                options = [("grpc.use_local_subchannel_pool", 1)]
-                stubs: list[Any] = [
-                    cachestore_pb2_grpc.CacheStoreServiceStub(  # type: ignore[no-untyped-call]
-                        await exits.enter_async_context(grpc.aio.insecure_channel(where, options=options))
-                    )
-                    for where in (first, address)
-                ]
-                for stub in stubs:
-                    await stub.GetCapabilities(pb.GetCapabilitiesRequest())  # connected
-                many = [stubs[0].GetCapabilities(pb.GetCapabilitiesRequest()) for _ in range(crowd)]
-                asked = [asyncio.ensure_future(_awaited(call)) for call in many]
-                before = service.answered
-                await stubs[1].GetCapabilities(pb.GetCapabilitiesRequest())
-                overtaken[address] = service.answered - before
-                await asyncio.gather(*asked)
+            options = [("grpc.use_local_subchannel_pool", 1)]
+            stubs: list[Any] = [
+                cachestore_pb2_grpc.CacheStoreServiceStub(  # type: ignore[no-untyped-call]
+                    await exits.enter_async_context(grpc.aio.insecure_channel(where, options=options))
+                )
+                for where in (first, second)
+            ]
+            for stub in stubs:
+                await stub.GetCapabilities(pb.GetCapabilitiesRequest())  # connected
+            many = [stubs[0].GetCapabilities(pb.GetCapabilitiesRequest()) for _ in range(crowd)]
+            asked = [asyncio.ensure_future(_awaited(call)) for call in many]
+            before = service.answered
+            await stubs[1].GetCapabilities(pb.GetCapabilitiesRequest())
+            overtaken = service.answered - before
+            await asyncio.gather(*asked)
             for server in edge._servers:
                 await server.stop(0)
-        assert 4 * overtaken[second] < overtaken[first], overtaken
+        # At an address of its own a call overtakes all but the few that were being answered: 2 or 3 of the crowd.
+        assert overtaken < crowd / 8, overtaken
 
     run(test())
 
