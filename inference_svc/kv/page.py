@@ -1,0 +1,109 @@
+"""What a page is: 256 tokens of one layer's K and V, byte for byte as a block file holds them.
+
+A page is a run of 16-bit units. Its parts lie one behind the other in the order of the file's tensors: codes, scales
+and biases of K, then those of V; or the 16-bit values of K, then those of V. Each part is `[kv_heads, 256, units]`,
+row-contiguous. So a page goes to a file and comes back without moving a byte within it. This module needs no MLX.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_file import layer_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+PAGE_TOKENS = BLOCK_TOKENS
+UNIT_BYTES = 2
+EXACT_BITS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowFormat:
+    """How the rows of K or of V are stored: `bits` 4 or 8 in groups along the head, or 16 as they are."""
+
+    kv_heads: int
+    dim: int  # values per head and row
+    bits: int
+    group_size: int = 0  # values that share a scale and a bias; 0 with 16 bits
+    is_rotated: bool = False  # by a Hadamard transform along the head, before the quantization
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.bits != EXACT_BITS
+
+    @property
+    def part_units(self) -> tuple[int, ...]:
+        """Units that a row of one head has in each part: codes, scales, biases; or values."""
+        if not self.dim:
+            return ()
+        if not self.is_quantized:
+            return (self.dim,)
+        groups = self.dim // self.group_size
+        return (self.dim * self.bits // EXACT_BITS, groups, groups)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Where one part lies in a page: `[kv_heads, 256, units]` from unit `offset` on. Codes are 32-bit words there."""
+
+    offset: int
+    kv_heads: int
+    units: int  # of a row of one head
+    is_codes: bool = False
+
+    @property
+    def size(self) -> int:
+        return self.kv_heads * PAGE_TOKENS * self.units
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """The page of one layer. `scale_type` is that of scales, biases and 16-bit values."""
+
+    key: RowFormat
+    value: RowFormat
+    scale_type: identity_pb2.ScaleType.ValueType
+
+    @classmethod
+    def of(cls, identity: identity_pb2.KvIdentity, layer: int) -> "PageFormat":
+        """The page of one entry of a layout, which must be a layer with rows."""
+        entry, policy = identity.layers[layer], identity.policy
+        is_exact = layer in policy.exact_layers
+        is_rotated = policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
+        key_bits, value_bits = (EXACT_BITS if is_exact else bits for bits in (policy.key_bits, policy.value_bits))
+        made = cls(
+            _row_format(entry.kv_heads, entry.key_dim, key_bits, policy.group_size, is_rotated=is_rotated),
+            _row_format(entry.kv_heads, entry.value_dim, value_bits, policy.group_size),
+            policy.scale_type,
+        )
+        assert made.bytes == sum(tensor.size_bytes for tensor in layer_tensors(identity, layer, PAGE_TOKENS))
+        return made
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of K, then those of V, in the order of a file's tensors."""
+        return tuple(self._parts())
+
+    @cached_property
+    def units(self) -> int:
+        """16-bit units of the whole page."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def bytes(self) -> int:
+        return self.units * UNIT_BYTES
+
+    def _parts(self) -> Iterator[Part]:
+        offset = 0
+        for rows in (self.key, self.value):
+            for number, units in enumerate(rows.part_units):
+                part = Part(offset, rows.kv_heads, units, is_codes=rows.is_quantized and number == 0)
+                yield part
+                offset += part.size
+
+
+def _row_format(kv_heads: int, dim: int, bits: int, group_size: int, *, is_rotated: bool = False) -> RowFormat:
+    if bits == EXACT_BITS:
+        return RowFormat(kv_heads, dim, bits)
+    return RowFormat(kv_heads, dim, bits, group_size, is_rotated)
