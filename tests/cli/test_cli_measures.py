@@ -51,3 +51,23 @@ def test_the_quality_bench_says_what_is_wrong_with_a_model(tmp_path: Path) -> No
     refused = Cli(tmp_path)("bench", "quality", "--quick", "--model", str(tmp_path))
     assert refused.code != 0
     assert "config.json" in refused.err
+
+
+def test_a_made_model_is_one_that_doctor_can_keep(tmp_path: Path) -> None:
+    cli, directory = Cli(tmp_path), tmp_path / "model"
+    command = ("bench", "make-model", "--geometry", "kvasir-tiny-2l", "--bits", "4", directory)
+    made = cli.done(*command, "--json").value
+    assert set(made) == {"directory", "geometry", "layers", "weights_bytes", "seconds"}
+    assert (made["layers"], made["directory"]) == (2, str(directory))
+    model = cli("doctor", "--json", "--model", directory).value["model"]
+    assert (model["policy"]["applied_layers"], model["context_tokens"]) == (2, 8192)
+    again = cli(*command)
+    assert again.code != 0
+    assert "not empty" in again.err
+
+
+def test_a_geometry_that_nobody_knows_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    refused = Cli(tmp_path)("bench", "make-model", "--geometry", "gemma-4", tmp_path / "model")
+    assert refused.code != 0
+    assert "llama-3.1-8b, " in refused.err
+    assert not (tmp_path / "model").exists()

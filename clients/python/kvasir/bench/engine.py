@@ -3,14 +3,10 @@
 The SDK does not import the service: `python -m inference_svc.bench` measures and prints JSON.
 """
 
-import json
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvasir.errors import FailedPrecondition
+from kvasir.bench.program import run_program
 
 _SECONDS = "_s"
 _SPREAD = "_spread"
@@ -29,25 +25,12 @@ def run(
 
     Raises FailedPrecondition, with the program's last line, if it could not measure.
     """
-    argv = [sys.executable, "-m", "inference_svc.bench"]
-    argv += ["--model", model] if model else []
+    argv = ["--model", model] if model else []
     argv += ["--only", *cases] if cases else []
     argv += ["--peer", peer] if peer else []
     argv += ["--repeats", str(repeats)] if repeats is not None else []
     argv += ["--quick"] if is_quick else []
-    last = ""
-    with tempfile.TemporaryFile("w+") as out:
-        with subprocess.Popen(argv, stdout=out, stderr=subprocess.PIPE, text=True) as process:
-            assert process.stderr is not None
-            for line in process.stderr:
-                last = line.strip() or last
-                say(line.rstrip())
-        if process.returncode:
-            hint = "; install kvasir[engine]" if "No module named" in last else ""
-            raise FailedPrecondition(f"the engine could not be measured: {last}{hint}")
-        out.seek(0)
-        results: dict[str, Any] = json.load(out)
-    return results
+    return run_program("inference_svc.bench", argv, "the engine could not be measured", say)
 
 
 def table(results: Mapping[str, Any]) -> str:

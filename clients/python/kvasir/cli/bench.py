@@ -11,9 +11,11 @@ import typer
 from kvasir.bench import engine as engine_bench
 from kvasir.bench import engine_keys, engine_plots
 from kvasir.bench import store as store_bench
+from kvasir.bench.program import run_program
 from kvasir.cli import quality as quality_report
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
+from kvasir.cli.rows import size
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
@@ -123,6 +125,37 @@ def quality(
         caller.out.print(quality_report.markdown(results), markup=False)
     else:
         caller.result(results, lambda out: quality_report.show(out, results))
+
+
+@app.command("make-model")
+def make_model(
+    context: typer.Context,
+    directory: Annotated[Path, typer.Argument(help="Where to write it: a new or empty directory.")],
+    geometry: Annotated[
+        str,
+        typer.Option(
+            help="llama-3.1-8b, llama-3.2-1b, gemma-3-4b, gemma-3-12b, gpt-oss-20b, qwen-2.5-7b, qwen-2.5-14b, "
+            "qwen-3-8b or kvasir-tiny. NAME-2l is NAME with its first two layers."
+        ),
+    ],
+    bits: Annotated[int | None, typer.Option(help="Of the weights, 4 or 8. Left out: those of --dtype.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Only the first ones. Left out: all.")] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a model of random weights with the configuration of a real one, to be measured where none can be fetched.
+
+    Its tokenizer is kvasir-tiny's with as many tokens as the real one has.
+    """
+    caller = caller_of(context, as_json)
+    options = [("--bits", bits), ("--layers", layers), ("--dtype", dtype), ("--seed", seed)]
+    arguments = [str(directory), "--geometry", geometry]
+    arguments += [str(part) for option in options if option[1] is not None for part in option]
+    with _progress(caller, "writing the model") as say:
+        made = run_program("inference_svc.bench.make_model", arguments, "the model was not written", say)
+    text = f"{directory}: {made['layers']} layers, {size(made['weights_bytes'])} of weights in {made['seconds']} s"
+    caller.result(made, lambda out: out.print(text, markup=False))
 
 
 @contextmanager
