@@ -1,0 +1,1 @@
+"""Attention over pages: few new queries read the stored rows of a sequence through its block table."""

@@ -1,0 +1,39 @@
+"""The seam: `paged_attention`, by the implementation that suits the device."""
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.reference import reference_attention
+from inference_svc.kv.page import PageFormat
+
+
+def paged_attention(
+    queries: mx.array,
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    soft_cap: float | None = None,
+) -> mx.array:
+    """Attention of the newest tokens' queries [B, Hq, L, Dk] to all stored rows: [B, Hq, L, Dv] in the queries' dtype.
+
+    `pages` is a layer's pool, uint16 [pages, page_format.units]; entry i of a row of `block_table` [B, blocks] is the
+    page of its tokens from 256 * i on; `lengths` [B] (both int32) counts stored tokens, the new ones included. Query i
+    sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
+    zeros. Nothing outside a sequence's rows changes a bit of its result. `sinks` [Hq] and `soft_cap` are in natural
+    units, as are scores that were multiplied by `scale`.
+    """
+    return reference_attention(
+        queries,
+        pages,
+        page_format,
+        block_table,
+        lengths,
+        scale=scale,
+        window=window,
+        sinks=sinks,
+        soft_cap=soft_cap,
+    )

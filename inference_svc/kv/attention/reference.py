@@ -1,0 +1,125 @@
+"""Attention over pages in plain MLX operations: the implementation of any device, and what the kernels must equal.
+
+Pages are gathered by the block table, de-quantized as `kv/codec.py` does, and given to MLX's own attention.
+"""
+
+import mlx.core as mx
+
+from inference_svc.kv.codec import SCALE_TYPES, ExactCodec, QuantizedCodec
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat, Part, RowFormat
+
+
+def reference_attention(
+    queries: mx.array,
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    lengths: mx.array,
+    *,
+    scale: float,
+    window: int | None = None,
+    sinks: mx.array | None = None,
+    soft_cap: float | None = None,
+    added_scores: mx.array | None = None,
+) -> mx.array:
+    """Attention of `queries` [B, Hq, L, Dk] to the rows of `pages`, as `paged_attention` says; any L.
+
+    `added_scores` [B, Hq, L, blocks * 256], in natural units, is for latent layers, which score their positions apart.
+    """
+    token_count = block_table.shape[1] * PAGE_TOKENS
+    seen = _seen(lengths, queries.shape[2], token_count, window)
+    keys, values = gathered(pages, page_format, block_table, lengths, queries.dtype)
+    if page_format.key.is_rotated:
+        queries = rotated(queries).astype(queries.dtype)
+    if soft_cap is None and added_scores is None:
+        typed_sinks = None if sinks is None else sinks.astype(queries.dtype)
+        mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=seen, sinks=typed_sinks)
+    else:
+        mixed = _attention_in_steps(queries, keys, values, scale, seen, sinks, soft_cap, added_scores)
+    # A softmax over nothing is no number: rows that see nothing are zeros.
+    return mx.where(mx.any(seen, axis=-1, keepdims=True), mixed, mx.zeros_like(mixed))
+
+
+def rotated(queries: mx.array) -> mx.array:
+    """Queries in the basis of rotated keys, in fp32: a rotation keeps products, so no key is turned back."""
+    return mx.hadamard_transform(queries.astype(mx.float32))
+
+
+def gathered(
+    pages: mx.array, page_format: PageFormat, block_table: mx.array, lengths: mx.array, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Keys and values [B, kv_heads, blocks * 256, dim] of each row of a block table, as stored: rotated keys stay so.
+
+    Rows from a sequence's length on are zeros, whatever their pages hold.
+    """
+    blocks = block_table.shape[1]
+    is_used = mx.arange(blocks)[None] * PAGE_TOKENS < lengths[:, None]
+    found = pages[mx.where(is_used, block_table, 0)]
+    is_stored = mx.arange(blocks * PAGE_TOKENS)[None] < lengths[:, None]
+    parts = [_part(found, part) for part in page_format.parts]
+    key_parts = len(page_format.key.part_units)
+    return (
+        _decoded(parts[:key_parts], page_format.key, page_format, is_stored, dtype),
+        _decoded(parts[key_parts:], page_format.value, page_format, is_stored, dtype),
+    )
+
+
+def _part(found: mx.array, part: Part) -> mx.array:
+    """One part of gathered pages [B, blocks, units] as rows [B, kv_heads, blocks * 256, …]."""
+    batch, blocks, _ = found.shape
+    rows = found[..., part.offset : part.offset + part.size].reshape(batch, blocks, part.kv_heads, PAGE_TOKENS, -1)
+    rows = rows.transpose(0, 2, 1, 3, 4).reshape(batch, part.kv_heads, blocks * PAGE_TOKENS, part.units)
+    return rows.view(mx.uint32) if part.is_codes else rows
+
+
+def _decoded(
+    parts: list[mx.array], rows: RowFormat, page_format: PageFormat, is_stored: mx.array, dtype: mx.Dtype
+) -> mx.array:
+    scale_type = SCALE_TYPES[page_format.scale_type]
+    typed = [part if part.dtype == mx.uint32 else part.view(scale_type) for part in parts]
+    is_stored = is_stored[:, None, :, None]
+    # Codes are numbers whatever they are; a scale, a bias or a value that nobody wrote may be none.
+    clean = [part if part.dtype == mx.uint32 else mx.where(is_stored, part, mx.zeros_like(part)) for part in typed]
+    if not rows.is_quantized:
+        return ExactCodec(scale_type).decode(tuple(clean), dtype)
+    return QuantizedCodec(rows.bits, rows.group_size, scale_type).decode(tuple(clean), dtype)
+
+
+def _seen(lengths: mx.array, query_count: int, token_count: int, window: int | None) -> mx.array:
+    """Which positions each query sees: bool [B, 1, L, tokens]."""
+    tokens = mx.arange(token_count)[None, None, None]
+    last = (lengths[:, None] - query_count + mx.arange(query_count)[None])[:, None, :, None]
+    seen = tokens <= last
+    return seen if window is None else seen & (tokens > last - window)
+
+
+def _attention_in_steps(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    seen: mx.array,
+    sinks: mx.array | None,
+    soft_cap: float | None,
+    added_scores: mx.array | None,
+) -> mx.array:
+    """What MLX's fast attention lacks: soft-capped scores, and scores of which a part is given; fp32 inside."""
+    batch, heads, count, dim = queries.shape
+    kv_heads = keys.shape[1]
+    grouped = queries.astype(mx.float32).reshape(batch, kv_heads, heads // kv_heads, count, dim) * scale
+    scores = grouped @ keys.astype(mx.float32)[:, :, None].swapaxes(-1, -2)
+    scores = scores.reshape(batch, heads, count, -1)
+    if added_scores is not None:
+        scores = scores + added_scores.astype(mx.float32)
+    if soft_cap is not None:
+        scores = soft_cap * mx.tanh(scores / soft_cap)
+    scores = mx.where(seen, scores, -mx.inf)
+    if sinks is not None:
+        sink = mx.broadcast_to(sinks.astype(mx.float32)[None, :, None, None], (batch, heads, count, 1))
+        scores = mx.concatenate([sink, scores], axis=-1)
+    weights = mx.softmax(scores, axis=-1)
+    if sinks is not None:
+        weights = weights[..., 1:]
+    weights = weights.reshape(batch, kv_heads, heads // kv_heads, count, -1)
+    mixed = weights @ values.astype(mx.float32)[:, :, None]
+    return mixed.reshape(batch, heads, count, -1).astype(queries.dtype)
