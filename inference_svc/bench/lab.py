@@ -1,9 +1,11 @@
 """The engine under measurement, and its turns, whose every event is timed."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 
@@ -24,11 +26,16 @@ from inference_svc.engine.api import (
     TurnPlan,
 )
 from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.kv.policy import PolicyRequest
+from inference_svc.model.link_rates import LinkProbe, LinkRates
+from inference_svc.model.mlx_lm_peer import MlxLmPeer
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.sequence_state import SequenceState
 
 PATIENCE_S = 1800.0
 _NAMESPACE = "bench"
+_ItemT = TypeVar("_ItemT")
 
 
 class MeasuredEngine(Engine):
@@ -55,7 +62,7 @@ class MeasuredEngine(Engine):
         model: str | Path,
         cache_dir: Path,
         memory_budget_bytes: int,
-        policy: identity_pb2.KvPolicy | None = None,
+        policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
         cell_tokens: int = 0,
     ) -> "MeasuredEngine":
         """Open an engine as `Engine.open` does."""
@@ -161,33 +168,125 @@ class Case:
     targets: Sequence[Target] = ()
 
 
+@dataclass(frozen=True)
+class Scope:
+    """How much is measured."""
+
+    repeats: int
+    is_quick: bool = False  # small and once, for a look
+    lengths: tuple[int, ...] = ()  # of contexts, in tokens; empty: each case's own
+    batches: tuple[int, ...] = ()  # rows that decode together; empty: each case's own
+    time_limit_s: float | None = None  # after this no new row is begun
+    has_peer: bool = False  # whether cases give their work to mlx-lm too
+
+
 class Lab:
-    """An engine, a clock (s), the number of repeats, and whether small quick measurements are enough."""
+    """An engine, a clock (s), and how much is measured."""
 
     def __init__(
         self,
         engine: MeasuredEngine,
         model: str | Path,
         clock: Callable[[], float],
+        scope: Scope,
         *,
-        repeats: int,
-        is_quick: bool,
+        cache_dir: Path,
         say: Callable[[str], None],
     ) -> None:
+        """`cache_dir`: where the digests of the model's weights are kept for other processes of this measurement."""
         self.engine = engine
         self.model = model
         self.clock = clock
-        self.repeats = repeats
-        self.is_quick = is_quick
-        self.say = say
+        self.scope = scope
+        self.cache_dir = cache_dir
         self.prompts = Prompts(engine.tokenizer)
+        self._say = say
+        self._began_s = clock()
         self._agents = 0
+        self._peer: MlxThread[MlxLmPeer] | None = None
+
+    def close(self) -> None:
+        """End the peer's thread, if it was needed."""
+        if self._peer is not None:
+            self._peer.close()
+
+    @property
+    def is_quick(self) -> bool:
+        return self.scope.is_quick
+
+    @property
+    def repeats(self) -> int:
+        return self.scope.repeats
+
+    @property
+    def has_peer(self) -> bool:
+        return self.scope.has_peer
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.engine.device != "cpu"
+
+    @property
+    def peer(self) -> MlxThread[MlxLmPeer]:
+        """mlx-lm with a copy of the model of its own, loaded at the first need."""
+        if self._peer is None:
+            compute_type = self.engine.model.compute_type
+            self.say("loading the model for mlx-lm")
+            self._peer = MlxThread(lambda: MlxLmPeer(self.model, compute_type, self.clock), name="mlx-lm")
+        return self._peer
+
+    @cached_property
+    def links(self) -> LinkRates:
+        """Rates of this machine's copies, measured once."""
+        self.say("copies of this machine")
+        thread = MlxThread(lambda: LinkProbe(self.clock), name="links")
+        try:
+            size_bytes = (16 if self.is_quick else 256) << 20
+            return thread.post(lambda probe: probe.rates(size_bytes)).result(PATIENCE_S)
+        finally:
+            thread.close()
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Of the slowest step between host memory and the device."""
+        return self.links.slowest
+
+    @property
+    def elapsed_s(self) -> float:
+        return self.clock() - self._began_s
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the time limit has passed."""
+        return self.scope.time_limit_s is not None and self.elapsed_s >= self.scope.time_limit_s
+
+    def say(self, text: str) -> None:
+        """Progress, with the seconds so far."""
+        limit = f" of {self.scope.time_limit_s:.0f}" if self.scope.time_limit_s is not None else ""
+        self._say(f"[{self.elapsed_s:.0f}{limit} s] {text}")
+
+    def while_there_is_time(self, items: Iterable[_ItemT]) -> Iterator[_ItemT]:
+        """The items until the time limit passes; says which are left out. The first is always measured."""
+        waiting = list(items)
+        while waiting:
+            yield waiting.pop(0)
+            if waiting and self.is_late:
+                self.say(f"no time is left for {', '.join(map(str, waiting))}")
+                return
 
     def rounds(self, what: str) -> Iterable[bool]:
-        """For each repeat, whether it counts; the first one does not, it warms caches and allocators."""
+        """For each repeat, whether it counts; the first one does not, it warms caches and allocators. At least one
+        counts, the others only until the time limit passes.
+        """
         for repeat in range(self.repeats + 1):
+            if repeat > 1 and self.is_late:
+                return
             self.say(f"{what}, {f'{repeat} of {self.repeats}' if repeat else 'warming up'}")
             yield repeat > 0
+
+    def chosen_lengths(self, own: Sequence[int]) -> list[int]:
+        """The lengths asked for, or a case's own, each cut to the model's context."""
+        return sorted({self.shortened(length, 512) for length in self.scope.lengths or own})
 
     def new_key(self) -> AgentKey:
         """A new agent."""
@@ -240,7 +339,9 @@ class Lab:
         if snapshot is None:
             raise RuntimeError("the engine dropped a memory of the measurement: its memory budget is too small")
         files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
-        return Restored(tuple(data for _, data in files), memory.tokens, len(memory.tokens))
+        here = len(memory.tokens)
+        state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
+        return Restored(tuple(data for _, data in files), memory.tokens, here, state=state)
 
     def shortened(self, tokens: int, spare: int = 64) -> int:
         """`tokens`, or fewer if the model's context has no room for them and `spare` more."""

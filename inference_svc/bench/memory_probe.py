@@ -12,7 +12,7 @@ from pathlib import Path
 
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.bench.lab import PATIENCE_S, Lab, MeasuredEngine
+from inference_svc.bench.lab import PATIENCE_S, Lab, MeasuredEngine, Scope
 from inference_svc.bench.prompts import Prompts
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model import kvasir_tiny
@@ -23,14 +23,15 @@ BUDGET_BYTES = 8 << 30
 PEER = "mlx-lm"
 
 
-def probed(model: str | Path, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
+def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
     """Bytes before the prompt, at the peak, and after the prompt while its KV is still in memory."""
     with tempfile.TemporaryDirectory() as nowhere:
-        engine = MeasuredEngine.opened(model, Path(nowhere), BUDGET_BYTES, _policy(kv), cell_tokens)
+        cache_dir = cache_dir or Path(nowhere)
+        engine = MeasuredEngine.opened(model, cache_dir, BUDGET_BYTES, _policy(kv), cell_tokens)
         try:
             if kv == PEER:
                 return _peer(model, Prompts(engine.tokenizer).tokens(tokens, 0), cell_tokens, engine)
-            lab = Lab(engine, model, time.monotonic, repeats=1, is_quick=True, say=lambda _: None)
+            lab = Lab(engine, model, time.monotonic, Scope(repeats=1), cache_dir=cache_dir, say=lambda _: None)
             prompt = lab.prompts.tokens(tokens, 0)
             before = restart_peak()
             turn = lab.start(prompt, 1, key=lab.new_key())
@@ -75,12 +76,13 @@ def main() -> None:
     """Print one probe's bytes to stdout."""
     parser = argparse.ArgumentParser(prog="python -m inference_svc.bench.memory_probe", description=__doc__)
     parser.add_argument("--model", default="")
+    parser.add_argument("--cache-dir", type=Path, help="digests of the weights; nowhere if left out")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--cell", type=int, default=256)
     parser.add_argument("--kv", choices=("q4", "fp16", PEER), default="q4")
     arguments = parser.parse_args()
     model = arguments.model or kvasir_tiny.path()
-    json.dump(probed(model, arguments.tokens, arguments.cell, arguments.kv), sys.stdout)
+    json.dump(probed(model, arguments.cache_dir, arguments.tokens, arguments.cell, arguments.kv), sys.stdout)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,15 @@ class Prompts:
         self._tokenizer = tokenizer
         conversations = Conversations.read(kvasir_tiny.conversations_path()).by_number.values()
         self._messages = sorted({message["content"] for talk in conversations for message in talk.messages})
+        self._tokens: dict[str, list[int]] = {}  # by message
 
     def tokens(self, count: int, number: int) -> tuple[int, ...]:
         """`count` tokens of text `number`, none of them special."""
         tokens: list[int] = []
         for message in shuffled(self._messages, number):
-            tokens += self._tokenizer.encode(f"{message}\n", add_special_tokens=False)
+            if message not in self._tokens:
+                self._tokens[message] = self._tokenizer.encode(f"{message}\n", add_special_tokens=False)
+            tokens += self._tokens[message]
             if len(tokens) >= count:
                 break
         return tuple(tokens[:count])

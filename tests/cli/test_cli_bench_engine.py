@@ -1,5 +1,6 @@
 """`kvasir bench engine` measures every case, and says it under the names in its help. No timing is asserted."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,19 @@ def test_an_engine_that_cannot_be_measured_says_why(tmp_path: Path) -> None:
     ended = Cli(tmp_path)("bench", "engine", "--quick", "--only", "matching", "--model", str(tmp_path))
     assert ended.code != 0
     assert "config.json" in ended.err
+
+
+def test_behind_its_time_limit_a_run_shows_what_is_known(tmp_path: Path) -> None:
+    cli, options = Cli(tmp_path), ("--only", "decode", "--only", "cancel", "--batches", "1", "--quick", "--json")
+    results = cli.done("bench", "engine", *options, "--time-limit-s", "0.001").value
+    assert set(results["cases"]) == {"decode"}
+    assert [row["batch"] for row in results["cases"]["decode"]["rows"]] == [1]
+    assert results["settings"]["time_limit_s"] == 0.001
+    kept = tmp_path / "kept.json"
+    kept.write_text(json.dumps(results))
+    shown = cli.done("bench", "engine", "--results", kept, "--plots", tmp_path / "plots").out
+    assert "Decode throughput" in shown
+    assert [path.name for path in (tmp_path / "plots").iterdir()] == ["decode.png"]
 
 
 ROWS = [

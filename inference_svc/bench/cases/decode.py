@@ -8,7 +8,12 @@ from inference_svc.bench.lab import Case, Lab, LabMemory
 from inference_svc.bench.prompts import mixed_lengths
 
 MIXED = "200-4000"
-_LEAST_RATIO = 3.0  # 8 rows to one, at 128 tokens
+_CONTEXTS = (128, 512, 2048)
+_BATCHES = (1, 2, 4, 8, 16)
+_MOST_TOKENS = 1 << 17  # of all rows: more would take longer to compute than to measure
+# The least that so many rows do to one, by device.
+_CPU_RATIO = ("128", 8, 3.0)
+_GPU_RATIO = ("2048", 16, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,25 @@ class DecodeRow:
 
 def run(lab: Lab) -> Case:
     """Tokens per second through the engine."""
-    batches, contexts, tokens = ((1, 2), ("64",), 6) if lab.is_quick else ((1, 2, 4, 8, 16), ("128", "512", "2048"), 48)
+    batches = lab.scope.batches or ((1, 2) if lab.is_quick else _BATCHES)
     rows: list[DecodeRow] = []
-    for context in (*contexts, MIXED)[: 1 if lab.is_quick else None]:
-        rows += _rows(lab, context, batches, tokens)
-    ratios = [row.ratio_to_one for row in rows if (row.context, row.batch) == ("128", 8)]
-    targets = [Target("8 rows / 1 row, 128 tokens of context", ratio, _LEAST_RATIO) for ratio in ratios]
-    return Case("Decode throughput", rows, targets)
+    for context in lab.while_there_is_time(contexts(lab)):
+        rows += _rows(lab, context, fitting(context, batches), 6 if lab.is_quick else 48)
+    wanted_context, wanted_batch, least = _GPU_RATIO if lab.is_gpu else _CPU_RATIO
+    ratios = [row.ratio_to_one for row in rows if (row.context, row.batch) == (wanted_context, wanted_batch)]
+    what = f"{wanted_batch} rows / 1 row, {wanted_context} tokens of context"
+    return Case("Decode throughput", rows, [Target(what, ratio, least) for ratio in ratios])
+
+
+def contexts(lab: Lab) -> list[str]:
+    """Contexts to decode at: lengths, and the mix."""
+    lengths = lab.chosen_lengths((64,) if lab.is_quick else _CONTEXTS)
+    return [*map(str, lengths), *([] if lab.is_quick else [MIXED])]
+
+
+def fitting(context: str, batches: Sequence[int]) -> list[int]:
+    """The batches whose rows hold no more tokens together than are worth computing."""
+    return [batch for batch in batches if sum(lengths_of(context, batch)) <= _MOST_TOKENS]
 
 
 def lengths_of(context: str, batch: int) -> list[int]:

@@ -1,72 +1,108 @@
-"""The gaps of a running stream while another turn prefills, or restores, a long prompt."""
+"""The gaps of running streams while another agent joins with a long prompt, forks a long memory, or is restored."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from inference_svc.bench.arithmetic import Summary, gaps
-from inference_svc.bench.lab import Case, Lab, Run
+from inference_svc.bench.arithmetic import Summary, Target, gaps
+from inference_svc.bench.lab import Case, Lab, LabMemory, Run
+
+_LENGTHS = (4096,)
+_MOST_STALLED_STEPS = 2.0
+NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True)
 class InterruptionRow:
-    """The turn beside the stream; keys as in `kvasir.bench.engine_keys`."""
+    """The turn beside the streams; keys as in `kvasir.bench.engine_keys`."""
 
     beside: str
     tokens: int
+    streams: int
     median_gap_s: float
     longest_gap_s: float
     longest_gap_s_spread: float
     ratio_to_nothing: float
+    stalled_steps: float
 
 
 def run(lab: Lab) -> Case:
-    """A stream with a short prompt beside 4,096 tokens of another's."""
-    tokens, stream_tokens = (300, 8) if lab.is_quick else (4096, 64)
-    tokens = lab.shortened(tokens)
+    """Streams with short prompts beside the longest context that is measured."""
+    rows = _rows(lab, lab.chosen_lengths((300,) if lab.is_quick else _LENGTHS)[-1])
+    targets = [
+        Target(f"steps that {row.beside} of {row.tokens} tokens stalls", row.stalled_steps, _MOST_STALLED_STEPS, True)
+        for row in rows
+        if lab.is_gpu and row.beside != NOTHING
+    ]
+    return Case("The longest gap of running streams", rows, targets)
+
+
+def _rows(lab: Lab, tokens: int) -> list[InterruptionRow]:
+    streams, stream_tokens = (1, 8) if lab.is_quick else (4 if lab.is_gpu else 1, 64)
     memory = lab.remember(lab.prompts.tokens(tokens - 1, 1))
     prompt, files = (*memory.tokens, memory.tokens[0]), lab.restored(memory)
     beside: dict[str, Callable[[], Run]] = {
         "prefill": lambda: lab.start(prompt, 1),
+        "fork": lambda: _forked(lab, memory),
         "restore": lambda: lab.start(prompt, 1, files),
     }
-    found: dict[str, list[list[float]]] = {"nothing": [], "prefill": [], "restore": []}
-    for counts in lab.rounds(f"a stream beside {tokens} tokens"):
+    # By what happens beside: for each repeat, the gaps of all streams.
+    found: dict[str, list[list[float]]] = {NOTHING: [], **{name: [] for name in beside}}
+    for counts in lab.rounds(f"{streams} streams beside {tokens} tokens"):
         for name, begin_other in beside.items():
-            alone, disturbed = _gaps(lab, stream_tokens, begin_other)
+            alone, disturbed = _gaps(lab, streams, stream_tokens, begin_other)
             if counts:
                 found[name].append(disturbed)
-                found["nothing"].append(alone)
+                found[NOTHING].append(alone)
     lab.forget([memory])
-    quiet = Summary.of([max(each) for each in found["nothing"]]).median
-    return Case(
-        "The longest gap of a running stream",
-        [_row(name, tokens if name != "nothing" else 0, each, quiet) for name, each in found.items()],
-    )
+    quiet = found[NOTHING]
+    return [_row(name, tokens if name != NOTHING else 0, streams, each, quiet) for name, each in found.items()]
 
 
-def _gaps(lab: Lab, stream_tokens: int, begin_other: Callable[[], Run]) -> tuple[list[float], list[float]]:
-    """The stream's gaps before the other turn comes, and until its first token."""
+def _forked(lab: Lab, memory: LabMemory) -> Run:
+    """A turn of a fork of the memory; the fork is dropped when the engine is done with it."""
+    fork = lab.fork(memory)
+    run = lab.resume(fork, memory.tokens[:1], 1)
+    run.end()
+    lab.forget([fork])
+    return run
+
+
+def _gaps(
+    lab: Lab, streams: int, stream_tokens: int, begin_other: Callable[[], Run]
+) -> tuple[list[float], list[float]]:
+    """The streams' gaps before the other turn comes, and until its first token."""
     most = lab.shortened(4096, 256) - 256
-    stream = lab.start(lab.prompts.tokens(64, 0), most)
-    stream.wait_until(lambda run: len(run.token_times) > stream_tokens)
+    running = [lab.start(lab.prompts.tokens(64, number), most) for number in range(streams)]
+    for stream in running:
+        stream.wait_until(lambda run: len(run.token_times) > stream_tokens)
+    began_s = lab.clock()
     other = begin_other()
     other.end()
-    so_far = len(stream.token_times)
-    stream.wait_until(lambda run: len(run.token_times) > so_far)
-    times = list(stream.token_times)
-    stream.cancel()
-    began = next(index for index, time in enumerate(times) if time >= other.submitted_s)
-    return gaps(times[:began], times[0], other.submitted_s), gaps(times, other.submitted_s, other.token_times[0])
+    for stream in running:
+        so_far = len(stream.token_times)
+        stream.wait_until(lambda run, so_far=so_far: len(run.token_times) > so_far)  # type: ignore[misc]
+    all_times = [list(stream.token_times) for stream in running]
+    for stream in running:
+        stream.cancel()
+    # All streams have joined once the last of them has its first token.
+    together_s = max(times[0] for times in all_times)
+    quiet = [
+        gap for times in all_times for gap in gaps([time for time in times if time < began_s], together_s, began_s)
+    ]
+    return quiet, [gap for times in all_times for gap in gaps(times, began_s, other.token_times[0])]
 
 
-def _row(name: str, tokens: int, found: list[list[float]], quiet: float) -> InterruptionRow:
+def _row(name: str, tokens: int, streams: int, found: list[list[float]], quiet: list[list[float]]) -> InterruptionRow:
     longest = Summary.of([max(each) for each in found])
+    step_s = median(gap for each in quiet for gap in each)
     return InterruptionRow(
         beside=name,
         tokens=tokens,
+        streams=streams,
         median_gap_s=median(gap for each in found for gap in each),
         longest_gap_s=longest.median,
         longest_gap_s_spread=longest.spread,
-        ratio_to_nothing=longest.median / quiet,
+        ratio_to_nothing=longest.median / Summary.of([max(each) for each in quiet]).median,
+        stalled_steps=longest.median / step_s - 1,
     )

@@ -64,6 +64,7 @@ def _resident(found: dict[str, int]) -> int:
 
 def _probe(lab: Lab, tokens: int, cell_tokens: int, kv: str) -> dict[str, int]:
     argv = [sys.executable, "-m", "inference_svc.bench.memory_probe", "--model", str(lab.model)]
+    argv += ["--cache-dir", str(lab.cache_dir)]
     argv += ["--tokens", str(tokens), "--cell", str(cell_tokens), "--kv", kv]
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if answer.returncode:

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 
 from inference_svc.bench.arithmetic import Summary, Target, rate_of_all
-from inference_svc.bench.cases.decode import MIXED, decode_rate, lengths_of
+from inference_svc.bench.cases.decode import MIXED, contexts, decode_rate, fitting, lengths_of
 from inference_svc.bench.lab import PATIENCE_S, Case, Lab, LabMemory
-from inference_svc.engine.mlx_thread import MlxThread
-from inference_svc.model.mlx_lm_peer import MlxLmPeer
 
-_LEAST_RATIO = 0.6  # attention over 4-bit KV costs a CPU more than over exact KV
+_BATCHES = (1, 8)
+# The least engine / mlx-lm by context and rows. Attention over 4-bit KV costs a CPU more than over exact KV.
+_CPU_RATIOS = {("128", 8): 0.6, ("512", 8): 0.6, ("2048", 8): 0.6}
+_GPU_RATIOS = {("2048", 1): 1.0, ("2048", 8): 1.3, (MIXED, 16): 2.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,22 +29,23 @@ class PeerRow:
 
 def run(lab: Lab) -> Case:
     """Same prompts, token counts and compute type; both warmed; decode alone, and everything."""
-    batches, contexts, tokens = ((2,), ("64",), 6) if lab.is_quick else ((1, 8), ("128", "512", "2048", MIXED), 48)
-    compute_type = lab.engine.model.compute_type
-    peer = MlxThread(lambda: MlxLmPeer(lab.model, compute_type, lab.clock), name="mlx-lm")
-    try:
-        rows = [_row(lab, peer, context, batch, tokens) for context in contexts for batch in batches]
-    finally:
-        peer.close()
+    batches, tokens = lab.scope.batches or ((2,) if lab.is_quick else _BATCHES), 6 if lab.is_quick else 48
+    pairs = [(context, batch) for context in contexts(lab) for batch in fitting(context, batches)]
+    rows = [_row(lab, *pair, tokens) for pair in lab.while_there_is_time(pairs)]
+    least = _GPU_RATIOS if lab.is_gpu else _CPU_RATIOS
     targets = [
-        Target(f"engine / mlx-lm, {row.batch} rows, {row.context} tokens of context", row.ratio, _LEAST_RATIO)
+        Target(
+            f"engine / mlx-lm, {row.batch} rows, {row.context} tokens of context",
+            row.ratio,
+            least[row.context, row.batch],
+        )
         for row in rows
-        if row.batch == 8 and row.context != MIXED
+        if (row.context, row.batch) in least
     ]
     return Case("Against mlx-lm's BatchGenerator with exact KV", rows, targets)
 
 
-def _row(lab: Lab, peer: MlxThread[MlxLmPeer], context: str, batch: int, tokens: int) -> PeerRow:
+def _row(lab: Lab, context: str, batch: int, tokens: int) -> PeerRow:
     prompts = [lab.prompts.tokens(length, n) for n, length in enumerate(lengths_of(context, batch))]
     memories: list[LabMemory] = [lab.remember(prompt) for prompt in prompts]
     ours: list[float] = []
@@ -53,7 +55,7 @@ def _row(lab: Lab, peer: MlxThread[MlxLmPeer], context: str, batch: int, tokens:
     for counts in lab.rounds(f"{batch} rows beside mlx-lm at {context} tokens"):
         rate = decode_rate(lab, memories, tokens)
         total = _engine_total(lab, prompts, tokens)
-        peer_rate, peer_total = _peer(peer, prompts, tokens)
+        peer_rate, peer_total = _peer(lab, prompts, tokens)
         if counts:
             ours.append(rate)
             our_totals.append(total)
@@ -82,7 +84,7 @@ def _engine_total(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> floa
     return max(each.last_event_s for each in runs) - runs[0].submitted_s
 
 
-def _peer(peer: MlxThread[MlxLmPeer], prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float]:
+def _peer(lab: Lab, prompts: list[tuple[int, ...]], tokens: int) -> tuple[float, float]:
     """Tokens per second of decoding, and seconds of everything."""
-    times = peer.post(lambda worker: worker.generate(prompts, tokens)).result(PATIENCE_S)
+    times = lab.peer.post(lambda worker: worker.generate(prompts, tokens)).result(PATIENCE_S)
     return rate_of_all([row[1:] for row in times]), max(row[-1] for row in times) - times[0][0]

@@ -4,6 +4,7 @@ The SDK does not import the service: `python -m inference_svc.bench` measures an
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvasir.bench.program import run_program
@@ -12,25 +13,48 @@ _SECONDS = "_s"
 _SPREAD = "_spread"
 
 
-def run(
-    *,
-    model: str = "",
-    cases: Sequence[str] = (),
-    peer: str = "",
-    repeats: int | None = None,
-    is_quick: bool = False,
-    say: Callable[[str], None] = lambda _: None,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class EngineScope:
+    """What to measure, and how much; what is left out is the program's own choice."""
+
+    model: str = ""
+    cases: Sequence[str] = ()
+    peer: str = ""
+    repeats: int | None = None
+    lengths: str = ""  # contexts in tokens, with commas between
+    batches: str = ""  # rows that decode together, with commas between
+    kv_policy: str = ""
+    memory_gib: float | None = None
+    time_limit_s: float | None = None
+    is_quick: bool = False
+
+    def arguments(self) -> list[str]:
+        """The program's arguments."""
+        options = {
+            "--model": self.model,
+            "--peer": self.peer,
+            "--repeats": self.repeats,
+            "--lengths": self.lengths,
+            "--batches": self.batches,
+            "--kv-policy": self.kv_policy,
+            "--memory-gib": self.memory_gib,
+            "--time-limit-s": self.time_limit_s,
+        }
+        given = [(name, str(value)) for name, value in options.items() if value not in ("", None)]
+        flags = ["--quick"] if self.is_quick else []
+        return [
+            *(part for option in given for part in option),
+            *flags,
+            *(["--only", *self.cases] if self.cases else []),
+        ]
+
+
+def run(scope: EngineScope, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Measure. `say` gets the progress, line by line. `kvasir.bench.engine_keys` names the results.
 
     Raises FailedPrecondition, with the program's last line, if it could not measure.
     """
-    argv = ["--model", model] if model else []
-    argv += ["--only", *cases] if cases else []
-    argv += ["--peer", peer] if peer else []
-    argv += ["--repeats", str(repeats)] if repeats is not None else []
-    argv += ["--quick"] if is_quick else []
-    return run_program("inference_svc.bench", argv, "the engine could not be measured", say)
+    return run_program("inference_svc.bench", scope.arguments(), "the engine could not be measured", say)
 
 
 def table(results: Mapping[str, Any]) -> str:

@@ -6,9 +6,10 @@ The measuring program (`python -m inference_svc.bench`) prints these names only,
 from collections.abc import Mapping
 
 TOP: Mapping[str, str] = {
-    "machine": "platform, processor, cores, device, blas, versions, and the load average before and after",
+    "machine": "platform, processor, cores, device, blas, versions, the load average before and after, and "
+    "links_bytes_per_s: copies to the device and on it, and BLAKE3 (of first_token)",
     "model": "name, layers, bytes of KV per token, cell size, compute type, KV policy",
-    "settings": "is_quick, repeats",
+    "settings": "is_quick, repeats, lengths, batches, time_limit_s, elapsed_s",
     "cases": "by case: title, and rows of the keys below",
     "targets": "case, what, found, wanted, is_met",
 }
@@ -42,6 +43,26 @@ CASES: Mapping[str, Mapping[str, str]] = {
         "hot_s_spread": "",
         "cold_to_warm": "cold_s / warm_s",
         "cold_to_hot": "cold_s / hot_s",
+        "cold_end_to_end_s": "to the end of a reply of 32 tokens",
+        "warm_end_to_end_s": "the same, restored",
+        "hot_end_to_end_s": "the same, from the engine's own memory",
+        "hot_tokens_per_s": "of that reply, after its first token",
+        "warm_bytes": "of the tensor files that are restored",
+        "link_s": "warm_bytes over the slowest of links_bytes_per_s",
+        "warm_in_links": "(warm_s - hot_s) / link_s",
+        "peer_cold_s": "cold_s of mlx-lm; none without --peer",
+        "cold_to_peer": "cold_s / peer_cold_s",
+    },
+    "pairs": {
+        "arrival": "of the second agent: sequential (after the first's end), simultaneous, or staggered (at a third "
+        "of the first's reply)",
+        "prompt_tokens": "of each agent, computed anew",
+        "reply_tokens": "of each agent",
+        "first_s": "the first agent's time to its first token",
+        "second_s": "the second agent's, from its own arrival",
+        "end_to_end_s": "from the first arrival to the last token",
+        "tokens_per_s": "of both replies, over end_to_end_s",
+        "ratio_to_sequential": "sequential end_to_end_s / this",
     },
     "staggered": {
         "sequential_s": "from B's arrival, at a third of A's tokens, to B's first token when B waits for A's end",
@@ -56,12 +77,14 @@ CASES: Mapping[str, Mapping[str, str]] = {
         "step_s": "a step that decodes A and B",
     },
     "gaps": {
-        "beside": "what another turn does while a stream runs: nothing, prefill, restore",
-        "tokens": "that it prefills or restores",
-        "median_gap_s": "between two tokens of the stream",
+        "beside": "what another agent does while streams run: nothing, prefill, fork, restore",
+        "tokens": "of the agent that joins so",
+        "streams": "that run",
+        "median_gap_s": "between two tokens of a stream",
         "longest_gap_s": "the longest of them",
         "longest_gap_s_spread": "",
         "ratio_to_nothing": "longest_gap_s / that beside nothing",
+        "stalled_steps": "longest_gap_s / the median gap beside nothing, less one",
     },
     "cancel": {
         "during": "decode, or prefill of a prompt of so many tokens, at so many of them",
@@ -69,6 +92,14 @@ CASES: Mapping[str, Mapping[str, str]] = {
         "longest_s": "the longest of the repeats",
         "step_s": "the turn's last whole step, or cell, before it",
         "ratio": "until it is gone / step_s: about 1 when the step under way is all that is waited for",
+    },
+    "decoding_bytes": {
+        "agents": "that decode together",
+        "context_tokens": "of each",
+        "kv_bytes": "that the engine counts for them",
+        "scratch_bytes": "that MLX held beyond that at most while they decoded",
+        "fp16_bytes": "of the same tokens at 16 bits",
+        "ratio": "(kv_bytes + scratch_bytes) / fp16_bytes",
     },
     "memory": {
         "how": "whose KV, and in which pieces the prompt is computed",

@@ -1,5 +1,6 @@
 """`kvasir bench …`: the services' speed beside the speed of this machine's wire, disk and hash, in one run."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, StrEnum
@@ -63,6 +64,21 @@ def engine(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="How often to measure; medians are shown. Left out: 5.")
     ] = None,
+    lengths: Annotated[
+        str, typer.Option(help="Contexts in tokens, with commas between. Left out: each case's own.")
+    ] = "",
+    batches: Annotated[
+        str, typer.Option(help="Rows that decode together, with commas between. Left out: each case's own.")
+    ] = "",
+    kv_policy: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
+    memory_gib: Annotated[float | None, typer.Option(help="For KV, in GiB. Left out: 4.")] = None,
+    time_limit_s: Annotated[
+        float | None, typer.Option(help="Begin nothing new after so many seconds; what is known is shown.")
+    ] = None,
+    results_file: Annotated[
+        Path | None,
+        typer.Option("--results", exists=True, dir_okay=False, help="Measure nothing: show this kept JSON."),
+    ] = None,
     plots: Annotated[Path | None, typer.Option(help="Write a PNG for each case into this directory.")] = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
     quick: Annotated[
@@ -70,26 +86,34 @@ def engine(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Decode, first token, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
+    """Decode, first token, pairs, gaps, cancel, memory, reuse. Ends with 1 when a target is missed.
 
     Needs a quiet machine: results are ratios within one run, but a run that is disturbed in its middle says little. The
     names in the JSON are below, and do not change.
     """
     caller = caller_of(context, as_json)
-    with _progress(caller, "measuring the engine; minutes at full size") as say:
-        results = engine_bench.run(
-            model=model,
-            cases=[case.value for case in only or ()],
-            peer=peer.value if peer else "",
-            repeats=repeats,
-            is_quick=quick,
-            say=say,
-        )
+    scope = engine_bench.EngineScope(
+        model=model,
+        cases=[case.value for case in only or ()],
+        peer=peer.value if peer else "",
+        repeats=repeats,
+        lengths=lengths,
+        batches=batches,
+        kv_policy=kv_policy,
+        memory_gib=memory_gib,
+        time_limit_s=time_limit_s,
+        is_quick=quick,
+    )
+    if results_file is not None:
+        results = json.loads(results_file.read_text())
+    else:
+        with _progress(caller, "measuring the engine; minutes at full size") as say:
+            results = engine_bench.run(scope, say)
     if plots is not None:
         _plot(caller, results, plots)
     show = engine_bench.markdown if as_markdown else engine_bench.table
     caller.result(results, lambda out: out.print(show(results), markup=False))
-    if not quick and not all(target["is_met"] for target in results["targets"]):
+    if not results["settings"]["is_quick"] and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
 
 

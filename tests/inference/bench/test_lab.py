@@ -1,0 +1,95 @@
+"""The bench's lab: how much is measured, when it stops, and that each kind of model can be restored in it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.bench.cases.decode import MIXED, contexts, fitting
+from inference_svc.bench.cases.decoding_bytes import exact_bytes
+from inference_svc.bench.lab import Lab, MeasuredEngine, Scope
+from inference_svc.model.real_layouts import REAL_LAYOUTS, byte_costs
+from tests.inference.engine.families import FALCON_H1, GEMMA3, LLAMA31, write_family
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeasuredEngine]:
+    folder = tmp_path_factory.mktemp("model")
+    engine = MeasuredEngine.opened(write_family(folder / "llama", LLAMA31), folder, 64 << 20)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def new_lab(engine: MeasuredEngine, said: list[str], tmp_path: Path) -> Callable[..., Lab]:
+    """A lab whose clock goes on by a second each time that it is read."""
+    seconds = iter(range(10_000))
+    return lambda **scope: Lab(
+        engine, "", lambda: float(next(seconds)), Scope(**{"repeats": 3, **scope}), cache_dir=tmp_path, say=said.append
+    )
+
+
+def test_a_round_warms_up_and_the_others_count(new_lab: Callable[..., Lab]) -> None:
+    assert list(new_lab().rounds("it")) == [False, True, True, True]
+
+
+def test_behind_the_time_limit_one_round_counts_and_one_item_is_measured(
+    new_lab: Callable[..., Lab], said: list[str]
+) -> None:
+    late = new_lab(time_limit_s=0.5)
+    assert list(late.rounds("it")) == [False, True]
+    assert list(late.while_there_is_time(["first", "second", "third"])) == ["first"]
+    assert "no time is left for second, third" in said[-1]
+    early = new_lab(time_limit_s=1000)
+    assert list(early.while_there_is_time(["first", "second"])) == ["first", "second"]
+    assert "of 1000 s]" in (early.say("") or said[-1])
+
+
+def test_lengths_asked_for_are_cut_to_the_context_and_stand_once(new_lab: Callable[..., Lab]) -> None:
+    assert new_lab().chosen_lengths((128, 512)) == [128, 512]
+    lab = new_lab(lengths=(32768, 1024, 8192))
+    assert lab.chosen_lengths((128,)) == [1024, lab.engine.model.context_tokens - 512]
+    assert contexts(new_lab(lengths=(2048,))) == ["2048", MIXED]
+    assert contexts(new_lab(is_quick=True)) == ["64"]
+
+
+def test_a_batch_whose_prompts_take_too_long_to_compute_is_left_out() -> None:
+    assert fitting("2048", (1, 8, 16)) == [1, 8, 16]
+    assert fitting("32768", (1, 4, 8)) == [1, 4]
+    assert fitting(MIXED, (1, 16)) == [1, 16]
+
+
+def test_exact_bytes_count_a_windows_last_tokens_only() -> None:
+    for name in ("Llama 3.1 8B", "Gemma 3 12B"):
+        layers = REAL_LAYOUTS[name]
+        identity = identity_pb2.KvIdentity(layers=layers)
+        windows = sum(2 * layer.window * layer.kv_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+        assert exact_bytes(identity, 4096) == 4096 * byte_costs(layers)["kv_bytes_per_token_fp16"] + windows
+    assert exact_bytes(identity, 1) == 48 * 2 * 8 * 512
+
+
+@pytest.mark.parametrize("config", [LLAMA31, GEMMA3, FALCON_H1], ids=lambda config: str(config["model_type"]))
+def test_a_memory_of_each_kind_of_layer_is_restored_whole(
+    config: dict[str, object], engine: MeasuredEngine, tmp_path: Path
+) -> None:
+    directory = write_family(tmp_path / "model", config)
+    engine = MeasuredEngine.opened(directory, tmp_path, 64 << 20)
+    try:
+        lab = Lab(engine, directory, lambda: 0.0, Scope(repeats=1), cache_dir=tmp_path, say=lambda _: None)
+        memory = lab.remember(lab.prompts.tokens(299, 0))
+        prompt = (*memory.tokens, 5, 6)
+        warm = lab.start(prompt, 4, lab.restored(memory)).end()
+        hot = lab.resume(lab.fork(memory), (5, 6), 4).end()
+        assert (warm.cached_tokens, hot.cached_tokens) == (300, 300)
+        assert warm.state.token_ids == hot.state.token_ids
+        files = replace(lab.restored(memory), state=None)
+        assert (files == lab.restored(memory)) == (config is LLAMA31), "only full layers do without a state"
+    finally:
+        engine.close()
