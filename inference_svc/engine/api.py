@@ -3,6 +3,7 @@
 Turn preparation makes a `TurnPlan`; the engine answers with events. All classes here are frozen and may cross threads.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -240,6 +241,7 @@ class Failed:
 
 
 Event: TypeAlias = Started | Prefilled | BlocksFull | Tokens | Preempted | Wanted | Resumed | Ended | Failed
+Listener: TypeAlias = Callable[[list[Event]], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,12 @@ from typing import TypeVar
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
-from inference_svc.engine.api import AgentKey, Failed, HotMemory, Snapshot, TurnPlan
+from inference_svc.engine.api import AgentKey, Failed, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
-from inference_svc.engine.engine_worker import EngineWorker, OnEvents, turn_bytes
+from inference_svc.engine.engine_worker import EngineWorker, turn_bytes
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
-from inference_svc.engine.turn import Turn
+from inference_svc.engine.sequence import Sequence
 from inference_svc.formats.grammars import GrammarMatcher, Grammars
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
@@ -35,24 +35,24 @@ _DECODED_PART = 2
 class TurnHandle:
     """A submitted turn."""
 
-    def __init__(self, turn: Turn, post: Callable[[Callable[[EngineWorker], None]], object]) -> None:
-        self._turn = turn
+    def __init__(self, sequence: Sequence, post: Callable[[Callable[[EngineWorker], None]], object]) -> None:
+        self._sequence = sequence
         self._post = post
 
     def cancel(self) -> None:
         """End the turn before its next cell or token. Idempotent; without effect once the turn is over."""
-        self._turn.is_cancelled = True
+        self._sequence.is_cancelled = True
         self._post(lambda _worker: None)  # wakes it
 
     def files_stored(self) -> None:
         """The files of `Preempted` have left RAM: other turns may be preempted."""
-        self._post(lambda worker: worker.files_stored(self._turn))
+        self._post(lambda worker: worker.files_stored(self._sequence))
 
-    def resume(self, blobs: Sequence[bytes]) -> None:
+    def resume(self, blobs: Iterable[bytes]) -> None:
         """The answer to `Wanted`: the files of `Preempted`, or as many leading ones as could be read. They are checked;
         KV of missing or damaged files is computed again. Without effect once the turn is over.
         """
-        self._post(lambda worker: worker.resume(self._turn, blobs))
+        self._post(lambda worker: worker.resume(self._sequence, tuple(blobs)))
 
 
 class Engine:
@@ -185,7 +185,7 @@ class Engine:
         """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
         return turn_bytes(plan, self.model)
 
-    def submit(self, plan: TurnPlan, on_events: OnEvents) -> TurnHandle:
+    def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events
         since the last call, in order; it must return at once and not raise. The last event is exactly one `Ended` or
         `Failed`.
@@ -196,7 +196,7 @@ class Engine:
         the empty KV budget; InvalidArgument for an invalid plan; Unavailable after close.
         """
         self._check(plan)
-        turn = Turn(
+        sequence = Sequence(
             plan,
             self.token_text,
             frozenset(self.model.stop_token_ids) | frozenset(plan.sampling.stop_token_ids),
@@ -204,11 +204,12 @@ class Engine:
             time.monotonic,
             self.model.kv_identity_hash,
             self._matcher(plan),
+            listener=on_events,
             has_states=self.model.has_states,
         )
-        posted = self._thread.post(lambda worker: worker.submit(turn, on_events))
+        posted = self._thread.post(lambda worker: worker.submit(sequence))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
-        return TurnHandle(turn, self._thread.post)
+        return TurnHandle(sequence, self._thread.post)
 
     def hot_memory(self, key: AgentKey) -> HotMemory | None:
         """The key's memory as of its last whole turn. Counts as a use: it is evicted later."""

@@ -19,11 +19,11 @@ MUTANTS = (
     Mutant(
         "two rows' tokens are swapped, now and then",
         "engine_worker.py",
-        "        self._runner.stepped()\n        for turn, token in zip(order, drawn, strict=True):",
+        "        self._runner.stepped()\n        for sequence, token in zip(order, drawn, strict=True):",
         "        self._runner.stepped()\n"
-        "        if len(order) > 1 and sum(len(turn.token_ids) for turn in order) % 23 == 0:\n"
+        "        if len(order) > 1 and sum(len(each.token_ids) for each in order) % 23 == 0:\n"
         "            drawn = [drawn[1], drawn[0], *drawn[2:]]\n"
-        "        for turn, token in zip(order, drawn, strict=True):",
+        "        for sequence, token in zip(order, drawn, strict=True):",
     ),
     Mutant(
         "a sequence attends to one row of who was in its slot before",
@@ -45,29 +45,26 @@ MUTANTS = (
     ),
     Mutant(
         "a trim is skipped when a memory is cut",
-        "active_sequence.py",
-        "    kv.trim_to(keep)\n    turn.began(keep, memory.state.shareable_tokens)",
-        "    turn.began(keep, memory.state.shareable_tokens)",
+        "beginning.py",
+        "    kv.trim_to(keep)\n    sequence.kv,",
+        "    sequence.kv,",
     ),
     Mutant(
         "another agent's memory is used, if it is long enough",
-        "active_sequence.py",
-        "    kv = memory.kv\n    saved =",
+        "beginning.py",
+        "    kv = memory.kv\n    sequence.saved =",
         "    kv = memory.kv\n"
         "    _seen.append(kv)\n"
         "    others = [other for other in _seen[-9:] if other.length >= keep]\n"
         "    kv = others[0].fork() if len(_seen) % 7 == 0 and others else kv\n"
-        "    saved =",
-        also=(
-            "@dataclass\nclass ActiveSequence",
-            "_seen: list[SequenceKV] = []\n\n\n@dataclass\nclass ActiveSequence",
-        ),
+        "    sequence.saved =",
+        also=("MOST_REWIND_POINTS = 4\n", "MOST_REWIND_POINTS = 4\n_seen: list[SequenceKV] = []\n"),
     ),
     Mutant(
         "a cancelled turn puts nothing back",
-        "active_sequence.py",
-        "            if self.saved is not None:",
-        "            if False:",
+        "beginning.py",
+        "        if sequence.saved is not None:",
+        "        if False:",
     ),
     Mutant(
         "a fork and its source write to one buffer",
@@ -89,9 +86,9 @@ MUTANTS = (
     ),
     Mutant(
         "the last word of a reply is never computed",
-        "active_sequence.py",
-        "        if missing:\n            runner.prefill(self.kv, missing)",
-        "        if False:\n            runner.prefill(self.kv, missing)",
+        "beginning.py",
+        "    if missing:\n        runner.prefill(kv, missing)",
+        "    if False:\n        runner.prefill(kv, missing)",
     ),
     Mutant(
         "requests draw from one random key",
@@ -101,8 +98,8 @@ MUTANTS = (
     ),
     Mutant(
         "a turn that was cut is remembered as far as it came, asked or not",
-        "engine_worker.py",
-        "(turn.plan.keep_partial and has_generated)",
+        "engine/sequence.py",
+        "(self.plan.keep_partial and has_generated)",
         "has_generated",
     ),
     Mutant(

@@ -14,7 +14,7 @@ A namespace that is alone has all of it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -31,11 +31,18 @@ TurnT = TypeVar("TurnT", bound=InNamespace)
 
 @dataclass(frozen=True)
 class Room(Generic[TurnT]):
-    """The total KV bytes, the bytes that a running turn holds, and the bytes that a waiting turn needs."""
+    """What the scheduler may ask about the KV's bytes. To ask changes nothing."""
 
     total_bytes: int
     held_bytes: Callable[[TurnT], int]
+    """Bytes that a running turn holds."""
     needed_bytes: Callable[[TurnT], int]
+    """Bytes that a waiting turn needs."""
+    missing_bytes: Callable[[TurnT, Collection[Hashable]], int]
+    """Bytes that running turns would have to give up before the turn can begin, if no idle memory with one of these
+    keys is dropped; 0 if it can begin."""
+    can_swap_out: Callable[[Collection[TurnT]], bool]
+    """Whether the files of these turns may be held while they are preempted."""
 
 
 class RoomShares(Generic[TurnT]):

@@ -1,15 +1,52 @@
-"""What the scheduler must know about a turn, and the numbers of the schedule."""
+"""What the scheduler must know about a turn, what it notes about one, and the numbers of the schedule."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Protocol
+from enum import Enum
+from typing import Any, Protocol
 
 from inference_svc.engine.api import Priority
-from inference_svc.engine.scheduling.prefix_sharing import Sharing
+from inference_svc.engine.scheduling.prefix_sharing import PrefixSource, Sharing
+
+
+class Status(Enum):
+    """Where a turn is in its life. It holds a reservation in the three states of `RUNNING`."""
+
+    WAITING = "waiting"  # for room
+    RESTORING = "restoring"  # was preempted, has room again, and waits for its KV
+    PREFILLING = "prefilling"  # prompt tokens are left to compute
+    DECODING = "decoding"
+    PREEMPTED = "preempted"  # gave up its room and waits for it again
+    FINISHED = "finished"
+
+
+NOT_BEGUN = frozenset({Status.WAITING, Status.PREEMPTED})
+RUNNING = frozenset({Status.RESTORING, Status.PREFILLING, Status.DECODING})
+
+
+@dataclass
+class ScheduleRecord:
+    """What the scheduler notes about a turn. Nobody else reads or writes it."""
+
+    number: int = 0  # order of submission
+    waits_since_s: float = 0.0  # since then it waits to begin, or for its next cell
+    served: int = 0  # when it was last served: twice the number of cells that all turns had got by then
+    awaits: PrefixSource[Any] | None = None
+    prefix_wait_since_s: float | None = None
+    prefix_wait_is_over: bool = False
+    began_aged: bool = False
+    preemptions: int = 0
+    found_no_room: bool = False  # at the last try
 
 
 class Schedulable(Sharing, Hashable, Protocol):
     """What the scheduler must know about a turn."""
+
+    @property
+    def schedule(self) -> ScheduleRecord: ...
+
+    @property
+    def status(self) -> Status: ...
 
     @property
     def agent_key(self) -> Hashable | None:
@@ -32,16 +69,6 @@ class Schedulable(Sharing, Hashable, Protocol):
     @property
     def can_be_preempted(self) -> bool:
         """It may be asked to give up its rows, because they can be swapped out."""
-        ...
-
-    @property
-    def is_restoring(self) -> bool:
-        """It was preempted, has room again, and waits for its KV: it neither decodes nor prefills."""
-        ...
-
-    @property
-    def is_prefilling(self) -> bool:
-        """Prompt tokens are left to compute (or to restore, if the worker restores in cells)."""
         ...
 
     @property

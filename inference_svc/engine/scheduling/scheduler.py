@@ -1,12 +1,12 @@
 """Which turns run in the next step: pure bookkeeping over turns. No tensors, no clock of its own, no bytes.
 
-The life of a turn is waiting → running → gone. A preempted turn waits once more; when it runs again, it is restoring
-until its KV has been brought back. A step is what the worker does between two looks at its mailbox:
+A turn's status says where it is; the scheduler reads it and never sets it. It returns decisions and calls nobody. A
+step is what the worker does between two looks at its mailbox:
 
     end the turns of scheduler.cancelled()              # remove(turn) each
-    blocked = scheduler.begin_waiting(now, try_begin)   # try_begin reserves bytes and gives the turn its KV
-    for each of blocked: for each of scheduler.preemptions(blocked, missing_bytes):
-        preempt it and free its rows; scheduler.preempted(turn, now)
+    carry out each decision of scheduler.admit(now), until it is `Blocked`:
+        Admit: reserve bytes, give the turn its KV      # or its KV is on its way (RESTORING), or it failed and is over
+        Preempt: free the rows of these turns           # they are PREEMPTED, or failed and are over
     decode one token for each turn of scheduler.begin_step(now); the others sit out
     while (turn := scheduler.grant_prefill(seconds since the first)) is not None:
         compute one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
@@ -35,35 +35,50 @@ A namespace that is alone is bound by none of the second list.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
 from inference_svc.engine.scheduling.prefix_sharing import HotPrefix, PrefixSharing, PrefixSource
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
-from inference_svc.engine.scheduling.schedulable import Rules, Schedulable
+from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, Rules, Schedulable, Status
 from inference_svc.engine.scheduling.seats import Seats
 
 TurnT = TypeVar("TurnT", bound=Schedulable)
 
 
-@dataclass
-class _Entry(Generic[TurnT]):
-    """What the scheduler remembers about a turn."""
+@dataclass(frozen=True)
+class Admit(Generic[TurnT]):
+    """The turn begins now: there is room. It must not drop the hot memories with the keys `protected`, because waiting
+    turns extend them.
+    """
 
-    number: int  # order of submission
-    waits_since_s: float  # since then it waits to begin, or for its next cell
-    served: int = 0  # when it was last served: twice the number of cells that all turns had got by then
-    awaits: PrefixSource[TurnT] | None = None
-    prefix_wait_since_s: float | None = None
-    prefix_wait_is_over: bool = False
-    began_aged: bool = False
-    preemptions: int = 0
-    found_no_room: bool = False  # at the last try
+    turn: TurnT
+    protected: Collection[Hashable]
+
+
+@dataclass(frozen=True)
+class Preempt(Generic[TurnT]):
+    """These turns give up their rows, so that `blocked` finds room."""
+
+    turns: tuple[TurnT, ...]
+    blocked: TurnT
+
+
+@dataclass(frozen=True)
+class Blocked(Generic[TurnT]):
+    """No other turn begins now. These found no room: the first of each namespace, and the first of each namespace whose
+    room is up to others (`RoomShares.is_up_to_others`). The latter keeps no turn of its namespace waiting.
+    """
+
+    turns: tuple[TurnT, ...]
+
+
+Decision: TypeAlias = Admit[TurnT] | Preempt[TurnT] | Blocked[TurnT]
 
 
 @dataclass
@@ -72,9 +87,7 @@ class Scheduler(Generic[TurnT]):
 
     room: Room[TurnT]
     rules: Rules = field(default_factory=Rules)
-    waiting: list[TurnT] = field(default_factory=list)
-    running: list[TurnT] = field(default_factory=list)
-    _entries: dict[TurnT, _Entry[TurnT]] = field(default_factory=dict)
+    turns: list[TurnT] = field(default_factory=list)  # all that are not over
     _numbers: Iterator[int] = field(default_factory=count)
     _awaited: set[TurnT] = field(default_factory=set)  # running turns that an urgent waiting turn waits for
     _served: int = 0
@@ -89,102 +102,120 @@ class Scheduler(Generic[TurnT]):
         self._seats: dict[Namespace, Seats[TurnT]] = {}
         self._most_rows: int | None = None  # rows of one namespace in a step; None: all
 
+    @property
+    def waiting(self) -> list[TurnT]:
+        return [turn for turn in self.turns if turn.status in NOT_BEGUN]
+
+    @property
+    def running(self) -> list[TurnT]:
+        return [turn for turn in self.turns if turn.status in RUNNING]
+
     # --- coming and going ---
 
     def submit(self, turn: TurnT, now: float) -> None:
         """The turn waits. Its bytes must fit the empty budget."""
-        self._entries[turn] = _Entry(next(self._numbers), now)
+        turn.schedule.number, turn.schedule.waits_since_s = next(self._numbers), now
         self._company.came(turn.namespace)
-        self.waiting.append(turn)
+        self.turns.append(turn)
         self._is_disturbed = True
 
     def remove(self, turn: TurnT) -> None:
         """The turn is over, whether it waited or ran. Without effect if it is gone already."""
-        if self._entries.pop(turn, None) is not None:
+        if turn in self.turns:
+            self.turns.remove(turn)
             self._company.went(turn.namespace, self._now)
         self._awaited.discard(turn)
-        for turns in (self.waiting, self.running):
-            if turn in turns:
-                turns.remove(turn)
-
-    def preempted(self, turn: TurnT, now: float) -> None:
-        """A running turn gave up its rows. It waits at its old place in the order, but ages from now on, so that it
-        does not take back at once the room that it gave up.
-        """
-        self.running.remove(turn)
-        self._awaited.discard(turn)
-        self.waiting.append(turn)
-        entry = self._entries[turn]
-        entry.preemptions += 1
-        entry.waits_since_s = now
-        entry.awaits = entry.prefix_wait_since_s = None
-        entry.prefix_wait_is_over = False
 
     def cancelled(self) -> list[TurnT]:
         """Cancelled turns, waiting or running: they must end now."""
-        return [turn for turn in (*self.running, *self.waiting) if turn.is_cancelled]
+        return [turn for turn in self.turns if turn.is_cancelled]
 
     # --- beginning ---
 
-    def begin_waiting(
-        self,
-        now: float,
-        try_begin: Callable[[TurnT, Collection[Hashable]], bool],
-        has_time: Callable[[], bool] = lambda: True,
-    ) -> tuple[TurnT, ...]:
-        """Let waiting turns begin, in order. Returns turns that found no room: the first of each namespace, and the
-        first of each namespace whose room is up to others (`RoomShares.is_up_to_others`). The latter keeps no turn of
-        its namespace waiting.
+    def admit(self, now: float, *, has_time: bool = True, may_preempt: bool = True) -> Decision[TurnT]:
+        """Decide which waiting turn begins next, or which running turns make room for one, and note the decision. The
+        caller carries it out before it asks again.
 
-        `try_begin(turn, protected)` begins the turn and returns True if there is room. `protected`: keys of hot
-        memories that it must not drop, because waiting turns extend them. If a turn ends while it begins, `try_begin`
-        must remove it. `has_time` is asked before each turn but the first: to restore a long memory takes time, while
-        others decode.
+        `has_time`: whether a turn may begin now. To restore a long memory takes time, while others decode.
         """
         self._now = now
         self._awaited = set()
         self._company.forget_absent(now)
-        shares = self._shares()
-        blocked: dict[Namespace, TurnT] = {}
-        up_to_others: dict[Namespace, TurnT] = {}
-        running_before = len(self.running)
+        shares, is_full = self._shares(), self._is_full
+        # Turns without room, by namespace, each with the memories that were protected from it.
+        blocked: dict[Namespace, tuple[TurnT, Collection[Hashable]]] = {}
+        up_to_others: dict[Namespace, tuple[TurnT, Collection[Hashable]]] = {}
         for turn in self._in_order():
-            if turn.is_cancelled or turn not in self._entries:
-                continue
             ahead = blocked.get(turn.namespace)
             # A turn that extends a memory which the turn ahead protects takes no room from that turn.
-            if ahead is not None and (
-                turn.memory_key is None or turn.memory_key not in self._protected_from(ahead, shares)
-            ):
+            if turn.is_cancelled or (ahead is not None and self._takes_room_from(ahead[0], turn, shares)):
                 continue
             self._look_for_sibling(turn)
             if self._waits_for_sibling(turn):
-                self._entries[turn].found_no_room = False
+                turn.schedule.found_no_room = False
                 continue
-            if self._is_full:
-                return (*blocked.values(), *up_to_others.values(), turn)
-            if len(self.running) > running_before and not has_time():
+            if is_full:
+                blocked.setdefault(turn.namespace, (turn, ()))
                 break
-            claimed = self._claimed()
-            if shares.lacks(turn, claimed) or not self._begin(turn, shares, try_begin):
-                waits = up_to_others if shares.is_up_to_others(turn, claimed) else blocked
-                waits.setdefault(turn.namespace, turn)
-        found_no_room = (*blocked.values(), *up_to_others.values())
-        # While no turn runs, none will ever make room: then no memory is protected.
-        for turn in found_no_room:
-            if not self.running and self._begin(turn, None, try_begin):
-                return ()
-        return found_no_room
+            claimed, protected = self._claimed(), frozenset[Hashable]()
+            has_room = not shares.lacks(turn, claimed)
+            if has_room:
+                protected = self._protected_from(turn, shares)
+                has_room = not self.room.missing_bytes(turn, protected)
+                turn.schedule.found_no_room = not has_room
+            if has_room and not has_time:
+                break
+            if has_room:
+                return self._admitted(turn, protected)
+            waits = up_to_others if shares.is_up_to_others(turn, claimed) else blocked
+            waits.setdefault(turn.namespace, (turn, protected))
+        return self._without_room((*blocked.values(), *up_to_others.values()), may_preempt=may_preempt)
+
+    def _without_room(
+        self, refused: Collection[tuple[TurnT, Collection[Hashable]]], *, may_preempt: bool
+    ) -> Decision[TurnT]:
+        """The decision when only these turns could begin, and none has room."""
+        for turn, protected in refused:
+            # While no turn runs, none will ever make room: then no memory is protected.
+            if not self.running and not self.room.missing_bytes(turn, ()):
+                return self._admitted(turn, frozenset())
+            if may_preempt:
+                chosen = self._preemptions(turn, self.room.missing_bytes(turn, protected))
+                if chosen and self.room.can_swap_out(chosen):
+                    self._note_preempted(chosen)
+                    return Preempt(chosen, turn)
+        return Blocked(tuple(turn for turn, _ in refused))
+
+    def _admitted(self, turn: TurnT, protected: frozenset[Hashable]) -> Admit[TurnT]:
+        record = turn.schedule
+        record.found_no_room = False
+        record.began_aged = self._now - record.waits_since_s >= self.rules.ageing_s
+        record.waits_since_s = self._now
+        record.served = self._served - 1  # before the turn that was served last, behind all others
+        self._company.began(turn.namespace)
+        return Admit(turn, protected)
+
+    def _note_preempted(self, turns: Iterable[TurnT]) -> None:
+        """These turns wait at their old places in the order, but age from now on, so that they do not take back at once
+        the room that they gave up.
+        """
+        for turn in turns:
+            record = turn.schedule
+            record.preemptions += 1
+            record.waits_since_s = self._now
+            record.awaits = record.prefix_wait_since_s = None
+            record.prefix_wait_is_over = False
+            self._awaited.discard(turn)
 
     def prefix_source_of(
         self, turn: TurnT, hot: Iterable[tuple[Hashable, str, HotPrefix]] = ()
     ) -> PrefixSource[TurnT | Hashable] | None:
         """The KV that a turn should begin with instead of its plan's, if that saves a cell or more: a running turn's,
-        or a hot memory's by its key (`HotMemories.idle`). `try_begin` asks it.
+        or a hot memory's by its key (`HotMemories.idle`). Asked once the turn has its reservation.
         """
         return self._sharing.prefix_source_of(turn, self._with_kv(), hot)
 
-    def preemptions(self, blocked: TurnT, missing_bytes: int) -> tuple[TurnT, ...]:
+    def _preemptions(self, blocked: TurnT, missing_bytes: int) -> tuple[TurnT, ...]:
         """The turns to preempt so that `blocked` finds `missing_bytes` more. None if they would not give enough, or if
         `blocked` is a background turn.
 
@@ -251,18 +282,17 @@ class Scheduler(Generic[TurnT]):
         other; in a namespace by order of submission.
         """
         first: dict[Hashable, int] = {}
-        for turn, entry in self._entries.items():
+        for turn in self.turns:
             if turn.agent_key is not None:
-                first[turn.agent_key] = min(first.get(turn.agent_key, entry.number), entry.number)
+                number = turn.schedule.number
+                first[turn.agent_key] = min(first.get(turn.agent_key, number), number)
         agents = self._urgent_agents()
-        numbered = ((self._entries[turn].number, turn) for turn in self.waiting)
+        numbered = ((turn.schedule.number, turn) for turn in self.waiting)
         able = [
             (number, turn) for number, turn in numbered if turn.agent_key is None or first[turn.agent_key] == number
         ]
         pressing = {
-            turn.namespace
-            for _, turn in able
-            if self._is_pressing(turn, agents) and not self._entries[turn].found_no_room
+            turn.namespace for _, turn in able if self._is_pressing(turn, agents) and not turn.schedule.found_no_room
         }
         by_class = sorted(
             ((not self._is_urgent(turn, agents, pressing), number, turn) for number, turn in able),
@@ -284,7 +314,7 @@ class Scheduler(Generic[TurnT]):
         self, turn: TurnT, urgent_agents: Collection[Hashable], pressing: Collection[Namespace] = ()
     ) -> bool:
         """`pressing`: namespaces that have a turn for which a person waits. Age does not count against such others."""
-        is_aged = self._now - self._entries[turn].waits_since_s >= self.rules.ageing_s
+        is_aged = self._now - turn.schedule.waits_since_s >= self.rules.ageing_s
         return self._is_pressing(turn, urgent_agents) or (is_aged and not {*pressing} - {turn.namespace})
 
     def _urgent_agents(self) -> set[Hashable]:
@@ -295,23 +325,26 @@ class Scheduler(Generic[TurnT]):
             if turn.priority is Priority.INTERACTIVE and turn.agent_key is not None
         }
 
-    def _protected_from(self, turn: TurnT, shares: RoomShares[TurnT]) -> set[Hashable]:
+    def _takes_room_from(self, ahead: TurnT, turn: TurnT, shares: RoomShares[TurnT]) -> bool:
+        return turn.memory_key is None or turn.memory_key not in self._protected_from(ahead, shares)
+
+    def _protected_from(self, turn: TurnT, shares: RoomShares[TurnT]) -> frozenset[Hashable]:
         """Keys of the hot memories that the turn must not drop: waiting turns of at least its urgency extend them.
         Otherwise agents that take turns would drop each other's memory just before its use. A turn within its
         namespace's share may drop other namespaces' memories.
         """
-        if self._now - self._entries[turn].waits_since_s >= self.rules.patience_s:
-            return set()
+        if self._now - turn.schedule.waits_since_s >= self.rules.patience_s:
+            return frozenset()
         agents = self._urgent_agents()
         mine, exceeds = self._is_urgent(turn, agents), shares.exceeds(turn)
-        return {
+        return frozenset(
             other.memory_key
             for other in self.waiting
             if other is not turn
             and other.memory_key is not None
             and (exceeds or other.namespace == turn.namespace)
             and self._is_urgent(other, agents) >= mine
-        }
+        )
 
     def _shares(self) -> RoomShares[TurnT]:
         is_shared = self._company.is_shared
@@ -319,61 +352,39 @@ class Scheduler(Generic[TurnT]):
 
     def _claimed(self) -> set[Namespace]:
         """Namespaces that have a turn without room."""
-        return {turn.namespace for turn in self.waiting if self._entries[turn].found_no_room}
+        return {turn.namespace for turn in self.waiting if turn.schedule.found_no_room}
 
     def _waits_for_sibling(self, turn: TurnT) -> bool:
         """Whether another turn prefills what this one needs too, as `_look_for_sibling` found last."""
-        entry = self._entries[turn]
-        return entry.awaits is not None and not entry.prefix_wait_is_over
+        record = turn.schedule
+        return record.awaits is not None and not record.prefix_wait_is_over
 
     def _look_for_sibling(self, turn: TurnT) -> None:
         """Note whether another turn prefills what this one needs. While it waits, look again only when that is over."""
-        entry = self._entries[turn]
+        record = turn.schedule
         # A preempted turn goes on with its own KV.
-        if self.rules.prefix_wait_s <= 0 or entry.prefix_wait_is_over or entry.preemptions:
+        if self.rules.prefix_wait_s <= 0 or record.prefix_wait_is_over or record.preemptions:
             return
-        awaited = entry.awaits
-        if awaited is None or awaited.source not in self.running or awaited.source.shareable >= awaited.shared_tokens:
-            awaited = entry.awaits = self._sharing.awaited_by(turn, self._with_kv())
+        awaited = record.awaits
+        if awaited is None or awaited.source.status not in RUNNING or awaited.source.shareable >= awaited.shared_tokens:
+            awaited = record.awaits = self._sharing.awaited_by(turn, self._with_kv())
         if awaited is None:
             return
-        entry.prefix_wait_since_s = self._now if entry.prefix_wait_since_s is None else entry.prefix_wait_since_s
-        entry.prefix_wait_is_over = self._now - entry.prefix_wait_since_s >= self.rules.prefix_wait_s
-        if turn.priority is Priority.INTERACTIVE and not entry.prefix_wait_is_over:
+        record.prefix_wait_since_s = self._now if record.prefix_wait_since_s is None else record.prefix_wait_since_s
+        record.prefix_wait_is_over = self._now - record.prefix_wait_since_s >= self.rules.prefix_wait_s
+        if turn.priority is Priority.INTERACTIVE and not record.prefix_wait_is_over:
             self._awaited.add(awaited.source)
 
     def _end_prefix_waits(self) -> None:
         """Let turns begin whose awaited prefix is there now: they disturb the step."""
-        for entry in map(self._entries.__getitem__, self.waiting):
-            if entry.awaits is not None and entry.awaits.source.shareable >= entry.awaits.shared_tokens:
-                entry.awaits, self._is_disturbed = None, True
+        for turn in self.waiting:
+            awaited = turn.schedule.awaits
+            if awaited is not None and awaited.source.shareable >= awaited.shared_tokens:
+                turn.schedule.awaits, self._is_disturbed = None, True
 
     def _must_look_up(self) -> bool:
         """Whether a turn came, was cancelled, or may begin since the step began."""
-        return self._is_disturbed or any(turn.is_cancelled for turn in self._entries)
-
-    def _begin(
-        self,
-        turn: TurnT,
-        shares: RoomShares[TurnT] | None,
-        try_begin: Callable[[TurnT, Collection[Hashable]], bool],
-    ) -> bool:
-        """Try to begin a turn; whether it had room. Without `shares` no memory is protected."""
-        has_room = try_begin(turn, () if shares is None else self._protected_from(turn, shares))
-        entry = self._entries.get(turn)
-        if entry is None or turn not in self.waiting:
-            return has_room
-        entry.found_no_room = not has_room
-        if has_room:
-            entry.began_aged = self._now - entry.waits_since_s >= self.rules.ageing_s
-            entry.waits_since_s = self._now
-            entry.served = self._served - 1  # before the turn that was served last, behind all others
-            self.waiting.remove(turn)
-            self.running.append(turn)
-            self._company.began(turn.namespace)
-            if shares is not None:
-                shares.began(turn)
-        return has_room
+        return self._is_disturbed or any(turn.is_cancelled for turn in self.turns)
 
     @property
     def _is_full(self) -> bool:
@@ -383,7 +394,7 @@ class Scheduler(Generic[TurnT]):
         """Turns that may give way to `blocked`, in the order in which they do."""
         agents = self._urgent_agents()
         turns = [turn for turn in self.running if self._is_preemptible(turn)]
-        turns.sort(key=lambda turn: self._entries[turn].number, reverse=True)
+        turns.sort(key=lambda turn: turn.schedule.number, reverse=True)
         own = [turn for turn in turns if turn.namespace == blocked.namespace and self._gives_way(turn, agents)]
         others = [turn for turn in turns if turn.namespace != blocked.namespace]
         background = [turn for turn in others if turn.priority is Priority.BACKGROUND]
@@ -392,26 +403,26 @@ class Scheduler(Generic[TurnT]):
     def _is_preemptible(self, turn: TurnT) -> bool:
         return (
             turn.can_be_preempted
-            and not turn.is_restoring
+            and turn.status is not Status.RESTORING
             and not turn.is_cancelled
-            and self._entries[turn].preemptions < self.rules.max_preemptions
+            and turn.schedule.preemptions < self.rules.max_preemptions
         )
 
     def _gives_way(self, turn: TurnT, urgent_agents: Collection[Hashable]) -> bool:
         """Whether it gives way to interactive turns of its own namespace."""
         return (
             turn.priority is Priority.BACKGROUND
-            and not self._entries[turn].began_aged
+            and not turn.schedule.began_aged
             and turn.agent_key not in urgent_agents
             and turn not in self._awaited
         )
 
     def _with_kv(self) -> list[TurnT]:
-        return [turn for turn in self.running if not turn.is_restoring]
+        return [turn for turn in self.running if turn.status is not Status.RESTORING]
 
     @staticmethod
     def _is_decoding(turn: TurnT) -> bool:
-        return not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring
+        return turn.status is Status.DECODING and not turn.is_cancelled
 
     def _seated(self, decoding: Collection[TurnT]) -> list[TurnT]:
         """The turns that decode in this step. Beside other namespaces each has `rows_beside` rows. A namespace that is
@@ -432,7 +443,7 @@ class Scheduler(Generic[TurnT]):
                 mine, self._most_rows, lambda turn: self._is_urgent(turn, agents), lambda turn: turn.is_ending
             )
         for turn in chosen:
-            self._entries[turn].waits_since_s = self._now
+            turn.schedule.waits_since_s = self._now
         return [turn for turn in decoding if turn in chosen]
 
     def _next_in_round(self) -> TurnT | None:
@@ -441,7 +452,7 @@ class Scheduler(Generic[TurnT]):
         else the turn that was served longest ago.
         """
         agents = self._urgent_agents()
-        prefilling = [turn for turn in self._with_kv() if turn.is_prefilling and not turn.is_cancelled]
+        prefilling = [turn for turn in self.turns if turn.status is Status.PREFILLING and not turn.is_cancelled]
         prefilling = [turn for turn in prefilling if not self._owes(turn)]
         pressing = {turn.namespace for turn in prefilling if self._is_pressing(turn, agents)}
         urgent = [turn for turn in prefilling if self._is_urgent(turn, agents, pressing)]
@@ -453,7 +464,7 @@ class Scheduler(Generic[TurnT]):
         warm = [turn for turn in turns if turn.is_warm and turn.rest_tokens <= self.rules.cell_tokens]
         cold = [turn for turn in turns if turn not in warm]
         lane = warm if warm and not (self._company.of(first.namespace).was_warm and cold) else cold
-        return min(lane, key=lambda turn: self._entries[turn].served)
+        return min(lane, key=lambda turn: turn.schedule.served)
 
     def _owes(self, turn: TurnT) -> bool:
         """Whether its namespace has taken more of others' time than it may, while they decode."""
@@ -469,6 +480,6 @@ class Scheduler(Generic[TurnT]):
         place.served = self._served
         if self._is_beside_others(turn):
             self._time.owes_next(place)
-        entry = self._entries[turn]
-        entry.served = self._served
-        entry.waits_since_s = self._now + spent_s
+        record = turn.schedule
+        record.served = self._served
+        record.waits_since_s = self._now + spent_s

@@ -66,7 +66,7 @@ def used_and_accounted(driver: Driver) -> tuple[int, int]:
     """Bytes of all KV that there is, which is what the engine tells; and what its ledger holds."""
     worker = driver.engine._worker
     worker._count_bytes()
-    kvs = [active.kv for active in worker._active.values()]
+    kvs = [sequence.kv for sequence in worker._scheduler.turns if sequence.kv is not None]
     kvs += [memory.kv for memory in worker.memories._memories.values() if memory.kv not in kvs]
     assert sum(kv.allocated_bytes for kv in kvs) == worker.memory_used_bytes
     ledger = worker.memories.ledger

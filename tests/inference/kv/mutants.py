@@ -110,7 +110,7 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling begins with more than it shares",
-        "active_sequence.py",
+        "beginning.py",
         "kv.fork_of(shared_tokens)",
         "kv.fork()",
         BATCHING,
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "a memory whose layers may disagree serves again",
         "engine_worker.py",
-        "            self.memories.drop(turn.plan.key)\n            active.memory = None\n",
+        "            self.memories.drop(sequence.plan.key)\n        sequence.memory = None\n",
         "            pass\n",
         BATCHING,
     ),

@@ -42,41 +42,41 @@ MUTANTS = (
     Mutant(
         "who comes is not looked at before the step's end",
         "scheduler.py",
-        "        self.waiting.append(turn)\n        self._is_disturbed = True",
-        "        self.waiting.append(turn)",
+        "        self.turns.append(turn)\n        self._is_disturbed = True",
+        "        self.turns.append(turn)",
         ORDER,
     ),
     Mutant(
         "a cancel is not looked at before the step's end",
         "scheduler.py",
-        "return self._is_disturbed or any(turn.is_cancelled for turn in self._entries)",
+        "return self._is_disturbed or any(turn.is_cancelled for turn in self.turns)",
         "return self._is_disturbed",
         ORDER,
     ),
     Mutant(
         "all that wait begin in one step, however long it takes",
         "scheduler.py",
-        "if len(self.running) > running_before and not has_time():",
-        "if False:",
+        "            if has_room and not has_time:",
+        "            if False:",
         ORDER,
     ),
     # Order
     Mutant(
         "the first prompt is computed whole before the next",
         "scheduler.py",
-        "        entry.served = self._served\n",
+        "        record.served = self._served\n",
         "",
         ORDER,
     ),
     Mutant(
         "who comes new is served last for ever",
         "scheduler.py",
-        "entry.served = self._served - 1",
-        "entry.served = 1 << 60",
+        "record.served = self._served - 1",
+        "record.served = 1 << 60",
         ORDER,
     ),
     Mutant(
-        "who comes new is served first", "scheduler.py", "entry.served = self._served - 1", "entry.served = 0", ORDER
+        "who comes new is served first", "scheduler.py", "record.served = self._served - 1", "record.served = 0", ORDER
     ),
     Mutant(
         "warm turns wait for their round",
@@ -130,17 +130,15 @@ MUTANTS = (
     Mutant(
         "turns of one agent begin last first",
         "scheduler.py",
-        "min(first.get(turn.agent_key, entry.number), entry.number)",
-        "max(first.get(turn.agent_key, entry.number), entry.number)",
+        "min(first.get(turn.agent_key, number), number)",
+        "max(first.get(turn.agent_key, number), number)",
         ORDER,
     ),
     Mutant(
         "a small turn overtakes one without room",
         "scheduler.py",
-        "if ahead is not None and (\n"
-        "                turn.memory_key is None or turn.memory_key not in self._protected_from(ahead, shares)\n"
-        "            ):",
-        "if False:",
+        "(ahead is not None and self._takes_room_from(ahead[0], turn, shares))",
+        "False",
         ORDER,
     ),
     Mutant(
@@ -153,14 +151,14 @@ MUTANTS = (
     Mutant(
         "a cancelled turn is served until it is removed",
         "scheduler.py",
-        "if turn.is_prefilling and not turn.is_cancelled]",
-        "if turn.is_prefilling]",
+        "if turn.status is Status.PREFILLING and not turn.is_cancelled]",
+        "if turn.status is Status.PREFILLING]",
         f"{ORDER} {HISTORY}",
     ),
     Mutant(
         "waiting turns are cancelled only once they run",
         "scheduler.py",
-        "[turn for turn in (*self.running, *self.waiting) if turn.is_cancelled]",
+        "[turn for turn in self.turns if turn.is_cancelled]",
         "[turn for turn in self.running if turn.is_cancelled]",
         ORDER,
     ),
@@ -168,28 +166,28 @@ MUTANTS = (
     Mutant(
         "siblings do not wait",
         "scheduler.py",
-        "return entry.awaits is not None and not entry.prefix_wait_is_over\n",
+        "return record.awaits is not None and not record.prefix_wait_is_over\n",
         "return False\n",
         PREFIX_WAIT,
     ),
     Mutant(
         "siblings wait for ever",
         "scheduler.py",
-        "entry.prefix_wait_is_over = self._now - entry.prefix_wait_since_s >= self.rules.prefix_wait_s",
-        "entry.prefix_wait_is_over = False",
+        "record.prefix_wait_is_over = self._now - record.prefix_wait_since_s >= self.rules.prefix_wait_s",
+        "record.prefix_wait_is_over = False",
         PREFIX_WAIT,
     ),
     Mutant(
         "a sibling that waits never looks again",
         "scheduler.py",
-        "if awaited is None or awaited.source not in self.running or ",
+        "if awaited is None or awaited.source.status not in RUNNING or ",
         "if awaited is None or False and ",
         PREFIX_WAIT,
     ),
     Mutant(
         "a sibling waits for the other's whole prompt",
         "scheduler.py",
-        "entry.awaits, self._is_disturbed = None, True",
+        "turn.schedule.awaits, self._is_disturbed = None, True",
         "pass",
         PREFIX_WAIT,
     ),
@@ -336,14 +334,14 @@ MUTANTS = (
     Mutant(
         "memories are protected for ever",
         "scheduler.py",
-        "if self._now - self._entries[turn].waits_since_s >= self.rules.patience_s:",
+        "if self._now - turn.schedule.waits_since_s >= self.rules.patience_s:",
         "if False:",
         MEMORY,
     ),
     Mutant(
         "two that protect each other wait while nobody runs",
         "scheduler.py",
-        "if not self.running and self._begin(turn, None, try_begin):",
+        "if not self.running and not self.room.missing_bytes(turn, ()):",
         "if False:",
         MEMORY,
     ),
@@ -358,15 +356,15 @@ MUTANTS = (
     Mutant(
         "the oldest gives way",
         "scheduler.py",
-        "turns.sort(key=lambda turn: self._entries[turn].number, reverse=True)",
-        "turns.sort(key=lambda turn: self._entries[turn].number)",
+        "turns.sort(key=lambda turn: turn.schedule.number, reverse=True)",
+        "turns.sort(key=lambda turn: turn.schedule.number)",
         MEMORY,
     ),
     Mutant(
         "interactive turns give way",
         "scheduler.py",
-        "            turn.priority is Priority.BACKGROUND\n            and not self._entries[turn].began_aged",
-        "            not self._entries[turn].began_aged",
+        "            turn.priority is Priority.BACKGROUND\n            and not turn.schedule.began_aged",
+        "            not turn.schedule.began_aged",
         MEMORY,
     ),
     Mutant(
@@ -386,36 +384,36 @@ MUTANTS = (
     Mutant(
         "a turn gives way again and again",
         "scheduler.py",
-        "            and self._entries[turn].preemptions < self.rules.max_preemptions\n",
+        "            and turn.schedule.preemptions < self.rules.max_preemptions\n",
         "",
         MEMORY,
     ),
     Mutant(
         "who cannot be preempted gives way",
         "scheduler.py",
-        "            turn.can_be_preempted\n            and not",
-        "            not",
+        "            turn.can_be_preempted\n            and turn",
+        "            turn",
         MEMORY,
     ),
     Mutant(
         "who has no rows to give up is asked to",
         "scheduler.py",
-        "            and not turn.is_restoring\n            and not turn.is_cancelled",
+        "            and turn.status is not Status.RESTORING\n            and not turn.is_cancelled",
         "            and not turn.is_cancelled",
         MEMORY,
     ),
     Mutant(
         "a turn that waits for its KV decodes",
         "scheduler.py",
-        "not turn.is_prefilling and not turn.is_cancelled and not turn.is_restoring",
-        "not turn.is_prefilling and not turn.is_cancelled",
+        "return turn.status is Status.DECODING and not turn.is_cancelled",
+        "return turn.status in RUNNING and not turn.is_prefilling and not turn.is_cancelled",
         MEMORY,
     ),
     Mutant(
         "who waits for its KV prefills",
         "scheduler.py",
-        "return [turn for turn in self.running if not turn.is_restoring]",
-        "return [turn for turn in self.running]",
+        "if turn.status is Status.PREFILLING and not turn.is_cancelled]",
+        "if turn.status in RUNNING and turn.is_prefilling and not turn.is_cancelled]",
         MEMORY,
     ),
     Mutant(
@@ -425,9 +423,7 @@ MUTANTS = (
         "if idle != borrowed\n",
         MEMORY,
     ),
-    Mutant(
-        "a turn that aged gives way", "scheduler.py", "            and not self._entries[turn].began_aged\n", "", MEMORY
-    ),
+    Mutant("a turn that aged gives way", "scheduler.py", "            and not turn.schedule.began_aged\n", "", MEMORY),
     Mutant(
         "the predecessor of an interactive turn gives way",
         "scheduler.py",
@@ -438,8 +434,8 @@ MUTANTS = (
     Mutant(
         "who gave way takes the room back",
         "scheduler.py",
-        "        entry.waits_since_s = now\n        entry.awaits",
-        "        entry.awaits",
+        "            record.waits_since_s = self._now\n            record.awaits",
+        "            record.awaits",
         MEMORY,
     ),
     # Between namespaces
@@ -453,7 +449,7 @@ MUTANTS = (
     Mutant(
         "who aged waits for people of others who find no room",
         "scheduler.py",
-        "if self._is_pressing(turn, agents) and not self._entries[turn].found_no_room",
+        "if self._is_pressing(turn, agents) and not turn.schedule.found_no_room",
         "if self._is_pressing(turn, agents)",
         FAIRNESS,
     ),
@@ -677,28 +673,28 @@ MUTANTS = (
     # The turn
     Mutant(
         "a turn off the grid promises to share",
-        "turn.py",
+        "engine/sequence.py",
         "return max(self.shareable, whole_cells) if is_on_grid else self.shareable",
         "return max(self.shareable, whole_cells)",
         TURN,
     ),
     Mutant(
         "a resumed turn draws its first token again",
-        "turn.py",
+        "engine/sequence.py",
         "return ends_prompt and len(self.token_ids) == self.prompt_tokens",
         "return ends_prompt",
         TURN,
     ),
     Mutant(
         "a resumed turn tells its blocks again",
-        "turn.py",
+        "engine/sequence.py",
         "if self.full_blocks > self._full_reported:",
         "if True:",
         TURN,
     ),
     Mutant(
         "the chain is that of no KV identity",
-        "turn.py",
+        "engine/sequence.py",
         "chain_hashes(self._kv_identity_hash, self.plan.token_ids)",
         'chain_hashes("", self.plan.token_ids)',
         TURN,

@@ -3,15 +3,15 @@
 A token's KV is one byte, so that bytes can be counted by hand. What it checks itself, it checks at every step.
 """
 
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.room_shares import Room
-from inference_svc.engine.scheduling.schedulable import Rules
-from inference_svc.engine.scheduling.scheduler import Scheduler
+from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, Status
+from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.text.sequence_state import SequenceState
 
 CELL = 256
@@ -52,6 +52,8 @@ class Job:
     restore_s: float = 0.0  # how long its KV takes to come back after it was preempted
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
+    has_room: bool = False
+    schedule: ScheduleRecord = field(default_factory=ScheduleRecord)
     lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
     began_from: object = None
     cells: list[float] = field(default_factory=list)  # when each of its cells was computed
@@ -71,6 +73,16 @@ class Job:
     @property
     def is_prefilling(self) -> bool:
         return self.computed < self.prompt_tokens
+
+    @property
+    def status(self) -> Status:
+        if self.ended_s is not None:
+            return Status.FINISHED
+        if not self.has_room:
+            return Status.PREEMPTED if self.preemptions else Status.WAITING
+        if self.is_restoring:
+            return Status.RESTORING
+        return Status.PREFILLING if self.is_prefilling else Status.DECODING
 
     @property
     def is_ending(self) -> bool:
@@ -126,7 +138,13 @@ class World:
 
     def __post_init__(self) -> None:
         self.memories: HotMemories[Kv] = HotMemories(self.budget_bytes)
-        room: Room[Job] = Room(self.budget_bytes, self.memories.ledger.reserved_by, lambda job: job.needed_bytes)
+        room: Room[Job] = Room(
+            self.budget_bytes,
+            self.memories.ledger.reserved_by,
+            lambda job: job.needed_bytes,
+            self._missing_bytes,
+            lambda _jobs: True,
+        )
         self.scheduler: Scheduler[Job] = Scheduler(room, self.rules)
         self._last_token_s: dict[Job, float] = {}
 
@@ -152,23 +170,32 @@ class World:
         for job in self.scheduler.cancelled():
             self._end(job, leaves=False)
         before_s = self.now
-
-        def has_time() -> bool:
-            decodes = any(not job.is_prefilling for job in self.scheduler.running)
-            return not decodes or self.now - before_s < self.rules.budget_s
-
-        blocked = self.scheduler.begin_waiting(self.now, self._try_begin, has_time)
-        self.when_begun()
+        self.admit()
         begun_s = self.now - before_s
-        for job in blocked:
-            if self._preempt_for(job):
-                break
         self._restore()
         self._decode()
         self._prefill(begun_s)
         for job in [job for job in self.scheduler.running if job.generated >= job.reply_tokens]:
             self._end(job, leaves=True)
         self.check()
+
+    def admit(self, *, has_time: bool = True) -> tuple[Job, ...]:
+        """Carry out what the scheduler decides until it decides no more; returns the turns that found no room."""
+        until_s, may_preempt = self.now + self.rules.budget_s, True
+        while True:
+            match self.scheduler.admit(self.now, has_time=has_time, may_preempt=may_preempt):
+                case Admit(job, protected):
+                    self._begin(job, protected)
+                case Preempt(jobs, blocked):
+                    self.when_begun()
+                    self._preempt(jobs, blocked)
+                    may_preempt = False
+                case Blocked(jobs):
+                    if may_preempt:
+                        self.when_begun()
+                    return jobs
+            decodes = any(job.status is Status.DECODING for job in self.scheduler.running)
+            has_time = not decodes or self.now < until_s
 
     def run(self, most_steps: int = 3_000) -> None:
         """Until nobody is left."""
@@ -196,34 +223,34 @@ class World:
         mine = [job for job in self.scheduler.running if job.namespace == namespace]
         return sum(map(self.memories.ledger.reserved_by, mine))
 
-    def _try_begin(self, job: Job, protected: Collection[Hashable]) -> bool:
+    def _missing_bytes(self, job: Job, protected: Collection[Hashable]) -> int:
+        extends = job.memory_key is not None
+        return self.memories.missing_bytes(job.needed_bytes, job.key, extends=extends, protected=protected)
+
+    def _begin(self, job: Job, protected: Collection[Hashable]) -> None:
         extends = job.memory_key is not None
         needed, namespace = job.needed_bytes, job.namespace
-        if not self.memories.reserve(job, needed, job.key, extends=extends, protected=protected, namespace=namespace):
-            return False
+        assert self.memories.reserve(job, needed, job.key, extends=extends, protected=protected, namespace=namespace)
+        job.has_room = True
         if extends and job.key not in self.memories.sizes():
             job.lost_memory = True
             self._end(job, leaves=False)
-            return True
+            return
         job.begun_s = self.now if job.begun_s is None else job.begun_s
         self.begun.append(job)
         self.now += self.begin_s
         if job.preemptions and job.restore_s:
             job.is_restoring, job.restored_s = True, self.now + job.restore_s
-            return True
+            return
         job.cached = job.computed = min(job.reusable_tokens, job.prompt_tokens - 1)
         hot = self.memories.idle(job.namespace) if job.namespace is not None else []
         if prefix := self.scheduler.prefix_source_of(job, hot):
             assert prefix.shared_tokens <= (prefix.source.shareable if isinstance(prefix.source, Job) else 1 << 40)
             job.began_from, job.cached = prefix.source, prefix.shared_tokens
             job.shareable = job.computed = prefix.shared_tokens
-        return True
 
-    def _preempt_for(self, blocked: Job) -> bool:
-        extends = blocked.memory_key is not None
-        missing = self.memories.missing_bytes(blocked.needed_bytes, blocked.key, extends=extends)
-        preempted = self.scheduler.preemptions(blocked, missing)
-        for job in preempted:
+    def _preempt(self, jobs: Sequence[Job], blocked: Job) -> None:
+        for job in jobs:
             if job.namespace == blocked.namespace:
                 assert job.priority is BACKGROUND
             else:
@@ -234,9 +261,8 @@ class World:
             job.preemptions += 1
             job.cached = job.shareable = job.reusable_tokens = 0
             job.computed = job.computed if job.restore_s else 0
+            job.has_room = False
             self.memories.release(job)
-            self.scheduler.preempted(job, self.now)
-        return bool(preempted)
 
     def _restore(self) -> None:
         """KV that was on its way is there. While nobody computes, time passes until the first of it is."""

@@ -104,7 +104,7 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
     world = World()
     long, other = Job(16 * CELL), Job(16 * CELL)
     world.submit(long, other)
-    world.scheduler.begin_waiting(0.0, lambda _job, _spare: True)
+    world.admit()
     world.scheduler.begin_step(0.0)
     assert world.scheduler.grant_prefill(0.0) is long
     long.is_cancelled = True
@@ -291,10 +291,14 @@ def test_every_turn_is_served_to_its_end(work: list[Job]) -> None:
 
 
 def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
-    world = World()
+    world = World(rules=Rules(budget_s=0.1), begin_s=0.2)
+    world.submit(Job(reply_tokens=90))
+    world.step()
     world.submit(Job(), Job(), Job())
-    blocked = world.scheduler.begin_waiting(0.0, lambda _job, _spare: True, has_time=lambda: False)
-    assert (blocked, len(world.scheduler.running)) == ((), 1)
+    world.admit()
+    assert len(world.scheduler.running) == 2
+    assert world.admit(has_time=False) == ()
+    assert len(world.scheduler.running) == 2
 
 
 # --- cancel ---

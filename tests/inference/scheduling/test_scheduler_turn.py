@@ -15,7 +15,8 @@ from inference_svc.engine.api import (
     SamplingParams,
     TurnPlan,
 )
-from inference_svc.engine.turn import Turn
+from inference_svc.engine.scheduling.schedulable import Status
+from inference_svc.engine.sequence import Sequence
 from inference_svc.text.token_text import TokenText
 
 TEXT = TokenText.of_pieces([b"a", b"b", b"c"])
@@ -23,13 +24,13 @@ IDENTITY = "11" * 32
 CELL = 512
 
 
-def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Turn:
+def turn(tokens: int, reuse: Reuse | None = None, **fields: object) -> Sequence:
     plain = {"sampling": SamplingParams(1000), "reuse": reuse or Cold(), "key": AgentKey("home", "a")}
     plan = TurnPlan((1,) * tokens, (1,) * tokens, **(plain | fields))  # type: ignore[arg-type]
-    return Turn(plan, TEXT, frozenset(), CELL, lambda: 0.0, IDENTITY)
+    return Sequence(plan, TEXT, frozenset(), CELL, lambda: 0.0, IDENTITY)
 
 
-def prefill(one: Turn, *, draws: bool = True) -> list[int]:
+def prefill(one: Sequence, *, draws: bool = True) -> list[int]:
     """Every cell of the rest of its prompt; the last one draws, or none does."""
     cells = []
     while one.is_prefilling:
@@ -63,9 +64,9 @@ def test_a_turn_that_was_preempted_extends_no_hot_memory_any_more() -> None:
     one.preempted(())
     assert one.memory_key is None
     one.ask_for_files()
-    assert one.is_restoring
+    assert one.status is Status.RESTORING
     one.resumed(5, 0)
-    assert not one.is_restoring
+    assert one.status is Status.PREFILLING
     assert not turn(9, Hot(5), can_be_preempted=True, keep_partial=True).can_be_preempted
     assert not turn(9, Hot(5)).can_be_preempted
 

@@ -1,8 +1,12 @@
-"""One turn as it runs: its computed and generated tokens, its events, and the state that it will leave. Pure."""
+"""One turn in the engine: its tokens, its text, its events, and what it holds while it lives.
+
+No tensor is touched here: a sequence only holds the KV and the sampler that the MLX thread gives it.
+"""
 
 from collections.abc import Callable, Hashable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from kvasir.errors import KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
@@ -15,6 +19,7 @@ from inference_svc.engine.api import (
     Failed,
     FinishReason,
     Hot,
+    Listener,
     Preempted,
     Prefilled,
     Priority,
@@ -28,14 +33,29 @@ from inference_svc.engine.api import (
     Wanted,
 )
 from inference_svc.engine.grid import cell_end, shareable_after
+from inference_svc.engine.reply_text import ReplyText
+from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.text.sequence_state import SequenceState
-from inference_svc.text.stop_strings import StopScanner
 from inference_svc.text.token_text import TokenText
 
+if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is no MLX
+    from inference_svc.engine.sampling import Sampler
+    from inference_svc.engine.scheduling.hot_memories import ResidentMemory
+    from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
 
-class Turn:
-    """A submitted turn. The sequence is `token_ids`; a step lets `computed` of them catch up with all but the last."""
+
+@dataclass
+class SwappedOut:
+    """What is known of a preempted turn's files."""
+
+    tokens: int  # tokens whose KV is in the files
+    rewind_points: tuple[int, ...]  # token counts of the state files, which come last; the last count is `tokens`
+    unstored_bytes: int  # bytes of files that are still in memory
+
+
+class Sequence:
+    """A submitted turn. `token_ids` are its tokens; a step lets `computed` of them catch up with all but the last."""
 
     def __init__(
         self,
@@ -47,36 +67,54 @@ class Turn:
         kv_identity_hash: str = "",
         matcher: GrammarMatcher | None = None,
         *,
+        listener: Listener = lambda _events: None,
         has_states: bool = False,
     ) -> None:
         """`has_states`: the model has layers that do not keep all tokens."""
         self.plan = plan
-        self.matcher = matcher  # of the plan's constraint; advanced by the turn's sampler
-        self._kv_identity_hash = kv_identity_hash
+        self.listener = listener
+        self.matcher = matcher  # of the plan's constraint; advanced by the sampler
+        self.schedule = ScheduleRecord()
         self.token_ids = list(plan.token_ids)
         self.computed = 0  # leading tokens whose KV exists
         self.cached = 0  # reused tokens among them
-        self.rewind_points: tuple[
-            int, ...
-        ] = ()  # token counts to which its memory can go back, with a model with states
+        self.rewind_points: tuple[int, ...] = ()  # token counts to which a memory of a model with states can go back
         self.shareable = 0
-        self.finish_reason: FinishReason | None = None
         self.is_cancelled = False  # set from any thread
-        self.is_restoring = False  # it was preempted and has room again, but not its KV yet
+        # What it holds on the MLX thread.
+        self.kv: SequenceKV | None = None
+        self.sampler: Sampler | None = None
+        self.known_chain: tuple[str, ...] = ()  # chain hashes of the first full blocks of its KV
+        self.memory: ResidentMemory[SequenceKV] | None = None  # the hot memory whose KV it extends
+        self.saved: SavedRows | None = None  # rows of that memory that it overwrites
+        self.swapped: SwappedOut | None = None  # while it is preempted
+        self._stage = Status.WAITING  # PREFILLING also while it decodes
         self._was_preempted = False
+        self._kv_identity_hash = kv_identity_hash
         self._full_reported = self._prefilled_reported = 0
-        self._stop_token_ids = stop_token_ids
         self._cell_tokens = cell_tokens
         self._has_states = has_states
         self._clock = clock
         self._events: list[Event] = []
-        self._stream = token_text.stream()
-        self._scanner = StopScanner(plan.sampling.stop)
-        self._reply: list[str] = []
-        self._spelled: list[str] = []  # by generated token
-        self._whole_tokens = 0  # generated tokens up to the last that ended a character
+        self._reply = ReplyText(token_text, plan.sampling, stop_token_ids)
         self._submitted_s = clock()
         self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
+
+    @property
+    def status(self) -> Status:
+        is_decoding = self._stage is Status.PREFILLING and not self.is_prefilling
+        return Status.DECODING if is_decoding else self._stage
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why generation ended; None while it goes on."""
+        return self._reply.finish_reason
+
+    @property
+    def keeps_its_part(self) -> bool:
+        """Whether a cancel now leaves what the turn has so far, and not the memory as it was before."""
+        has_generated = len(self.token_ids) > self.prompt_tokens
+        return self.finish_reason is not None or (self.plan.keep_partial and has_generated)
 
     @property
     def agent_key(self) -> Hashable | None:
@@ -194,17 +232,18 @@ class Turn:
         self._full_reported = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
+        self._stage = Status.PREFILLING
         self._events.append(Started(cached, is_shared))
         self._end_if_only_prompt()
 
     def preempted(self, files: tuple[bytes, ...]) -> None:
         """The turn was preempted: its KV is in these files only."""
-        self._was_preempted = True
+        self._stage, self._was_preempted = Status.PREEMPTED, True
         self._events.append(Preempted(files, self.computed))
 
     def ask_for_files(self) -> None:
         """There is room for its KV again: emit `Wanted`."""
-        self.is_restoring = True
+        self._stage = Status.RESTORING
         self._events.append(Wanted())
 
     def resumed(self, computed: int, shareable: int) -> None:
@@ -212,7 +251,7 @@ class Turn:
         rest is computed as before, the prompt in its cells and the reply token by token, so that its KV has the same
         bits. No token is sampled or reported again.
         """
-        self.is_restoring = False
+        self._stage = Status.PREFILLING
         self._events.append(Resumed(computed, self.computed - computed))
         self.computed = computed
         self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -250,63 +289,26 @@ class Turn:
         if len(self.token_ids) == self.prompt_tokens:
             self._first_token_s = self._clock()
         self.token_ids.append(token_id)
-        text = self._stream.push(token_id)
-        self._spelled.append(text)
-        if self._stream.is_whole:
-            self._whole_tokens = len(self._spelled)
-        visible = self._visible(token_id, text)
+        visible = self._reply.push(token_id)
         self._events.append(Tokens((token_id,), visible, () if logprobs is None else (logprobs,)))
 
     @property
     def remembered(self) -> int:
-        """Tokens that are remembered if it ends now: no half character, and no token that only spells a stop string."""
-        kept = self._whole_tokens
-        if self.finish_reason is FinishReason.STOP_SEQUENCE:
-            reply_chars = sum(map(len, self._reply))
-            while sum(map(len, self._spelled[:kept])) > reply_chars:
-                kept -= 1
-        return self.prompt_tokens + kept
+        """Tokens that are remembered if it ends now."""
+        return self.prompt_tokens + len(self._reply.remembered)
 
-    def end(self) -> None:
-        """The turn is over, and `remembered` tokens are remembered. After a cancel the held-back text is reported."""
-        if self.finish_reason is None:
-            self.finish_reason = FinishReason.CANCELLED
-            if rest := self._scanner.rest():
-                self._reply.append(rest)
-                self._events.append(Tokens((), rest))
-        now = self._clock()
-        kept = self.remembered - self.prompt_tokens
-        self._events.append(
-            Ended(
-                finish_reason=self.finish_reason,
-                matched_stop=self._scanner.matched or "",
-                prompt_tokens=self.prompt_tokens,
-                cached_tokens=self.cached,
-                completion_tokens=len(self.token_ids) - self.prompt_tokens,
-                timings=Timings(
-                    queue_s=self._begun_s - self._submitted_s,
-                    restore_s=self._restored_s - self._begun_s,
-                    prefill_s=self._first_token_s - self._restored_s,
-                    first_token_s=self._first_token_s - self._submitted_s,
-                    decode_s=now - self._first_token_s,
-                ),
-                text="".join(self._reply),
-                generated_text="".join(self._spelled[:kept]),
-                state=self.state(),
-            )
-        )
-
-    def fail(self, error: KvasirError) -> None:
-        """The turn is over and leaves no memory."""
-        self._events.append(Failed(error))
+    def finish(self, error: KvasirError | None = None) -> None:
+        """The turn is over: `remembered` tokens are remembered, or none after an error."""
+        self._stage = Status.FINISHED
+        self._events.append(self._ended() if error is None else Failed(error))
 
     def state(self) -> SequenceState:
         """The state that the turn leaves if it ends now."""
-        kept = self.remembered - self.prompt_tokens
-        chars = (*self.plan.token_chars, *(len(text) for text in self._spelled[:kept]))
+        remembered = self._reply.remembered
+        chars = (*self.plan.token_chars, *map(len, remembered))
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
         shareable = 0 if self._has_states else self.shareable
-        return SequenceState(tuple(self.token_ids[: self.remembered]), chars, shareable, self.rewind_points)
+        return SequenceState(tuple(self.token_ids[: len(chars)]), chars, shareable, self.rewind_points)
 
     def take_events(self) -> list[Event]:
         """Events since the last call."""
@@ -323,19 +325,27 @@ class Turn:
         """End a turn that generates nothing once its prompt is computed."""
         if not self.plan.generates and not self.is_prefilling:
             self._first_token_s = self._clock()
-            self.finish_reason = FinishReason.LENGTH
+            self._reply.finish_reason = FinishReason.LENGTH
 
-    def _visible(self, token_id: int, text: str) -> str:
-        """The part of a token's text that the client may see now."""
-        if token_id in self._stop_token_ids:
-            self.finish_reason = FinishReason.STOP
-            visible = self._scanner.rest()
-        else:
-            visible = self._scanner.push(text)
-            if self._scanner.matched is not None:
-                self.finish_reason = FinishReason.STOP_SEQUENCE
-            elif len(self._spelled) >= self.plan.sampling.max_tokens:
-                self.finish_reason = FinishReason.LENGTH
-                visible += self._scanner.rest()
-        self._reply.append(visible)
-        return visible
+    def _ended(self) -> Ended:
+        """The event at the end. After a cancel the text that was held back is reported first."""
+        if self.finish_reason is None and (rest := self._reply.cut()):
+            self._events.append(Tokens((), rest))
+        assert self.finish_reason is not None
+        return Ended(
+            finish_reason=self.finish_reason,
+            matched_stop=self._reply.matched_stop,
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached,
+            completion_tokens=len(self.token_ids) - self.prompt_tokens,
+            timings=Timings(
+                queue_s=self._begun_s - self._submitted_s,
+                restore_s=self._restored_s - self._begun_s,
+                prefill_s=self._first_token_s - self._restored_s,
+                first_token_s=self._first_token_s - self._submitted_s,
+                decode_s=self._clock() - self._first_token_s,
+            ),
+            text=self._reply.visible,
+            generated_text="".join(self._reply.remembered),
+            state=self.state(),
+        )

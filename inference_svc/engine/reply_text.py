@@ -1,0 +1,66 @@
+"""The text of a reply, token by token: what the client may see of it, what ends it, and what is remembered. Pure."""
+
+from inference_svc.engine.api import FinishReason, SamplingParams
+from inference_svc.text.stop_strings import StopScanner
+from inference_svc.text.token_text import TokenText
+
+
+class ReplyText:
+    """What the generated tokens spell. Text may be held back: half a character, or what may begin a stop string."""
+
+    def __init__(self, token_text: TokenText, sampling: SamplingParams, stop_token_ids: frozenset[int]) -> None:
+        self.finish_reason: FinishReason | None = None
+        self._max_tokens = sampling.max_tokens
+        self._stop_token_ids = stop_token_ids
+        self._stream = token_text.stream()
+        self._scanner = StopScanner(sampling.stop)
+        self._visible: list[str] = []
+        self._spelled: list[str] = []  # by generated token
+        self._whole_tokens = 0  # generated tokens up to the last that ended a character
+
+    @property
+    def visible(self) -> str:
+        """The reply as the client has seen it so far."""
+        return "".join(self._visible)
+
+    @property
+    def matched_stop(self) -> str:
+        return self._scanner.matched or ""
+
+    @property
+    def remembered(self) -> list[str]:
+        """What each token spells that is remembered if the reply ends now: no half character, and no token that only
+        spells a stop string.
+        """
+        kept = self._whole_tokens
+        if self.finish_reason is FinishReason.STOP_SEQUENCE:
+            reply_chars = len(self.visible)
+            while sum(map(len, self._spelled[:kept])) > reply_chars:
+                kept -= 1
+        return self._spelled[:kept]
+
+    def push(self, token_id: int) -> str:
+        """Add a token; returns the text that the client may see now. Sets `finish_reason` if it is the last."""
+        text = self._stream.push(token_id)
+        self._spelled.append(text)
+        if self._stream.is_whole:
+            self._whole_tokens = len(self._spelled)
+        if token_id in self._stop_token_ids:
+            self.finish_reason = FinishReason.STOP
+            visible = self._scanner.rest()
+        else:
+            visible = self._scanner.push(text)
+            if self._scanner.matched is not None:
+                self.finish_reason = FinishReason.STOP_SEQUENCE
+            elif len(self._spelled) >= self._max_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                visible += self._scanner.rest()
+        self._visible.append(visible)
+        return visible
+
+    def cut(self) -> str:
+        """The reply ends here, in its middle; returns the text that was held back."""
+        self.finish_reason = FinishReason.CANCELLED
+        rest = self._scanner.rest()
+        self._visible.append(rest)
+        return rest

@@ -1,0 +1,53 @@
+"""Tensor files of a memory, or of a turn that still runs. On the MLX thread; the bytes are copies."""
+
+from collections.abc import Sequence as Tokens
+
+from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
+from kvasir.formats.token_files import file_identities, state_identity
+
+from inference_svc.engine.api import Snapshot
+from inference_svc.engine.scheduling.hot_memories import ResidentMemory
+from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.model_info import ModelInfo
+
+
+def memory_snapshot(
+    memory: ResidentMemory[SequenceKV], model: ModelInfo, first_block: int, max_blocks: int | None
+) -> Snapshot:
+    """Blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the last block."""
+    tokens, last_block = memory.state.token_ids, len(memory.chain)
+    if max_blocks is not None and first_block + max_blocks < last_block:
+        last_block = first_block + max_blocks
+        tokens = tokens[: last_block * BLOCK_TOKENS]
+    files = _files(memory.kv, model, tokens, memory.chain[:last_block], first_block)
+    if last_block < len(memory.chain):
+        return Snapshot(first_block, tuple(files), None, memory.state)
+    tail = files.pop() if files and files[-1][0].kind == "tail" else None
+    return Snapshot(first_block, tuple(files), tail, memory.state, _states(memory, model))
+
+
+def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max_blocks: int | None) -> Snapshot:
+    """Full blocks from `first_block` on, at most `max_blocks`, of a turn whose KV is flushed."""
+    assert sequence.kv is not None
+    tokens = sequence.token_ids[: sequence.full_blocks * BLOCK_TOKENS]
+    chain = sequence.known_chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
+    last_block = len(chain) if max_blocks is None else min(first_block + max_blocks, len(chain))
+    files = _files(sequence.kv, model, tokens[: last_block * BLOCK_TOKENS], chain[:last_block], first_block)
+    return Snapshot(first_block, tuple(files), None, sequence.state())
+
+
+def _files(
+    kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int
+) -> list[tuple[FileIdentity, bytes]]:
+    if not kv.row_layers:
+        return []  # no layer is kept in blocks
+    identities = file_identities(model.kv_identity_hash, token_ids, chain, first_block)
+    return [(identity, kv.to_file(model.kv_identity, identity)) for identity in identities]
+
+
+def _states(memory: ResidentMemory[SequenceKV], model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:
+    tokens, hash_ = memory.state.token_ids, model.kv_identity_hash
+    identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.rewind_points]
+    return tuple((identity, memory.kv.to_file(model.kv_identity, identity)) for identity in identities)
