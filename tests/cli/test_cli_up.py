@@ -188,6 +188,26 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     shutil.rmtree(home)
 
 
+def test_up_applies_the_limits_that_it_is_given() -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    cli = Cli(home)
+    limits = ("--memory-gib", "0.25", "--context-tokens", "300", "--store-quota-gib", "0.001")
+    with cli.running("up", *limits) as process:
+        wait_until_ready(home, process)
+        assert cli.done("stats", "--json").value["engine"]["kv_memory_bytes"] == 1 << 28
+        assert cli.done("models", "ls", "--json").value[0]["context_tokens"] == 300
+        assert cli.done("store", "stats", "--json").value["quota_bytes"] == (1 << 30) // 1000
+        turns = [
+            json.loads(cli.done("chat", f"agent {n}", "--json", "--max-tokens", "4", stdin=f"Hello {n}. " * 30).out)
+            for n in range(9)
+        ]
+        assert turns[0]["snapshot"] == "committed"
+        assert turns[-1]["snapshot"] == "failed", "nine memories of 130 KB and more are more than the quota"
+        long = cli("chat", "eve", "--json", stdin="Hello. " * 200)
+        assert (long.code, long.value["error"]["reason"]) == (4, "CONTEXT_EXCEEDED")
+    shutil.rmtree(home)
+
+
 def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None:
     studio, laptop = (Cli(Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))) for _ in range(2))
     port = _free_port()

@@ -37,6 +37,7 @@ from kvasir.credentials import (
 )
 from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
 
+GIB = 1 << 30
 # The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
 _PRINCIPALS = (
     Principal("client", DEFAULT_NAMESPACE, frozenset({CLIENT, ADMIN})),
@@ -86,6 +87,20 @@ def up(
     kv_exact_layers: Annotated[
         str, typer.Option(help='Layers that stay at 16 bits: "last", or indexes with commas between.')
     ] = "",
+    memory_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="RAM for the KV of all agents, hot and running, in GiB. Left out: 4. See `kvasir doctor`."
+        ),
+    ] = None,
+    context_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, help="The most tokens of an agent's context. Left out, or more: the model's own."),
+    ] = None,
+    store_quota_gib: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Disk for each namespace's memories, in GiB. Left out: as much as the disk has."),
+    ] = None,
 ) -> None:
     """Run the store and the engine as one group, until Ctrl-C."""
     caller = caller_of(context)
@@ -97,9 +112,12 @@ def up(
             ("--metrics-listen", metrics_listen),
             ("--kv-policy", kv_policy),
             ("--kv-exact-layers", kv_exact_layers),
+            ("--memory-gib", memory_gib),
+            ("--context-tokens", context_tokens),
         )
-        options = [part for option in given if option[1] for part in option]
-        plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, options)
+        options = [str(part) for option in given if option[1] for part in option]
+        quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
+        plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, options, quota_bytes)
         asyncio.run(_run(caller, plan, descriptor))
 
 
@@ -111,6 +129,7 @@ def plan_of(
     tls_cert: Path | None,
     tls_key: Path | None,
     engine_options: Sequence[str] = (),
+    store_quota_bytes: int | None = None,
 ) -> Plan:
     """The plan that the options ask for. Raises InvalidArgument for a malformed address or one in use."""
     for option, address in (("--listen", listen), ("--store-listen", store_listen)):
@@ -133,6 +152,7 @@ def plan_of(
         engine_listen=home.socket_address("engines"),
         credentials_file=credentials,
         peers_file=home.peers_file,
+        quota_bytes=store_quota_bytes,
         tls_cert_file=tls_cert if store_listen else None,
         tls_key_file=tls_key if store_listen else None,
     )
