@@ -21,16 +21,23 @@ from kvasir.errors import KvasirError
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.blas import load_optimized_blas
-from inference_svc.model.real_layouts import REAL_LAYOUTS, byte_costs
+from inference_svc.model.model_info import ModelInfo
+from inference_svc.model.real_layouts import REAL_LAYOUTS, agent_bytes, byte_costs
 
 _PROBE_MEMORY_BYTES = 1 << 30
+_LENGTHS = (1024, 4096, 8192, 32768)
+# Of the device's memory, for activations of a prefill and for the rest of the machine.
+_HEADROOM = 0.125
 
 
-def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dict[str, Any]:
+def described(
+    model: str | Path, cache_dir: Path, request: PolicyRequest, kv_memory_bytes: int = 4 << 30
+) -> dict[str, Any]:
     """Facts about a model, read after a probe. Raises what Engine.open raises."""
     load_optimized_blas()
     # Importing the engine imports MLX, and then it is too late for a BLAS.
     from inference_svc.engine.engine import Engine
+    from inference_svc.model.device_memory import device_bytes
 
     engine = Engine.open(
         model,
@@ -67,6 +74,7 @@ def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dic
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "kv_bytes_per_token_fp16": info.kv_bytes_per_token_fp16,
             "state_bytes": info.state_bytes,
+            "memory": room(info, device_bytes(), kv_memory_bytes),
             "families": {name: byte_costs(layers) for name, layers in REAL_LAYOUTS.items()},
             "device": engine.device,
             "blas": engine.blas,
@@ -74,6 +82,28 @@ def described(model: str | Path, cache_dir: Path, request: PolicyRequest) -> dic
         }
     finally:
         engine.close()
+
+
+def room(info: ModelInfo, device_bytes: int, kv_memory_bytes: int) -> dict[str, Any]:
+    """How many agents of how many tokens fit into the KV memory, and into all that the device has for KV at most."""
+    most = max(0, int(device_bytes * (1 - _HEADROOM)) - info.weights_bytes)
+    lengths = sorted({length for length in _LENGTHS if length < info.context_tokens} | {info.context_tokens})
+    sizes = {length: agent_bytes(info.kv_identity, length) for length in lengths}
+    return {
+        "device_bytes": device_bytes,
+        "weights_bytes": info.weights_bytes,
+        "kv_memory_bytes": kv_memory_bytes,
+        "most_kv_bytes": most,
+        "agents": [
+            {
+                "tokens": length,
+                "agent_bytes": size,
+                "fit": kv_memory_bytes // size,
+                "fit_at_most": most // size,
+            }
+            for length, size in sizes.items()
+        ],
+    }
 
 
 def _layer(layer: identity_pb2.LayerLayout) -> Mapping[str, object]:
@@ -98,13 +128,19 @@ def main() -> int:
     parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
     parser.add_argument("--kv-policy", default="q4", help="as the engine's option; auto measures, unless it did before")
     parser.add_argument("--kv-exact-layers", default="", help="as the engine's option")
+    parser.add_argument("--memory-gib", type=float, default=4.0, help="as the engine's option")
     arguments = parser.parse_args()
     # Measurements are reported on stderr on the way; stdout is for the facts.
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     with tempfile.TemporaryDirectory() as nowhere:
         try:
             request = PolicyRequest.parse(arguments.kv_policy, arguments.kv_exact_layers)
-            facts = described(arguments.model or kvasir_tiny.path(), arguments.cache_dir or Path(nowhere), request)
+            facts = described(
+                arguments.model or kvasir_tiny.path(),
+                arguments.cache_dir or Path(nowhere),
+                request,
+                int(arguments.memory_gib * (1 << 30)),
+            )
         except KvasirError as error:
             sys.stderr.write(f"{error.message}\n")
             return 1

@@ -1,6 +1,20 @@
-"""How many bytes MLX holds in this process, and the most that it has held."""
+"""How many bytes MLX holds in this process, the most that it has held, and how many the device has."""
+
+import os
 
 import mlx.core as mx
+
+# By device: Metal says what it recommends to use of the RAM, CUDA what the device has.
+_TOTALS = ("max_recommended_working_set_size", "total_memory", "memory_size")
+
+
+def device_bytes() -> int:
+    """Bytes that MLX's device may hold: a GPU's memory, or this machine's RAM."""
+    facts = mx.device_info()
+    for name in _TOTALS:
+        if size := facts.get(name):
+            return int(size)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def active_bytes() -> int:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx_lm.utils
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
 
 from inference_svc.kv.row_exact import make_row_exact
 
@@ -21,6 +22,12 @@ class LoadedModel:
     model: Module
     tokenizer: Any
     config: dict[str, Any]
+
+    @property
+    def weights_bytes(self) -> int:
+        """Of all parameters, as they lie in memory."""
+        parameters: Any = tree_flatten(self.model.parameters())  # type: ignore[no-untyped-call]
+        return sum(int(value.nbytes) for _, value in parameters)
 
 
 def find_model(name: str | Path) -> Path:

@@ -86,6 +86,7 @@ def open_model(
         live_state_bytes=live_state_bytes(identity, _CELL_TOKENS[device()]),
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,
+        weights_bytes=loaded.weights_bytes,
         cell_tokens=_CELL_TOKENS[device()],
         compute_type=runner.compute_type,
         stop_token_ids=tuple(sorted(loaded.tokenizer.eos_token_ids)),

@@ -1,4 +1,4 @@
-"""How many bytes the KV of well-known models takes: arithmetic on layouts from their published configurations.
+"""How many bytes KV takes, of any layout and of well-known models by their published configurations: arithmetic.
 
 The layouts are those of mlx-lm's implementations: its DeepSeek V2 keeps every head's keys and values, its DeepSeek V3
 the latent rows. A recurrent state is the convolution's inputs in the model's 16-bit type, and the scan's carry in 32
@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import expected_state_tensors, expected_tensors
+from kvasir.formats.block_file import expected_state_tensors, expected_tensors, layer_tensors, recurrent_tensors
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
 _ANY_LENGTH = 1 << 40  # longer than any window
 Layers = Sequence[identity_pb2.LayerLayout]
@@ -72,6 +73,21 @@ def byte_costs(layers: Layers) -> dict[str, Any]:
         "state_bytes": sum(tensor.size_bytes for tensor in expected_state_tensors(quantized, _ANY_LENGTH)),
         "state_bytes_fp16": sum(tensor.size_bytes for tensor in expected_state_tensors(exact, _ANY_LENGTH)),
     }
+
+
+def agent_bytes(identity: identity_pb2.KvIdentity, tokens: int) -> int:
+    """Bytes of one agent's KV in memory: whole blocks, of a window those that it can touch, and recurrent states."""
+    blocks = -(-tokens // BLOCK_TOKENS)
+    size_bytes = 0
+    for index, layer in enumerate(identity.layers):
+        if layer.kind == identity_pb2.LAYER_KIND_STATE:
+            size_bytes += sum(tensor.size_bytes for tensor in recurrent_tensors(layer, index))
+        else:
+            # A window that does not begin at a block's edge touches one block more than it is long.
+            most = -(-(layer.window - 1) // BLOCK_TOKENS) + 1 if layer.window else blocks
+            of_one = sum(tensor.size_bytes for tensor in layer_tensors(identity, index, BLOCK_TOKENS))
+            size_bytes += min(blocks, most) * of_one
+    return size_bytes
 
 
 def _kinds(layers: Layers) -> Counter[tuple[str, int]]:

@@ -142,9 +142,16 @@ def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
         "applied_layers": 8,
         "layer_count": 8,
     }
+    memory = report["model"]["memory"]
+    assert memory["kv_memory_bytes"] == 4 << 30
+    assert [(row["tokens"], row["agent_bytes"], row["fit"]) for row in memory["agents"]] == [
+        (tokens, 1152 * tokens, (4 << 30) // (1152 * tokens)) for tokens in (1024, 4096, 8192)
+    ]
+    assert 10e6 < memory["weights_bytes"] < 40e6
     assert report["problems"] == []
     assert report["model"]["families"]["GPT-OSS 20B"]["kv_bytes_per_token"] == 6912
     shown = cli("doctor").out
+    assert "agents that fit" in shown
     assert "12 window of 128, 12 full" in shown
     assert "DeepSeek V2 Lite" in shown
 
@@ -153,6 +160,10 @@ def test_doctor_says_what_is_wrong_with_a_model(cli: Cli, tmp_path: Path) -> Non
     found = cli("doctor", "--model", str(tmp_path))
     assert found.code == 1
     assert "config.json" in found.out
+    greedy = cli("doctor", "--memory-gib", "1000000", "--json")
+    assert greedy.code == 1
+    assert greedy.value["model"]["memory"]["kv_memory_bytes"] == 10**6 << 30
+    assert "take --memory-gib" in greedy.value["problems"][0]
 
 
 def test_home_and_what_lies_in_it_are_the_owners_alone(cli: Cli) -> None:

@@ -31,6 +31,7 @@ from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
 
 _PACKAGES = ("mlx", "mlx-lm", "grpcio", "protobuf", "safetensors", "sqlite-utils", "mkl")
+GIB = 1 << 30
 _LITTLE_DISK_BYTES = 2 << 30
 _FASTER = (
     "MLX computes on the reference BLAS, about 20 times slower than it could; "
@@ -48,6 +49,7 @@ def doctor(
         typer.Option(help="As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
     ] = "",
     kv_exact_layers: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
+    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="As for `kvasir up`.")] = None,
     does_self_test: Annotated[
         bool, typer.Option("--self-test", help="Also start both services, tell an agent a fact, kill -9 both, and ask.")
     ] = False,
@@ -55,8 +57,8 @@ def doctor(
 ) -> None:
     """Say which layers of a model are kept, what computes, what runs, and what to do about problems."""
     caller = caller_of(context, as_json)
-    policy = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers)]
-    report = examined(caller, model, [part for option in policy if option[1] for part in option])
+    given = [("--kv-policy", kv_policy), ("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)]
+    report = examined(caller, model, [str(part) for option in given if option[1] for part in option])
     if does_self_test:
         with caller.busy("storing a fact, killing both services, asking"):
             report["self_test"] = self_test(model)
@@ -66,19 +68,22 @@ def doctor(
         raise typer.Exit(PROBLEMS)
 
 
-def examined(caller: Caller, model: str, policy: Sequence[str]) -> dict[str, Any]:
+def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, Any]:
     """The report without the self-test. `problems` are sentences that say what to do."""
     problems: list[str] = []
     home = caller.home.root
     # The home's engine may have measured the model before. No home is made for this.
     remembered = ["--cache-dir", str(caller.home.engine_state)] if caller.home.engine_state.is_dir() else []
     with caller.busy("loading the model"):
-        facts = model_facts(model, [*policy, *remembered], problems)
+        facts = model_facts(model, [*options, *remembered], problems)
     disk = shutil.disk_usage(next(path for path in (home, *home.parents) if path.exists()))
     if disk.free < _LITTLE_DISK_BYTES:
         problems.append(f"{home}: only {size(disk.free)} of disk are free")
     if facts and facts["device"] == "cpu" and sys.platform == "linux" and not facts["blas"]:
         problems.append(_FASTER)
+    if facts and facts["memory"]["kv_memory_bytes"] > facts["memory"]["most_kv_bytes"]:
+        most = facts["memory"]["most_kv_bytes"] / GIB
+        problems.append(f"this machine has no room for so much KV beside the weights: take --memory-gib {most:.1f}")
     return {
         "kvasir": kvasir.__version__,
         "python": platform.python_version(),
@@ -151,6 +156,7 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     write(", ".join(f"{name} {version or '–'}" for name, version in report["packages"].items()))
     if report["model"]:
         _show_model(out, report["model"])
+        _show_memory(out, report["model"]["memory"])
         _show_families(out, report["model"]["families"])
     write(f"home: {report['home']['path']}, {size(report['home']['free_disk_bytes'])} free")
     for name in ("store", "engine"):
@@ -190,6 +196,21 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
         f"({ratio:.3f})" + (f"; {size(facts['state_bytes'])} of state per rewind point" if facts["state_bytes"] else "")
     )
     out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}", markup=False)
+
+
+def _show_memory(out: Console, memory: dict[str, Any]) -> None:
+    """How many agents fit: into the KV memory that `kvasir up` takes, and at most on this machine."""
+    out.print(
+        f"memory: {size(memory['device_bytes'])}, {size(memory['weights_bytes'])} of them for weights; "
+        f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib), at most {size(memory['most_kv_bytes'])}",
+        markup=False,
+    )
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("agents that fit", "at most", "tokens each", "bytes each"):
+        table.add_column(column, justify="right")
+    for row in memory["agents"]:
+        table.add_row(f"{row['fit']:,}", f"{row['fit_at_most']:,}", f"{row['tokens']:,}", size(row["agent_bytes"]))
+    out.print(table)
 
 
 def _show_families(out: Console, families: dict[str, Any]) -> None:
