@@ -128,6 +128,20 @@ def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
     assert len(refused.err.splitlines()) == 1
 
 
+def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
+    options = ("--rate", "4", "--seconds", "4", "--ramp", "1", "--prompt-tokens", "40", "--reply-tokens", "8")
+    found = cli.done("bench", "load", *options, "--seed", "3", "--json").value
+    assert found["settings"]["rate_per_s"] == 4.0
+    assert found["phases"]["steady"] > 3
+    assert 0 < found["first_token_s"]["count"] <= found["phases"]["steady"]
+    assert 0 < found["first_token_s"]["p50"] <= found["first_token_s"]["p99"] <= found["end_to_end_s"]["largest"]
+    assert found["gap_s"]["count"] > 0
+    assert found["tokens_per_s"] > 0
+    assert found["failures"] == {}
+    nobody = Cli(cli.home)("--engine", "unix:/tmp/kv-nobody", "bench", "load", "--seconds", "1", "--json")
+    assert nobody.code == 3
+
+
 def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
     report = cli.done("doctor", "--json").value
     assert report["model"]["policy"]["applied_layers"] == report["model"]["policy"]["layer_count"]

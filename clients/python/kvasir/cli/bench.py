@@ -1,5 +1,6 @@
 """`kvasir bench …`: the services' speed beside the speed of this machine's wire, disk and hash, in one run."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,15 @@ import typer
 
 from kvasir.bench import engine as engine_bench
 from kvasir.bench import engine_keys, engine_plots
+from kvasir.bench import load as load_bench
 from kvasir.bench import store as store_bench
 from kvasir.bench.program import run_program
 from kvasir.cli import quality as quality_report
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size
+from kvasir.clients import AioInferenceClient
+from kvasir.errors import InvalidArgument
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
@@ -149,6 +153,52 @@ def quality(
         caller.out.print(quality_report.markdown(results), markup=False)
     else:
         caller.result(results, lambda out: quality_report.show(out, results))
+
+
+@app.command("load", epilog=load_bench.KEYS)
+def load(
+    context: typer.Context,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="Turns a second on average. Left out: from --tokens-per-s, else 1.")
+    ] = None,
+    tokens_per_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Instead: as many turns as ask for so many tokens a second.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long turns arrive.")] = 60.0,
+    ramp: Annotated[
+        float | None, typer.Option(min=0, help="Seconds at the start that do not count. Left out: a fifth.")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each turn, about.")] = 512,
+    reply_tokens: Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Of arrivals and texts.")] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Let turns arrive at a running engine at a rate of their own, and show what they saw: p50, p95, p99.
+
+    Turns arrive whether or not earlier ones have ended, as people do. The engine is that of the home, or --engine.
+    """
+    if rate is not None and tokens_per_s is not None:
+        raise InvalidArgument("rate: expected --rate or --tokens-per-s, got both", field="rate")
+    caller = caller_of(context, as_json)
+    scope = load_bench.LoadScope(
+        rate_per_s=rate or (tokens_per_s / reply_tokens if tokens_per_s else 1.0),
+        seconds=seconds,
+        ramp_s=seconds / 5 if ramp is None else ramp,
+        prompt_tokens=prompt_tokens,
+        reply_tokens=reply_tokens,
+        seed=seed,
+    )
+    with _progress(caller, f"turns arrive for {seconds:.0f} s") as say:
+        results = asyncio.run(_loaded(caller, scope, say))
+    caller.result(results, lambda out: out.print("\n".join(load_bench.lines(results)), markup=False))
+    if not results["first_token_s"]["count"]:
+        raise typer.Exit(PROBLEMS)
+
+
+async def _loaded(caller: Caller, scope: load_bench.LoadScope, say: Callable[[str], None]) -> dict[str, Any]:
+    endpoint = caller.engine
+    async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
+        return await load_bench.run(client, scope, say)
 
 
 @app.command("make-model")
