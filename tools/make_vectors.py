@@ -16,10 +16,19 @@ from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.credentials import hash_token
 from kvasir.formats import archive, manifest
-from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_tensors
-from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash, block_hash_chain, chain_hash, kv_identity_hash
+from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, encode_header, expected_tensors
+from kvasir.formats.block_hash import (
+    BLOCK_TOKENS,
+    block_hash,
+    block_hash_chain,
+    chain_hash,
+    kv_identity_hash,
+    window_block_hash,
+)
 from kvasir.formats.digest import Digest
 from kvasir.formats.frames import FRAME_BYTES, frames_of
+from kvasir.formats.layer_groups import first_touched_block, row_groups
+from kvasir.formats.token_files import file_identities
 
 VECTORS = Path(__file__).parent.parent / "proto" / "vectors"
 
@@ -41,8 +50,8 @@ def tokens(count: int, first: int = 1) -> list[int]:
 
 
 def identity(name: str) -> identity_pb2.KvIdentity:
-    """Three geometries: one small and plain, one with every kind of layer and an uneven policy, and one whose recurrent
-    layers describe their states.
+    """Four geometries: one small and plain, one with every kind of layer and an uneven policy, one whose recurrent
+    layers describe their states, and one with a window.
     """
     full = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_FULL, kv_heads=1, key_dim=64, value_dim=64)
     policy = identity_pb2.KvPolicy(
@@ -62,6 +71,11 @@ def identity(name: str) -> identity_pb2.KvIdentity:
         recurrent = identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE, state_tensors=states)
         layers = [recurrent, full, recurrent]
         return identity_pb2.KvIdentity(weights_digest=Digest.of(b"hybrid").hash, layers=layers, policy=policy)
+    if name == "window":
+        window = identity_pb2.LayerLayout(
+            kind=identity_pb2.LAYER_KIND_WINDOW, window=300, kv_heads=1, key_dim=64, value_dim=64
+        )
+        return identity_pb2.KvIdentity(weights_digest=Digest.of(b"window").hash, layers=[window, full], policy=policy)
     policy.value_bits = 8
     policy.scale_type = identity_pb2.SCALE_TYPE_BFLOAT16
     policy.key_rotation = identity_pb2.KEY_ROTATION_HADAMARD
@@ -248,6 +262,60 @@ def archives() -> dict[str, Any]:
     }
 
 
+def window_blocks() -> dict[str, Any]:
+    kv = identity("window")
+    kv_hash, ids = kv_identity_hash(kv), tokens(600)
+    chain = block_hash_chain("", kv_hash, ids)
+    headers, named = [], {}
+    for group in row_groups(kv):
+        named[group] = []
+        for file in file_identities(kv_hash, ids, chain, first_touched_block(group, len(ids)), group):
+            specs = expected_tensors(kv, file.tokens, group)
+            digest = Digest.of(encode(file, tensors(specs)))
+            named[group].append(digest)
+            headers.append(
+                {
+                    "group": group,
+                    "metadata": file.to_json(),
+                    "header_base64": b64(encode_header(file, specs)),
+                    "digest": {"hash": digest.hash, "size_bytes": digest.size_bytes},
+                }
+            )
+    windowed = manifest_pb2.WindowBlocks(
+        window=300, first_block=1, blocks=[named[300][0].to_proto()], tail=named[300][1].to_proto()
+    )
+    data = manifest.build(
+        kv_identity=kv,
+        token_ids=ids,
+        text="x" * 600,
+        token_chars=[1] * 600,
+        blocks=named[0][:2],
+        tail=named[0][2],
+        windows=[windowed],
+        shareable_tokens=590,
+        created_unix_ms=1_700_000_000_000,
+    )
+    return {
+        "about": "Blocks of window layers. A window's block hash is H('kvasir.window_block.v1', block hash, window). "
+        "Files hold the pattern, with the highest exponent bit of 16-bit numbers cleared.",
+        "block_hashes": [
+            {"block_hash": each, "window": window, "window_block_hash": window_block_hash(each, window)}
+            for each in block_hash_chain("Zoë", kv_hash, ids)
+            for window in (1, 300, (1 << 32) - 1)
+        ],
+        "first_blocks": [
+            {"window": window, "tokens": count, "first_block": first_touched_block(window, count)}
+            for window in (1, 128, 300, 1024)
+            for count in (1, 256, 299, 300, 555, 556, 1279, 1280)
+        ],
+        "kv_identity_hash": kv_hash,
+        "first_token": 1,
+        "token_count": 600,
+        "files": headers,
+        "manifest_base64": b64(data),
+    }
+
+
 MAKERS = {
     "digests": digests,
     "block_hashes": block_hashes,
@@ -256,6 +324,7 @@ MAKERS = {
     "frames": frames,
     "manifest": manifests,
     "archive": archives,
+    "window_blocks": window_blocks,
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from dataclasses import replace
 
 import pytest
 import safetensors
@@ -24,8 +25,9 @@ from kvasir.formats.block_file import (
     parse_header,
 )
 from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.digest import Digest
 
-from tests.synthetic import GEOMETRIES, LLAMA_8B, MIXED, SMALL, TINY, SyntheticAgent, full_layers, kv_identity
+from tests.synthetic import GEOMETRIES, LLAMA_8B, MIXED, SMALL, TINY, WINDOWED, SyntheticAgent, full_layers, kv_identity
 
 IDENTITY = FileIdentity("tail", "ab" * 32, 0, 5, "cd" * 32)
 TENSORS = [
@@ -247,6 +249,15 @@ def identity_json(**changes: object) -> dict[str, str]:
         (identity_json(chain="AB" * 32), "chain"),
         (identity_json(chain="ab" * 32 + "\n"), "chain"),
         (identity_json(kv_identity=None), "kv_identity"),
+        (identity_json(window=0), "window"),
+        (identity_json(window=-1), "window"),
+        (identity_json(window=1 << 32), "window"),
+        (identity_json(window=True), "window"),
+        (identity_json(window=512.0), "window"),
+        (identity_json(window="512"), "window"),
+        (identity_json(window=None), "window"),
+        (identity_json(kind="state", window=512), "window"),
+        (identity_json(group=512), "format 1"),
     ],
 )
 def test_metadata_that_is_not_ours_is_refused(metadata: object, why: str) -> None:
@@ -283,6 +294,32 @@ def test_tensors_of_another_layout_are_told_from_ours() -> None:
     for other in (SMALL, LLAMA_8B):
         with pytest.raises(HeaderError, match="of the layout"):
             check_schema(header, other)
+
+
+def test_a_file_of_a_window_names_it_and_holds_its_layers_alone() -> None:
+    message = SyntheticAgent(WINDOWED, 1).turn(600)
+    headers = {digest: parse_header(data, len(data)) for digest, data in message.new_blobs.items()}
+    assert [headers[digest].identity.window for digest in message.digests] == [0, 0, 0, 300, 300, 512, 512, 512]
+    layers = {0: {"1"}, 300: {"2"}, 512: {"0", "3"}}
+    for header in headers.values():
+        assert {spec.name.split("_")[1] for spec in header.tensors} == layers[header.identity.window]
+        check_schema(header, WINDOWED)
+        others = {0, 300, 512, 513} - {header.identity.window}
+        for other in others:
+            foreign = replace(header, identity=replace(header.identity, window=other))
+            with pytest.raises(HeaderError, match="of the layout"):
+                check_schema(foreign, WINDOWED)
+
+
+def test_a_state_beside_window_blocks_holds_recurrent_layers_alone() -> None:
+    for windows_in_blocks, layers in ((True, {"2"}), (False, {"1", "2"})):
+        turn = SyntheticAgent(MIXED, 1, windows_in_blocks=windows_in_blocks).turn(300)
+        data = turn.new_blobs[Digest.from_proto(turn.manifest.states[0].digest)]
+        header = parse_header(data, len(data))
+        assert {spec.name.split("_")[1] for spec in header.tensors} == layers
+        check_schema(header, MIXED, windows_in_blocks=windows_in_blocks)
+        with pytest.raises(HeaderError, match="of the layout"):
+            check_schema(header, MIXED, windows_in_blocks=not windows_in_blocks)
 
 
 # --- anything ---

@@ -10,7 +10,7 @@ from kvasir.errors import InvalidArgument
 from kvasir.formats import manifest
 from kvasir.formats.digest import Digest
 
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 GOOD = SyntheticAgent(MIXED, 1).turn(600).manifest
 PLAIN = SyntheticAgent(SMALL, 1).turn(512).manifest
@@ -47,7 +47,10 @@ def test_what_is_built_is_read_back() -> None:
 def test_blobs_are_listed_in_order_and_once() -> None:
     message = manifest_pb2.Manifest()
     message.CopyFrom(GOOD)
-    listed = [Digest.from_proto(each) for each in (*GOOD.blocks, GOOD.tail, *(point.digest for point in GOOD.states))]
+    [window], [state] = GOOD.windows, GOOD.states
+    named = (*GOOD.blocks, GOOD.tail, *window.blocks, window.tail, state.digest)
+    listed = [Digest.from_proto(each) for each in named]
+    assert len(set(listed)) == len(listed) == 6
     assert manifest.digests(message) == listed
     message.blocks[1].CopyFrom(message.blocks[0])
     assert manifest.digests(message) == [listed[0], *listed[2:]]
@@ -141,6 +144,65 @@ def test_a_whole_number_of_blocks_has_no_tail_and_plain_layers_have_no_states() 
         with pytest.raises(InvalidArgument) as caught:
             manifest.check(message)
         assert caught.value.field == f"manifest.{field}"
+
+
+WINDOWED_GOOD = SyntheticAgent(WINDOWED, 1, more_window_blocks=1).turn(1100).manifest  # of windows 300 and 512
+WRONG_WINDOWS: dict[str, tuple[Change, str]] = {
+    "one is missing": (lambda m: m.windows.pop(), "windows"),
+    "one twice": (lambda m: m.windows.append(m.windows[1]), "windows"),
+    "out of order": (lambda m: m.windows.reverse(), "windows"),
+    "of no layer": (set_("windows.1.window", 513), "windows"),
+    "of the full layers": (set_("windows.0.window", 0), "windows"),
+    "begins too late": (
+        lambda m: (m.windows[0].ClearField("blocks"), set_("windows.0.first_block", 4)(m)),
+        "windows[0].first_block",
+    ),
+    "a block too few": (lambda m: m.windows[0].blocks.pop(), "windows[0].blocks"),
+    "a block too many": (lambda m: m.windows[1].blocks.append(m.windows[1].blocks[0]), "windows[1].blocks"),
+    "begins nowhere": (set_("windows.1.first_block", 1 << 63), "windows[1].first_block"),
+    "no tail": (lambda m: m.windows[1].ClearField("tail"), "windows[1].tail"),
+    "a block's digest": (set_("windows.1.blocks.0.hash", "../x"), "windows[1].blocks[0]"),
+    "a tail's size": (set_("windows.1.tail.size_bytes", -1), "windows[1].tail"),
+    "another group's block": (lambda m: m.windows[0].blocks[0].CopyFrom(m.blocks[0]), "blobs"),
+    "a state of no layer": (lambda m: m.states.add(tokens=5, digest=m.blocks[0]), "states"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WINDOWS)
+def test_a_wrong_window_is_refused_by_its_name(name: str) -> None:
+    change, field = WRONG_WINDOWS[name]
+    message = manifest_pb2.Manifest()
+    message.CopyFrom(WINDOWED_GOOD)
+    manifest.check(message)
+    change(message)
+    with pytest.raises(InvalidArgument) as caught:
+        manifest.parse(message.SerializeToString())
+    assert caught.value.field == f"manifest.{field}"
+
+
+def test_a_layout_without_windows_lists_none() -> None:
+    message = manifest_pb2.Manifest()
+    message.CopyFrom(PLAIN)
+    message.windows.add(window=300, first_block=2)
+    with pytest.raises(InvalidArgument, match="windows"):
+        manifest.check(message)
+
+
+@pytest.mark.parametrize("tokens", [1, 255, 256, 299, 300, 511, 512, 767, 768, 1100])
+def test_a_window_lists_the_blocks_that_the_next_token_sees_and_may_list_more(tokens: int) -> None:
+    for more in (0, 1):
+        message = SyntheticAgent(WINDOWED, 1, more_window_blocks=more).turn(tokens).manifest
+        manifest.check(message)
+        for each in message.windows:
+            seen = range(max(0, tokens - (each.window - 1)), tokens)
+            assert each.first_block == max(0, seen.start // 256 - more)
+            assert each.first_block + len(each.blocks) == tokens // 256
+            if each.blocks and not more:
+                # Without its first block, a row that the next token sees is nowhere.
+                del each.blocks[0]
+                each.first_block += 1
+                with pytest.raises(InvalidArgument, match="first_block: expected at most"):
+                    manifest.check(message)
 
 
 @pytest.mark.parametrize("data", [b"\xff", b"", b"\x08\x01", b"x" * 1000, bytes(70 << 20)])

@@ -16,6 +16,8 @@ from kvasir.formats.digest import Digest
 from kvasir.formats.seed_file import from_seed_file, to_seed_file
 from safetensors.numpy import load, save
 
+from tests.synthetic import MIXED, WINDOWED, SyntheticAgent
+
 
 def identity(
     heads: int = 2, key_dim: int = 64, value_dim: int = 64, layers: int = 2, **policy: object
@@ -163,11 +165,88 @@ def test_a_file_of_other_weights_with_the_same_shapes_is_refused() -> None:
         from_seed_file(exported(manifest, blobs), identity=other)
 
 
-def test_a_memory_with_a_window_layer_has_no_seed_form() -> None:
-    manifest, blobs = a_memory(identity(), 10)
-    manifest.kv_identity.layers[0].kind = identity_pb2.LAYER_KIND_WINDOW
-    with pytest.raises(FailedPrecondition, match="archive"):
-        exported(manifest, blobs)
+@pytest.mark.parametrize("tokens", [1, 255, 256, 511, 512, 1100, 1280])
+@pytest.mark.parametrize("more", [0, 1, 10])
+def test_windows_go_there_and_back_with_the_rows_that_they_have(tokens: int, more: int) -> None:
+    turn = SyntheticAgent(WINDOWED, 1, more_window_blocks=more).turn(tokens)
+    file = exported(turn.manifest, dict(turn.new_blobs))
+    back = from_seed_file(file)
+    expected = manifest_pb2.Manifest()
+    expected.CopyFrom(turn.manifest)
+    assert back.manifest == expected
+    assert back.blobs == {digest: turn.new_blobs[digest] for digest in turn.digests}
+    starts = {each.window: each.first_block * 256 for each in turn.manifest.windows}
+    header = _header_of(file)
+    assert json.loads(header["__metadata__"]["window_starts"]) == {str(window): n for window, n in starts.items()}
+    windows = {0: 512, 2: 300, 3: 512}
+    for layer in range(4):
+        rows = tokens - starts.get(windows.get(layer, 0), 0)
+        assert header[f"layer_{layer}_k_weights"]["shape"] == [1, rows, 1, 8]
+
+
+def test_the_rows_of_a_window_stand_where_its_start_says() -> None:
+    turn = SyntheticAgent(WINDOWED, 1).turn(1100)
+    seed = load(exported(turn.manifest, dict(turn.new_blobs)))
+    for each, layer in zip(turn.manifest.windows, (2, 0), strict=True):
+        files = [_tensors_of(turn.new_blobs[Digest.from_proto(digest)]) for digest in (*each.blocks, each.tail)]
+        name = f"layer_{layer}_v_weights"
+        assert np.array_equal(seed[name][0].transpose(1, 0, 2), np.concatenate([file[name] for file in files], axis=1))
+
+
+def test_a_file_of_foreign_origin_has_all_rows_of_a_window() -> None:
+    turn = SyntheticAgent(WINDOWED, 1, more_window_blocks=10).turn(600)
+    file = exported(turn.manifest, dict(turn.new_blobs))
+    kept = {key: value for key, value in _header_of(file)["__metadata__"].items() if key in _SEED}
+    back = from_seed_file(save(load(file), metadata=kept), identity=WINDOWED)
+    assert back.blobs == turn.new_blobs
+    fewer = SyntheticAgent(WINDOWED, 1).turn(600)
+    part = load(exported(fewer.manifest, dict(fewer.new_blobs)))
+    with pytest.raises(FailedPrecondition, match="layer_2"):
+        from_seed_file(save(part, metadata=kept), identity=WINDOWED)
+
+
+@pytest.mark.parametrize(
+    "starts",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"300":0}',
+        '{"300":0,"512":0,"513":0}',
+        '{"300":1024,"512":512}',  # later than what the next token sees
+        '{"300":768,"512":511}',
+        '{"300":-256,"512":0}',
+        '{"300":true,"512":0}',
+        '{"300":"0","512":0}',
+        '{"300":0.0,"512":0}',
+        '{"300":0,"300":0,"512":0}',
+    ],
+)
+def test_window_starts_that_cannot_be_are_refused(starts: str) -> None:
+    turn = SyntheticAgent(WINDOWED, 1).turn(1100)
+    file = exported(turn.manifest, dict(turn.new_blobs))
+    header = _header_of(file)
+    assert header["__metadata__"]["window_starts"] == '{"300":768,"512":512}'
+    header["__metadata__"]["window_starts"] = starts
+    with pytest.raises(InvalidArgument, match="window_starts"):
+        from_seed_file(_with_header(file, header))
+
+
+def test_rows_of_other_tokens_than_the_file_says_are_refused() -> None:
+    turn = SyntheticAgent(WINDOWED, 1, more_window_blocks=1).turn(1100)
+    file = exported(turn.manifest, dict(turn.new_blobs))
+    header = _header_of(file)
+    header["__metadata__"]["window_starts"] = '{"300":768,"512":512}'
+    with pytest.raises(FailedPrecondition, match="layer_2"):
+        from_seed_file(_with_header(file, header))
+
+
+@pytest.mark.parametrize(("identity", "windows_in_blocks"), [(MIXED, True), (WINDOWED, False)])
+def test_a_memory_with_states_has_no_seed_form(identity: identity_pb2.KvIdentity, windows_in_blocks: bool) -> None:
+    turn = SyntheticAgent(identity, 1, windows_in_blocks=windows_in_blocks).turn(300)
+    with pytest.raises(FailedPrecondition, match="archive") as refused:
+        exported(turn.manifest, dict(turn.new_blobs))
+    assert refused.value.reason == "NO_SEED_FORM"
 
 
 def _header_of(file: bytes) -> dict:

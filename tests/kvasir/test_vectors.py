@@ -16,9 +16,17 @@ from kvasir.formats import manifest
 from kvasir.formats.archive import pack
 from kvasir.formats.archive_reader import ArchiveReader, BlobPiece, Described
 from kvasir.formats.block_file import FileIdentity, check_schema, parse_header
-from kvasir.formats.block_hash import block_hash, block_hash_chain, chain_hash, chain_hashes, kv_identity_hash
+from kvasir.formats.block_hash import (
+    block_hash,
+    block_hash_chain,
+    chain_hash,
+    chain_hashes,
+    kv_identity_hash,
+    window_block_hash,
+)
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.formats.frames import FrameAssembler, frames_of
+from kvasir.formats.layer_groups import first_touched_block
 from kvasir.formats.token_files import file_identities, state_identity
 
 ROOT = Path(__file__).parents[2]
@@ -98,6 +106,37 @@ def test_chain_hashes() -> None:
     tail = tokens(600, first)[512:]
     assert chain_hash(kv_hash, vectors["block_chain"][-1], tail) == vectors["tail_of_600_tokens"]
     assert chain_hash(kv_hash, "", tokens(5, first)) == vectors["tail_of_5_tokens"]
+
+
+def test_window_blocks() -> None:
+    vectors = load("window_blocks")
+    for case in vectors["block_hashes"]:
+        block, window = case["block_hash"], case["window"]
+        by_definition = by_hand(b"kvasir.window_block.v1", bytes.fromhex(block), as_bytes([window]))
+        assert window_block_hash(block, window) == case["window_block_hash"] == by_definition
+    assert len({case["window_block_hash"] for case in vectors["block_hashes"]}) == len(vectors["block_hashes"])
+    for case in vectors["first_blocks"]:
+        # The first row that the next token sees lies in it.
+        first_row = max(0, case["tokens"] - (case["window"] - 1))
+        assert first_touched_block(case["window"], case["tokens"]) == case["first_block"] == first_row // 256
+
+
+def test_files_and_manifest_of_a_window() -> None:
+    vectors = load("window_blocks")
+    parsed = manifest.parse(base64.b64decode(vectors["manifest_base64"]))
+    kv_hash, ids = vectors["kv_identity_hash"], tokens(vectors["token_count"], vectors["first_token"])
+    assert (kv_identity_hash(parsed.kv_identity), list(parsed.token_ids)) == (kv_hash, ids)
+    files = [*file_identities(kv_hash, ids, chain_hashes(kv_hash, ids))]
+    files += file_identities(kv_hash, ids, chain_hashes(kv_hash, ids), 1, 300)
+    assert [(case["group"], case["metadata"]) for case in vectors["files"]] == [
+        (file.window, file.to_json()) for file in files
+    ]
+    named = [Digest(**case["digest"]) for case in vectors["files"]]
+    assert manifest.digests(parsed) == named
+    for case, file in zip(vectors["files"], files, strict=True):
+        header = parse_header(base64.b64decode(case["header_base64"]), case["digest"]["size_bytes"])
+        assert header.identity == file
+        check_schema(header, parsed.kv_identity)
 
 
 @pytest.mark.parametrize("known", [0, 1, 2])

@@ -1,7 +1,7 @@
 """The safetensors files of blocks, tails and states: how they are written, and how strangers' headers are checked.
 
-One file holds every layer's K and V for a run of tokens. Its layout `[kv_heads, rows, …]` is that of the engine's row
-buffers, so bytes move without transposing. Any safetensors library reads it.
+One file holds K and V of every layer of a group (`layer_groups`) for a run of tokens. Its layout `[kv_heads, rows, …]`
+is that of the engine's pages, so bytes move without transposing. Any safetensors library reads it.
 
 The encoder is ours because equal tensors must give equal bytes: tensors in schema order, one metadata key, the header
 padded to 64 bytes. The checker runs before other code reads bytes that came from outside. It is ours because it checks
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.layer_groups import layers_of
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_TENSORS = 4096
@@ -34,6 +35,8 @@ _STATE_DTYPE = {
     identity_pb2.TENSOR_TYPE_BFLOAT16: "BF16",
 }
 _KINDS = ("block", "tail", "state")
+_IDENTITY_FIELDS = {"chain", "format", "kind", "kv_identity", "start", "tokens"}
+_MAX_WINDOW = (1 << 32) - 1
 
 
 class HeaderError(ValueError):
@@ -62,20 +65,21 @@ class FileIdentity:
     start: int  # first token's position; for a state, 0
     tokens: int  # rows of a block or tail; tokens seen by a state
     chain: str  # chain_hash of these tokens and all before them
+    window: int = 0  # group of the block's or tail's layers: 0 for those that keep all tokens; of a state, 0
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "chain": self.chain,
-                "format": 1,
-                "kind": self.kind,
-                "kv_identity": self.kv_identity_hash,
-                "start": self.start,
-                "tokens": self.tokens,
-            },
-            separators=(",", ":"),
-            sort_keys=True,
-        )
+        """The fields in alphabetical order. `window` is absent where it is 0: files without windows never changed."""
+        fields: dict[str, str | int] = {
+            "chain": self.chain,
+            "format": 1,
+            "kind": self.kind,
+            "kv_identity": self.kv_identity_hash,
+            "start": self.start,
+            "tokens": self.tokens,
+        }
+        if self.window:
+            fields["window"] = self.window
+        return json.dumps(fields, separators=(",", ":"), sort_keys=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,25 +96,22 @@ class Header:
         return self.data_offset + sum(tensor.size_bytes for tensor in self.tensors)
 
 
-def expected_tensors(identity: identity_pb2.KvIdentity, rows: int) -> tuple[TensorSpec, ...]:
-    """Tensors of a block or tail with `rows` tokens: every layer that keeps all its tokens, in order."""
-    kept = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
-    specs: list[TensorSpec] = []
-    for index, layer in enumerate(identity.layers):
-        if layer.kind in kept:
-            specs += layer_tensors(identity, index, rows)
-    return tuple(specs)
+def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 0) -> tuple[TensorSpec, ...]:
+    """Tensors of a block or tail with `rows` tokens: every layer of the group, in order; none for a foreign group."""
+    return tuple(spec for index in layers_of(identity, group) for spec in layer_tensors(identity, index, rows))
 
 
-def expected_state_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
-    """Tensors of the state after `tokens` tokens: of the layers that do not keep all tokens, in order.
+def expected_state_tensors(
+    identity: identity_pb2.KvIdentity, tokens: int, *, windows_in_blocks: bool = False
+) -> tuple[TensorSpec, ...]:
+    """Tensors of the state after `tokens` tokens, layers in order: the states of recurrent layers and, unless
+    `windows_in_blocks`, the rows of each window that the next token sees.
 
-    A window layer keeps the rows that the next token sees, a recurrent layer its state. Raises HeaderError if the
-    identity does not describe a recurrent layer's state, because then no file can hold it.
+    Raises HeaderError if the identity does not describe a recurrent layer's state, because then no file can hold it.
     """
     specs: list[TensorSpec] = []
     for index, layer in enumerate(identity.layers):
-        if layer.kind == identity_pb2.LAYER_KIND_WINDOW:
+        if layer.kind == identity_pb2.LAYER_KIND_WINDOW and not windows_in_blocks:
             if rows := window_rows(layer.window, tokens):
                 specs += layer_tensors(identity, index, rows)
         elif layer.kind == identity_pb2.LAYER_KIND_STATE:
@@ -218,10 +219,15 @@ def parse_header(data: bytes | memoryview, file_size_bytes: int) -> Header:
     return header
 
 
-def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
-    """Raise HeaderError unless a file's tensors are exactly those of the KV identity."""
-    schema = expected_state_tensors if header.identity.kind == "state" else expected_tensors
-    expected = schema(identity, header.identity.tokens)
+def check_schema(header: Header, identity: identity_pb2.KvIdentity, *, windows_in_blocks: bool = False) -> None:
+    """Raise HeaderError unless a file's tensors are exactly those of the KV identity. `windows_in_blocks` is about
+    states: see expected_state_tensors."""
+    file = header.identity
+    expected = (
+        expected_state_tensors(identity, file.tokens, windows_in_blocks=windows_in_blocks)
+        if file.kind == "state"
+        else expected_tensors(identity, file.tokens, file.window)
+    )
     if header.tensors != expected:
         wrong = next((f for f, e in zip(header.tensors, expected, strict=False) if f != e), None)
         raise HeaderError(f"tensors: expected {len(expected)} of the layout, got {len(header.tensors)}; first: {wrong}")
@@ -255,10 +261,8 @@ def _file_identity(metadata: object) -> FileIdentity:
         raise HeaderError(f"__metadata__: expected the one key {METADATA_KEY!r} with a string")
     # JSON can spell a lone surrogate, which is no UTF-8: "surrogatepass" lets the JSON check refuse it.
     fields = _load_json(metadata[METADATA_KEY].encode("utf-8", "surrogatepass"))
-    if set(fields) != {"chain", "format", "kind", "kv_identity", "start", "tokens"} or not _are_exactly(
-        [fields["format"]], [1]
-    ):
-        raise HeaderError("__metadata__.kvasir: expected format 1 with chain, kind, kv_identity, start, tokens")
+    if set(fields) - {"window"} != _IDENTITY_FIELDS or not _are_exactly([fields["format"]], [1]):
+        raise HeaderError("__metadata__.kvasir: expected format 1 with chain, kind, kv_identity, start, tokens, window")
     kind, start, tokens = fields["kind"], fields["start"], fields["tokens"]
     if kind not in _KINDS:
         raise HeaderError(f"kind: expected one of {_KINDS}, got {str(kind)[:80]!r}")
@@ -271,7 +275,18 @@ def _file_identity(metadata: object) -> FileIdentity:
         raise HeaderError(f"tokens: expected {BLOCK_TOKENS} for a block and fewer for a tail, got {tokens}")
     if start % BLOCK_TOKENS:  # type: ignore[operator]
         raise HeaderError(f"start: expected a multiple of {BLOCK_TOKENS}, got {start}")
-    return FileIdentity(str(kind), str(fields["kv_identity"]), start, tokens, str(fields["chain"]))  # type: ignore[arg-type]
+    window = _window(fields, str(kind))
+    return FileIdentity(str(kind), str(fields["kv_identity"]), start, tokens, str(fields["chain"]), window)  # type: ignore[arg-type]
+
+
+def _window(fields: Mapping[str, object], kind: str) -> int:
+    """The group in a file's metadata. One spelling each: group 0 is an absent field."""
+    if "window" not in fields:
+        return 0
+    window = fields["window"]
+    if kind == "state" or not _is_count(window) or not 1 <= window <= _MAX_WINDOW:  # type: ignore[operator]
+        raise HeaderError(f"window: expected 1 to {_MAX_WINDOW}, of a block or tail, or no such field")
+    return window  # type: ignore[return-value]
 
 
 def _is_count(value: object) -> bool:

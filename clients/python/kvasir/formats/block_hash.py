@@ -15,6 +15,7 @@ from kvasir.cachestore.v1 import identity_pb2
 BLOCK_TOKENS = 256
 
 _BLOCK_TAG = b"kvasir.block.v1"
+_WINDOW_TAG = b"kvasir.window_block.v1"
 _IDENTITY_TAG = b"kvasir.kv_identity.v1"
 _STATES_TAG = b"states"
 
@@ -41,6 +42,14 @@ def block_hash_chain(
         parent = hashes[-1] if hashes else ""
         hashes.append(block_hash(namespace, kv_identity_hash, parent, token_ids[start : start + BLOCK_TOKENS]))
     return hashes
+
+
+def window_block_hash(block_hash: str, window: int) -> str:
+    """Hash of the same tokens' block in the group of window layers: H(block hash, window as 4 bytes little-endian).
+
+    `block_hash` is that of the tokens and all before them, in the namespace, also where no layer keeps all tokens.
+    """
+    return _hash_fields(_WINDOW_TAG, bytes.fromhex(block_hash), _numbers(window))
 
 
 def chain_hash(kv_identity_hash: str, parent: str, token_ids: Sequence[int]) -> str:

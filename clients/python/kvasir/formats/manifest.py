@@ -5,7 +5,7 @@ InvalidArgument that names the field ("manifest.token_chars").
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 from google.protobuf.message import DecodeError
@@ -14,6 +14,7 @@ from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest, is_hash
+from kvasir.formats.layer_groups import KEEPS_ALL, first_touched_block, has_recurrent_layers, windows_of
 from kvasir.formats.manifest_scan import ScanError, count_records
 from kvasir.names import check_request_id
 
@@ -33,7 +34,6 @@ ROLES = ("system", "user", "assistant", "tool")
 FINISH_REASONS = frozenset({"", "stop", "length", "stop_sequence", "tool_calls", "cancelled"})
 _BITS = (4, 8, 16)
 
-_KEEPS_ALL = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
 _KEEPS_STATE = (identity_pb2.LAYER_KIND_WINDOW, identity_pb2.LAYER_KIND_STATE)
 _STATE_TYPES = (
     identity_pb2.TENSOR_TYPE_FLOAT32,
@@ -51,6 +51,7 @@ def build(
     blocks: Iterable[Digest] = (),
     tail: Digest | None = None,
     states: Iterable[tuple[int, Digest]] = (),
+    windows: Iterable[manifest_pb2.WindowBlocks] = (),
     shareable_tokens: int = 0,
     messages: Iterable[manifest_pb2.Message] = (),
     tokenizer_digest: str = "",
@@ -59,7 +60,8 @@ def build(
     turn: manifest_pb2.Turn | None = None,
     created_unix_ms: int,
 ) -> bytes:
-    """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending."""
+    """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending; `windows`
+    by window, ascending."""
     manifest = manifest_pb2.Manifest(
         format=FORMAT,
         kv_identity=kv_identity,
@@ -72,6 +74,7 @@ def build(
         blocks=[digest.to_proto() for digest in blocks],
         tail=None if tail is None else tail.to_proto(),
         states=[manifest_pb2.StatePoint(tokens=tokens, digest=digest.to_proto()) for tokens, digest in states],
+        windows=windows,
         shareable_tokens=shareable_tokens,
         parent_manifest=parent_manifest,
         turn=turn,
@@ -138,7 +141,7 @@ def check_kv_identity(identity: identity_pb2.KvIdentity) -> None:
 
 def keeps_all_tokens(identity: identity_pb2.KvIdentity) -> bool:
     """Whether any layer keeps every token, so that there are blocks and a tail."""
-    return any(layer.kind in _KEEPS_ALL for layer in identity.layers)
+    return any(layer.kind in KEEPS_ALL for layer in identity.layers)
 
 
 def keeps_states(identity: identity_pb2.KvIdentity) -> bool:
@@ -146,10 +149,14 @@ def keeps_states(identity: identity_pb2.KvIdentity) -> bool:
     return any(layer.kind in _KEEPS_STATE for layer in identity.layers)
 
 
+def has_windows_in_states(manifest: manifest_pb2.Manifest) -> bool:
+    """Whether windows are whole in state files, as all were before windows had blocks."""
+    return not manifest.windows and bool(windows_of(manifest.kv_identity))
+
+
 def digests(manifest: manifest_pb2.Manifest) -> list[Digest]:
-    """The blobs that a manifest names, each once: blocks, tail, states."""
-    named = [*manifest.blocks, *((manifest.tail,) if manifest.HasField("tail") else ())]
-    return list(dict.fromkeys(Digest.from_proto(each) for each in [*named, *(s.digest for s in manifest.states)]))
+    """The blobs that a manifest names, each once: blocks, tail, each window's blocks and tail, states."""
+    return list(dict.fromkeys(map(Digest.from_proto, _named(manifest))))
 
 
 def tokens_within_chars(token_chars: Sequence[int], chars: int) -> int:
@@ -179,17 +186,47 @@ def _check_tokens(manifest: manifest_pb2.Manifest) -> None:
 
 def _check_blobs(manifest: manifest_pb2.Manifest) -> None:
     count = len(manifest.token_ids) if keeps_all_tokens(manifest.kv_identity) else 0
-    if len(manifest.blocks) != count // BLOCK_TOKENS:
-        raise _wrong("blocks", f"expected {count // BLOCK_TOKENS}, got {len(manifest.blocks)}")
-    if manifest.HasField("tail") != bool(count % BLOCK_TOKENS):
-        expected = f"one, for {count % BLOCK_TOKENS} tokens" if count % BLOCK_TOKENS else "none"
-        raise _wrong("tail", f"expected {expected}")
-    for index, block in enumerate(manifest.blocks):
-        _check_digest(f"blocks[{index}]", block)
-    if manifest.HasField("tail"):
-        _check_digest("tail", manifest.tail)
-    if manifest.states and not keeps_states(manifest.kv_identity):
-        raise _wrong("states", "expected none: every layer keeps all its tokens")
+    _check_rows("", manifest, 0, count)
+    _check_windows(manifest)
+    _check_states(manifest)
+    hashes = [digest.hash for digest in _named(manifest)]
+    if len(set(hashes)) != len(hashes):
+        raise _wrong("blobs", f"expected {len(hashes)} different ones, got {len(set(hashes))}")
+
+
+def _check_rows(
+    field: str, listed: manifest_pb2.Manifest | manifest_pb2.WindowBlocks, first_block: int, tokens: int
+) -> None:
+    """Blocks from `first_block` on and a tail hold the rows of `tokens` tokens. `field` ends with a dot or is empty."""
+    expected = tokens // BLOCK_TOKENS - first_block
+    if len(listed.blocks) != expected:
+        raise _wrong(f"{field}blocks", f"expected {expected}, got {len(listed.blocks)}")
+    rest = tokens % BLOCK_TOKENS
+    if listed.HasField("tail") != bool(rest):
+        raise _wrong(f"{field}tail", f"expected {f'one, for {rest} tokens' if rest else 'none'}")
+    for index, block in enumerate(listed.blocks):
+        _check_digest(f"{field}blocks[{index}]", block)
+    if listed.HasField("tail"):
+        _check_digest(f"{field}tail", listed.tail)
+
+
+def _check_windows(manifest: manifest_pb2.Manifest) -> None:
+    """Each window of the layout once, with all the blocks that the next token sees."""
+    found, expected = [each.window for each in manifest.windows], list(windows_of(manifest.kv_identity))
+    if found and found != expected:
+        raise _wrong("windows", f"expected the layout's {expected}, ascending, got {found[:MAX_LAYERS]}")
+    tokens = len(manifest.token_ids)
+    for index, each in enumerate(manifest.windows):
+        touched = first_touched_block(each.window, tokens)
+        if each.first_block > touched:
+            raise _wrong(f"windows[{index}].first_block", f"expected at most {touched}, got {each.first_block}")
+        _check_rows(f"windows[{index}].", each, each.first_block, tokens)
+
+
+def _check_states(manifest: manifest_pb2.Manifest) -> None:
+    may_have = has_recurrent_layers(manifest.kv_identity) or has_windows_in_states(manifest)
+    if manifest.states and not may_have:
+        raise _wrong("states", "expected none: no layer has one")
     if len(manifest.states) > MAX_STATES:
         raise _wrong("states", f"expected at most {MAX_STATES}, got {len(manifest.states)}")
     seen = 0
@@ -200,14 +237,20 @@ def _check_blobs(manifest: manifest_pb2.Manifest) -> None:
             )
         _check_digest(f"states[{index}].digest", point.digest)
         seen = point.tokens
-    named = [*manifest.blocks, *((manifest.tail,) if manifest.HasField("tail") else ())]
-    hashes = [digest.hash for digest in (*named, *(point.digest for point in manifest.states))]
-    if len(set(hashes)) != len(hashes):
-        raise _wrong("blobs", f"expected {len(hashes)} different ones, got {len(set(hashes))}")
+
+
+def _named(manifest: manifest_pb2.Manifest) -> Iterator[manifest_pb2.Digest]:
+    """Digests in the manifest's order."""
+    groups: tuple[manifest_pb2.Manifest | manifest_pb2.WindowBlocks, ...] = (manifest, *manifest.windows)
+    for listed in groups:
+        yield from listed.blocks
+        if listed.HasField("tail"):
+            yield listed.tail
+    yield from (point.digest for point in manifest.states)
 
 
 def _check_layer(field: str, layer: identity_pb2.LayerLayout) -> None:
-    if layer.kind not in (*_KEEPS_ALL, *_KEEPS_STATE):
+    if layer.kind not in (*KEEPS_ALL, *_KEEPS_STATE):
         raise _wrong(f"{field}.kind", f"expected FULL, WINDOW, LATENT or STATE, got {layer.kind}")
     if (layer.window > 0) != (layer.kind == identity_pb2.LAYER_KIND_WINDOW):
         raise _wrong(f"{field}.window", f"expected above 0 for a window layer and 0 for others, got {layer.window}")

@@ -3,6 +3,9 @@
 The seed's tensors are `[1, seq_len, kv_heads, …]`, ours `[kv_heads, rows, …]` per block. Only the order of rows
 changes, so a memory that is exported and imported again is the same to the bit.
 
+A window layer's tensors hold the last rows alone, those of the blocks that the memory still has: `window_starts` in the
+metadata says of each window which token's row is the first (`{"1024":3072}`). Without that key they hold all rows.
+
 The seed's metadata (agent_id, model_id, total_tokens, prompt_text, token_sequence) says neither which weights made the
 KV nor where each token ends in the text. A `kvasir` key beside it says both. A file without that key is read only for a
 KV identity that the caller names.
@@ -21,16 +24,18 @@ from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats import block_file
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileIdentity, TensorSpec, expected_tensors
-from kvasir.formats.block_hash import chain_hashes, differing_field, kv_identity_hash
+from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, differing_field, kv_identity_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import first_touched_block, has_recurrent_layers, row_groups, windows_of
 from kvasir.formats.token_files import file_identities
 
 # A long conversation's text and tokens stand in the header; the safetensors library stops at 100 MB.
 MAX_HEADER_BYTES = 64 << 20
 METADATA_KEY = "kvasir"
+WINDOWS_KEY = "window_starts"
 _SEED_KEYS = ("agent_id", "model_id", "total_tokens", "prompt_text", "token_sequence")
 # Fields that the file has elsewhere, or that are computed again when it is read.
-_REBUILT_FIELDS = ("token_ids", "text", "blocks", "tail", "states", "shareable_tokens", "parent_manifest")
+_REBUILT_FIELDS = ("token_ids", "text", "blocks", "tail", "states", "windows", "shareable_tokens", "parent_manifest")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,26 @@ class SeedFile:
     agent_id: str
     model_id: str
     manifest: manifest_pb2.Manifest
-    blobs: Mapping[Digest, bytes]  # blocks and tail, in the manifest's order
+    blobs: Mapping[Digest, bytes]  # blocks and tail, of each window too, in the manifest's order
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupRows:
+    """The rows that a file has of one group of layers: those of the tokens `start` to `end`."""
+
+    group: int
+    start: int
+    end: int
+
+    def specs(self, identity: identity_pb2.KvIdentity) -> tuple[TensorSpec, ...]:
+        """Our tensors of all these rows, `[kv_heads, rows, …]`."""
+        rows = self.end - self.start
+        return expected_tensors(identity, rows, self.group) if rows else ()
+
+    def seed_specs(self, identity: identity_pb2.KvIdentity) -> Iterator[TensorSpec]:
+        for spec in self.specs(identity):
+            heads, rows, width = spec.shape
+            yield TensorSpec(spec.name, spec.dtype, (1, rows, heads, width))
 
 
 def to_seed_file(
@@ -48,21 +72,23 @@ def to_seed_file(
 ) -> Iterator[bytes]:
     """Yield the bytes of one safetensors file, tensor by tensor.
 
-    `read_blob` reads every block and the tail, once each; all of them are held in memory. Raises FailedPrecondition
-    for a memory with layers that do not keep all their tokens: the form has no place for them.
+    `read_blob` reads every block and tail, once each; all of a group's are held in memory. Raises FailedPrecondition
+    for a memory with recurrent layers, or with windows that are whole in states: the form has no place for these.
     """
     identity = manifest.kv_identity
-    tokens = len(manifest.token_ids)
-    specs = _kept_tensors(identity, tokens)
-    parts = [_open_blob(read_blob(Digest.from_proto(digest)), identity) for digest in _blob_digests(manifest)]
-    yield _header((_seed_spec(spec, tokens) for spec in specs), _metadata(manifest, agent_id, model_id))
-    for ours in specs:
-        tensor = bytearray(ours.size_bytes)
-        start = 0
-        for rows, tensors in parts:
-            _copy_rows(tensors[ours.name], rows, memoryview(tensor), start, heads=ours.shape[0], to_seed=True)
-            start += rows
-        yield bytes(tensor)
+    _check_has_form(identity, has_windows_in_states=manifests.has_windows_in_states(manifest))
+    groups = _groups_of(manifest)
+    specs = (spec for group in groups for spec in group.seed_specs(identity))
+    yield _header(specs, _metadata(manifest, agent_id, model_id))
+    for group in groups:
+        parts = [_open_blob(read_blob(digest), identity) for digest in _blob_digests(manifest, group.group)]
+        for ours in group.specs(identity):
+            tensor = bytearray(ours.size_bytes)
+            start = 0
+            for rows, tensors in parts:
+                _copy_rows(tensors[ours.name], rows, memoryview(tensor), start, heads=ours.shape[0], to_seed=True)
+                start += rows
+            yield bytes(tensor)
 
 
 def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = None) -> SeedFile:
@@ -75,33 +101,66 @@ def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = No
     tensors, metadata = _read(data)
     del data  # the tensors are copies, and the blocks will be another copy: three are one too many
     manifest = _manifest(metadata, identity)
-    tokens = len(manifest.token_ids)
-    wanted = [_seed_spec(spec, tokens) for spec in _kept_tensors(manifest.kv_identity, tokens)]
+    _check_has_form(manifest.kv_identity)
+    groups = _groups_in(metadata, manifest)
+    wanted = [spec for group in groups for spec in group.seed_specs(manifest.kv_identity)]
     _check_tensors({name: spec for name, (spec, _) in tensors.items()}, {spec.name: spec for spec in wanted})
     rows = {name: data for name, (_, data) in tensors.items()}
     blobs: dict[Digest, bytes] = {}
     identity_hash = kv_identity_hash(manifest.kv_identity)
     chain = chain_hashes(identity_hash, manifest.token_ids)
-    for file_identity in file_identities(identity_hash, manifest.token_ids, chain):
-        blob = _block(file_identity, manifest.kv_identity, rows)
-        digest = Digest.of(blob)
-        blobs[digest] = blob
-        if file_identity.kind == "block":
-            manifest.blocks.append(digest.to_proto())
-        else:
-            manifest.tail.CopyFrom(digest.to_proto())
+    for group in groups:
+        first = group.start // BLOCK_TOKENS
+        listed = manifest.windows.add(window=group.group, first_block=first) if group.group else manifest
+        for file_identity in file_identities(identity_hash, manifest.token_ids, chain, first, group.group):
+            blob = _block(file_identity, manifest.kv_identity, rows, group.start)
+            digest = Digest.of(blob)
+            blobs[digest] = blob
+            if file_identity.kind == "block":
+                listed.blocks.append(digest.to_proto())
+            else:
+                listed.tail.CopyFrom(digest.to_proto())
     manifests.check(manifest)
     return SeedFile(metadata["agent_id"], metadata["model_id"], manifest, blobs)
 
 
-def _kept_tensors(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
-    """Tensors of a whole memory. Raises FailedPrecondition unless every layer keeps all its tokens."""
-    specs = expected_tensors(identity, tokens)
-    if len({spec.name.split("_")[1] for spec in specs}) != len(identity.layers):
+# --- groups of layers ---
+
+
+def _check_has_form(identity: identity_pb2.KvIdentity, *, has_windows_in_states: bool = False) -> None:
+    if has_recurrent_layers(identity) or has_windows_in_states:
         raise FailedPrecondition(
-            "the seed's form holds only layers that keep all their tokens; use the archive form", reason="NO_SEED_FORM"
+            "the seed's form holds rows of tokens only, and this memory has states; use the archive form",
+            reason="NO_SEED_FORM",
         )
-    return specs
+
+
+def _groups_of(manifest: manifest_pb2.Manifest) -> list[_GroupRows]:
+    first_blocks = {each.window: int(each.first_block) for each in manifest.windows}
+    tokens = len(manifest.token_ids)
+    return [
+        _GroupRows(group, first_blocks.get(group, 0) * BLOCK_TOKENS, tokens)
+        for group in row_groups(manifest.kv_identity)
+    ]
+
+
+def _groups_in(metadata: Mapping[str, str], manifest: manifest_pb2.Manifest) -> list[_GroupRows]:
+    """The rows that a stranger's file says it has. Raises InvalidArgument."""
+    starts, tokens = _window_starts(metadata, windows_of(manifest.kv_identity)), len(manifest.token_ids)
+    for window, start in starts.items():
+        most = first_touched_block(window, tokens) * BLOCK_TOKENS
+        if type(start) is not int or not 0 <= start <= most or start % BLOCK_TOKENS:
+            raise _malformed(f"{WINDOWS_KEY}: {window}: expected a multiple of {BLOCK_TOKENS} up to {most}")
+    return [_GroupRows(group, starts.get(group, 0), tokens) for group in row_groups(manifest.kv_identity)]
+
+
+def _window_starts(metadata: Mapping[str, str], windows: Iterable[int]) -> dict[int, int]:
+    if WINDOWS_KEY not in metadata:
+        return dict.fromkeys(windows, 0)
+    found = _json_object(metadata[WINDOWS_KEY].encode("utf-8", "surrogatepass"), WINDOWS_KEY)
+    if set(found) != {str(window) for window in windows}:
+        raise _malformed(f"{WINDOWS_KEY}: expected one number for each of the windows {sorted(windows)}")
+    return {window: found[str(window)] for window in windows}  # type: ignore[misc]
 
 
 # --- rows ---
@@ -135,20 +194,25 @@ def _as_words(block: memoryview, seed: memoryview, row_bytes: int) -> tuple[memo
     return block.cast("H"), seed.cast("H"), 2
 
 
-def _block(file_identity: FileIdentity, identity: identity_pb2.KvIdentity, rows: Mapping[str, memoryview]) -> bytes:
-    tokens, start = file_identity.tokens, file_identity.start
+def _block(
+    file_identity: FileIdentity, identity: identity_pb2.KvIdentity, rows: Mapping[str, memoryview], first_row: int
+) -> bytes:
+    """A block or tail, out of whole tensors that begin with the row of the token at `first_row`."""
+    tokens, start = file_identity.tokens, file_identity.start - first_row
     tensors = []
-    for spec in expected_tensors(identity, tokens):
+    for spec in expected_tensors(identity, tokens, file_identity.window):
         buffer = bytearray(spec.size_bytes)
         _copy_rows(memoryview(buffer), tokens, rows[spec.name], start, heads=spec.shape[0], to_seed=False)
         tensors.append((spec, buffer))
     return block_file.encode(file_identity, tensors)
 
 
-def _blob_digests(manifest: manifest_pb2.Manifest) -> Iterator[manifest_pb2.Digest]:
-    yield from manifest.blocks
-    if manifest.HasField("tail"):
-        yield manifest.tail
+def _blob_digests(manifest: manifest_pb2.Manifest, group: int) -> Iterator[Digest]:
+    """A group's blocks and tail, in order."""
+    listed = next(each for each in manifest.windows if each.window == group) if group else manifest
+    yield from map(Digest.from_proto, listed.blocks)
+    if listed.HasField("tail"):
+        yield Digest.from_proto(listed.tail)
 
 
 def _open_blob(blob: bytes, identity: identity_pb2.KvIdentity) -> tuple[int, dict[str, memoryview]]:
@@ -164,11 +228,6 @@ def _open_blob(blob: bytes, identity: identity_pb2.KvIdentity) -> tuple[int, dic
 
 
 # --- writing the header ---
-
-
-def _seed_spec(spec: TensorSpec, seq_len: int) -> TensorSpec:
-    heads, _, width = spec.shape
-    return TensorSpec(spec.name, spec.dtype, (1, seq_len, heads, width))
 
 
 # Ours, because the library takes all tensors at once, as raw pointers where there is no numpy; a memory has gigabytes.
@@ -192,12 +251,14 @@ def _metadata(manifest: manifest_pb2.Manifest, agent_id: str, model_id: str) -> 
     rest.CopyFrom(manifest)
     for field in _REBUILT_FIELDS:
         rest.ClearField(field)  # type: ignore[arg-type]
+    starts = {str(group.group): group.start for group in _groups_of(manifest) if group.group}
     return {
         "agent_id": agent_id,
         "model_id": model_id,
         "total_tokens": str(len(manifest.token_ids)),
         "prompt_text": manifest.text,
         "token_sequence": json.dumps(list(manifest.token_ids)),
+        **({WINDOWS_KEY: json.dumps(starts, separators=(",", ":"))} if starts else {}),
         METADATA_KEY: json_format.MessageToJson(rest, preserving_proto_field_name=True, indent=None),
     }
 

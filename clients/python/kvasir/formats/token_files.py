@@ -11,20 +11,20 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hash, chain_hashes
 
 
 def file_identities(
-    kv_identity_hash: str, token_ids: Sequence[int], chain: Sequence[str], first_block: int = 0
+    kv_identity_hash: str, token_ids: Sequence[int], chain: Sequence[str], first_block: int = 0, group: int = 0
 ) -> list[FileIdentity]:
-    """The files of the layers that keep all tokens: full blocks from `first_block` on, and a tail if tokens are left.
+    """The files of one group of layers: full blocks from `first_block` on, and a tail if tokens are left.
 
-    `chain` holds the chain hashes of all full blocks.
+    `chain` holds the chain hashes of all full blocks. `group` is 0 for the layers that keep all tokens, else a window.
     """
     files = [
-        FileIdentity("block", kv_identity_hash, index * BLOCK_TOKENS, BLOCK_TOKENS, chain[index])
+        FileIdentity("block", kv_identity_hash, index * BLOCK_TOKENS, BLOCK_TOKENS, chain[index], group)
         for index in range(first_block, len(chain))
     ]
     start = len(chain) * BLOCK_TOKENS
     if rest := len(token_ids) - start:
         last = _chain_after(kv_identity_hash, token_ids, len(token_ids), chain)
-        files.append(FileIdentity("tail", kv_identity_hash, start, rest, last))
+        files.append(FileIdentity("tail", kv_identity_hash, start, rest, last, group))
     return files
 
 

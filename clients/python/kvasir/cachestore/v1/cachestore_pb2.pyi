@@ -329,18 +329,24 @@ class DeleteAgentResponse(_message.Message):
     def __init__(self, bytes_gone_by: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., unshared_bytes: _Optional[int] = ...) -> None: ...
 
 class FindPrefixRequest(_message.Message):
-    __slots__ = ("kv_identity_hash", "block_hashes")
+    __slots__ = ("kv_identity_hash", "block_hashes", "groups")
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
     kv_identity_hash: str
     block_hashes: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, kv_identity_hash: _Optional[str] = ..., block_hashes: _Optional[_Iterable[str]] = ...) -> None: ...
+    groups: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kv_identity_hash: _Optional[str] = ..., block_hashes: _Optional[_Iterable[str]] = ..., groups: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class FindPrefixResponse(_message.Message):
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "windows", "tokens")
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
     blocks: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Digest]
-    def __init__(self, blocks: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
+    windows: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.WindowBlocks]
+    tokens: int
+    def __init__(self, blocks: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ..., windows: _Optional[_Iterable[_Union[_manifest_pb2.WindowBlocks, _Mapping]]] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class LeaseToken(_message.Message):
     __slots__ = ("owner", "generation")

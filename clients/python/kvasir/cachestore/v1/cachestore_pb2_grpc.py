@@ -275,7 +275,8 @@ class CacheStoreServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def FindPrefix(self, request, context):
-        """Finds the longest prefix of a chain of block hashes that is stored and may be shared. Counts as a use.
+        """Finds the longest prefix of a chain of block hashes that is stored and may be shared, in every group of layers that is asked for.
+        A prefix needs all blocks of the layers that keep all tokens, and of a window those that its next token sees. Counts as a use.
         Roles: engine. Errors: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -15,7 +15,7 @@ class Digest(_message.Message):
     def __init__(self, hash: _Optional[str] = ..., size_bytes: _Optional[int] = ...) -> None: ...
 
 class Manifest(_message.Message):
-    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms")
+    __slots__ = ("format", "kv_identity", "tokenizer_digest", "template_digest", "token_ids", "text", "token_chars", "messages", "blocks", "tail", "states", "shareable_tokens", "parent_manifest", "turn", "created_unix_ms", "windows")
     FORMAT_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class Manifest(_message.Message):
     PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     CREATED_UNIX_MS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
     format: int
     kv_identity: _identity_pb2.KvIdentity
     tokenizer_digest: str
@@ -46,7 +47,20 @@ class Manifest(_message.Message):
     parent_manifest: str
     turn: Turn
     created_unix_ms: int
-    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ...) -> None: ...
+    windows: _containers.RepeatedCompositeFieldContainer[WindowBlocks]
+    def __init__(self, format: _Optional[int] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., token_chars: _Optional[_Iterable[int]] = ..., messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ..., states: _Optional[_Iterable[_Union[StatePoint, _Mapping]]] = ..., shareable_tokens: _Optional[int] = ..., parent_manifest: _Optional[str] = ..., turn: _Optional[_Union[Turn, _Mapping]] = ..., created_unix_ms: _Optional[int] = ..., windows: _Optional[_Iterable[_Union[WindowBlocks, _Mapping]]] = ...) -> None: ...
+
+class WindowBlocks(_message.Message):
+    __slots__ = ("window", "first_block", "blocks", "tail")
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TAIL_FIELD_NUMBER: _ClassVar[int]
+    window: int
+    first_block: int
+    blocks: _containers.RepeatedCompositeFieldContainer[Digest]
+    tail: Digest
+    def __init__(self, window: _Optional[int] = ..., first_block: _Optional[int] = ..., blocks: _Optional[_Iterable[_Union[Digest, _Mapping]]] = ..., tail: _Optional[_Union[Digest, _Mapping]] = ...) -> None: ...
 
 class StatePoint(_message.Message):
     __slots__ = ("tokens", "digest")

@@ -1,0 +1,45 @@
+"""The groups of a layout's layers, by what they keep: all tokens, the last n of a window, or a recurrent state.
+
+A group is named by a number: 0 for the layers that keep all tokens (full and latent), n for the layers of window n.
+Each has block files and a tail of its own. Recurrent layers have no rows: their memory is a state at a rewind point.
+"""
+
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+KEEPS_ALL = (identity_pb2.LAYER_KIND_FULL, identity_pb2.LAYER_KIND_LATENT)
+
+
+def row_groups(identity: identity_pb2.KvIdentity) -> tuple[int, ...]:
+    """The groups that have rows, ascending: 0 if any layer keeps all tokens, then each window once."""
+    has_all = any(layer.kind in KEEPS_ALL for layer in identity.layers)
+    return (*((0,) if has_all else ()), *windows_of(identity))
+
+
+def windows_of(identity: identity_pb2.KvIdentity) -> tuple[int, ...]:
+    """The different windows of the layout, ascending."""
+    windows = {layer.window for layer in identity.layers if layer.kind == identity_pb2.LAYER_KIND_WINDOW}
+    return tuple(sorted(windows))
+
+
+def has_recurrent_layers(identity: identity_pb2.KvIdentity) -> bool:
+    """Whether any layer keeps a state that rows cannot give back."""
+    return any(layer.kind == identity_pb2.LAYER_KIND_STATE for layer in identity.layers)
+
+
+def layers_of(identity: identity_pb2.KvIdentity, group: int) -> list[int]:
+    """Indices of a group's layers, in order."""
+    return [
+        index
+        for index, layer in enumerate(identity.layers)
+        if (layer.kind in KEEPS_ALL if group == 0 else layer.kind == identity_pb2.LAYER_KIND_WINDOW)
+        and layer.window == group
+    ]
+
+
+def first_touched_block(group: int, tokens: int) -> int:
+    """The first block with a row that the token at position `tokens` sees; for group 0 the first block of all.
+
+    A token of a window layer sees the last `group` tokens, itself among them.
+    """
+    return max(0, tokens - (group - 1)) // BLOCK_TOKENS if group else 0
