@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors, window_rows
-from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes, kv_identity_hash
+from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash, window_block_hash
 from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities, state_identity
 
 from cachestore_svc.blobs.blob_checks import schema_hash, schema_text
@@ -27,6 +28,7 @@ class NamedBlob:
     tokens: int
     chain: str
     schema_hash: str | None  # None for a state: see StateSchemas
+    window: int = 0  # group of a block's or tail's layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class ManifestFacts:
     token_ids: Sequence[int]
     shareable_blocks: int
     request_id: str
-    named: tuple[NamedBlob, ...]  # blocks, tail, states
+    named: tuple[NamedBlob, ...]  # blocks, tail, each window's blocks and tail, states
+    windows_in_blocks: bool  # states hold recurrent layers alone
 
 
 def read_manifest(data: bytes | memoryview) -> ManifestFacts:
@@ -52,9 +55,10 @@ def read_manifest(data: bytes | memoryview) -> ManifestFacts:
         message.kv_identity,
         hash_,
         message.token_ids,
-        message.shareable_tokens // BLOCK_TOKENS if message.blocks else 0,
+        message.shareable_tokens // BLOCK_TOKENS,
         message.turn.request_id,
         tuple(_named_blobs(message, hash_)),
+        bool(message.windows),
     )
 
 
@@ -62,7 +66,7 @@ def unfit(need: NamedBlob, found: FileIdentity, facts: ManifestFacts) -> str | N
     """Why a stored tensor file is not the one needed, in words; None when it is, but for its tensors."""
     if found.kv_identity_hash != facts.kv_identity_hash:
         return f"kv_identity: expected {facts.kv_identity_hash[:12]}…, found {found.kv_identity_hash[:12]}…"
-    for field in ("kind", "start", "tokens", "chain"):
+    for field in ("kind", "window", "start", "tokens", "chain"):
         expected, value = getattr(need, field), getattr(found, field)
         if value != expected:
             return f"{field}: expected {expected}, found {value}"
@@ -75,16 +79,42 @@ def unfit_schema(need: NamedBlob, schema_hash_found: str | None) -> str | None:
     return None if is_right else "tensors: not those of the layout"
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    """A block that other agents may find."""
+
+    block_hash: str
+    index: int  # of the block in its group
+    place: int  # in the manifest's named blobs
+
+
+def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
+    """The manifest's shareable blocks, by index, and each index by group.
+
+    The blocks of all groups at one index were computed together, on those before them.
+    """
+    tokens = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]
+    hashes = block_hash_chain(namespace, facts.kv_identity_hash, tokens)
+    found = []
+    for place, need in enumerate(facts.named):
+        index = need.start // BLOCK_TOKENS
+        if need.kind == "block" and index < len(hashes):
+            hash_ = window_block_hash(hashes[index], need.window) if need.window else hashes[index]
+            found.append(SharedBlock(hash_, index, place))
+    return sorted(found, key=lambda block: (block.index, block.place))
+
+
 class StateSchemas:
-    """What the tensors of a KV identity's states must be: exactly the layers that do not keep all tokens.
+    """What the tensors of a KV identity's states must be: exactly the layers that are not in blocks.
 
     A manifest names a thousand states of thousands of tensors each; they differ only in the rows that windows keep, so
     each distinct schema is built once, and outside of the index: what a digest names never changes.
     """
 
-    def __init__(self, identity: identity_pb2.KvIdentity) -> None:
+    def __init__(self, identity: identity_pb2.KvIdentity, *, windows_in_blocks: bool) -> None:
         self._identity = identity
-        self._windows = sorted({layer.window for layer in identity.layers if layer.window})
+        self._windows_in_blocks = windows_in_blocks
+        self._windows = () if windows_in_blocks else windows_of(identity)
         self._hashes: dict[tuple[int, ...], str] = {}
 
     def unfit(self, tokens: int, schema_hash_found: str | None) -> str | None:
@@ -92,7 +122,8 @@ class StateSchemas:
         kept = tuple(window_rows(window, tokens) for window in self._windows)
         if kept not in self._hashes:
             try:
-                self._hashes[kept] = schema_hash(schema_text(expected_state_tensors(self._identity, tokens)))
+                specs = expected_state_tensors(self._identity, tokens, windows_in_blocks=self._windows_in_blocks)
+                self._hashes[kept] = schema_hash(schema_text(specs))
             except HeaderError as error:
                 return f"tensors: {error}"
         is_right = schema_hash_found == self._hashes[kept]
@@ -100,16 +131,31 @@ class StateSchemas:
 
 
 def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBlob]:
-    identity, tokens = message.kv_identity, message.token_ids
+    tokens = message.token_ids
     chain = chain_hashes(hash_, tokens)
-    files = file_identities(hash_, tokens, chain) if manifests.keeps_all_tokens(identity) else []
-    schemas = {rows: schema_hash(schema_text(expected_tensors(identity, rows))) for rows in {f.tokens for f in files}}
-    digests = [*message.blocks, *((message.tail,) if message.HasField("tail") else ())]
-    for digest, file in zip(digests, files, strict=True):
-        yield _named(digest, file, schemas[file.tokens])
+    if manifests.keeps_all_tokens(message.kv_identity):
+        yield from _named_rows(message, message, file_identities(hash_, tokens, chain))
+    for each in message.windows:
+        files = file_identities(hash_, tokens, chain, int(each.first_block), each.window)
+        yield from _named_rows(message, each, files)
     for point in message.states:
         yield _named(point.digest, state_identity(hash_, tokens, point.tokens, chain), None)
 
 
+def _named_rows(
+    message: manifest_pb2.Manifest,
+    listed: manifest_pb2.Manifest | manifest_pb2.WindowBlocks,
+    files: Sequence[FileIdentity],
+) -> Iterator[NamedBlob]:
+    """One group's blocks and tail."""
+    schemas = {
+        (rows, group): schema_hash(schema_text(expected_tensors(message.kv_identity, rows, group)))
+        for rows, group in {(file.tokens, file.window) for file in files}
+    }
+    digests = [*listed.blocks, *((listed.tail,) if listed.HasField("tail") else ())]
+    for digest, file in zip(digests, files, strict=True):
+        yield _named(digest, file, schemas[file.tokens, file.window])
+
+
 def _named(digest: manifest_pb2.Digest, file: FileIdentity, schema: str | None) -> NamedBlob:
-    return NamedBlob(Digest.from_proto(digest), file.kind, file.start, file.tokens, file.chain, schema)
+    return NamedBlob(Digest.from_proto(digest), file.kind, file.start, file.tokens, file.chain, schema, file.window)

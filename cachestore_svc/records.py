@@ -18,6 +18,7 @@ BLOCK_TOKENS = block_hash.BLOCK_TOKENS
 MAX_FRAME_BYTES = frames.FRAME_BYTES
 MAX_DIGESTS_PER_REQUEST = 10_000
 MAX_BLOCK_HASHES_PER_REQUEST = 10_000
+MAX_GROUPS_PER_REQUEST = 16
 MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 MAX_RETAINED_VERSIONS = 1000
@@ -99,6 +100,26 @@ class SnapshotVersion:
     origin_detail: str = ""
     request_id: str = ""
     is_brought: bool = False  # rows of it came by import or pull, whatever was done with them since
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks of one group of layers, without a gap."""
+
+    group: int  # 0: the layers that keep all tokens; n: those of window n
+    first_block: int
+    blocks: tuple[Digest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPrefix:
+    """A stored prefix that may be shared: of each group that was asked for, what the token behind the prefix sees."""
+
+    tokens: int  # a multiple of BLOCK_TOKENS
+    groups: tuple[GroupBlocks, ...]
+
+    def blocks_of(self, group: int) -> tuple[Digest, ...]:
+        return next((each.blocks for each in self.groups if each.group == group), ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,23 +11,22 @@ from types import TracebackType
 from typing import Self
 
 from kvasir.errors import Conflict, DataLoss, NotFound
-from kvasir.formats.block_hash import block_hash_chain
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id, check_namespace
 
+from cachestore_svc import prefixes
 from cachestore_svc.blobs.backend import BlobBackend
 from cachestore_svc.blobs.blob_writer import BlobWriter as BlobWriter
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index import listing
-from cachestore_svc.index.catalog import SLICE, AgentFilter, CatalogChange, CatalogView, Commit, Done
+from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView, Commit, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.index.resting import gone_by
 from cachestore_svc.index.state_check import check_states
 from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
-from cachestore_svc.manifests import read_manifest
+from cachestore_svc.manifests import read_manifest, shared_blocks
 from cachestore_svc.records import (
-    BLOCK_TOKENS,
     MAX_BLOCK_HASHES_PER_REQUEST,
     MAX_PAGE_SIZE,
     MAX_RETAINED_VERSIONS,
@@ -41,6 +40,7 @@ from cachestore_svc.records import (
     Deletion,
     EventBatch,
     EventCursor,
+    FoundPrefix,
     GcReport,
     LeaseToken,
     LineKey,
@@ -126,7 +126,6 @@ class Store(LeaseStore):
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         facts = read_manifest(self._manifest_bytes(namespace, manifest))
         check_states(self._core.catalog, namespace, facts)
-        shared = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS] if bind_shared else []
         asked = Commit(
             LineKey(namespace, agent_id, facts.kv_identity_hash),
             manifest,
@@ -135,7 +134,7 @@ class Store(LeaseStore):
             lease,
             origin,
             origin_detail,
-            block_hash_chain(namespace, facts.kv_identity_hash, shared),
+            shared_blocks(facts, namespace) if bind_shared else (),
             self._core.config.retained_versions,
             is_brought,
             parent_manifest,
@@ -175,26 +174,25 @@ class Store(LeaseStore):
         return self._read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
 
     def find_prefix(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
-        """Digests of the longest stored, shareable prefix of a chain. Extends lifetimes. Raises InvalidArgument."""
+        """Digests of the longest stored, shareable prefix of a chain, of the layers that keep all tokens."""
+        return list(self.find_prefix_of(namespace, kv_identity_hash, block_hashes, (0,)).blocks_of(0))
+
+    def find_prefix_of(
+        self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int]
+    ) -> FoundPrefix:
+        """The longest stored, shareable prefix of a chain in all these groups of layers, 0 for those that keep all
+        tokens. Extends lifetimes. Raises InvalidArgument."""
         check_namespace(namespace)
+        prefixes.check_groups(groups)
         check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
         for field, hash_ in [
             ("kv_identity_hash", kv_identity_hash),
             *(("block_hashes", each) for each in block_hashes),
         ]:
             check_hash(hash_, field)
-        found: list[Digest] = []
-        for start in range(0, len(block_hashes), SLICE):
-            some = block_hashes[start : start + SLICE]
-            found += self._prefix_of(namespace, kv_identity_hash, some)
-            if len(found) < start + len(some):
-                break
-        self._core.counters.add(namespace, "prefix_blocks_found", len(found))
+        found = prefixes.find_prefix(self._core, namespace, kv_identity_hash, block_hashes, groups)
+        self._core.counters.add(namespace, "prefix_blocks_found", sum(len(each.blocks) for each in found.groups))
         return found
-
-    def _prefix_of(self, namespace: str, kv_identity_hash: str, block_hashes: Sequence[str]) -> list[Digest]:
-        found = self._core.promised(namespace, lambda view: view.find_prefix(namespace, kv_identity_hash, block_hashes))
-        return [blob.digest for blob in found]
 
     # --- agents ---
 

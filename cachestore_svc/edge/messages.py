@@ -67,6 +67,18 @@ def read_block_hashes(texts: Sequence[str]) -> list[str]:
     return [read_kv_hash(text, f"block_hashes[{index}]") for index, text in enumerate(texts)]
 
 
+def write_prefix(found: records.FoundPrefix) -> pb.FindPrefixResponse:
+    windows = [
+        manifest_pb2.WindowBlocks(
+            window=each.group, first_block=each.first_block, blocks=[digest.to_proto() for digest in each.blocks]
+        )
+        for each in found.groups
+        if each.group
+    ]
+    blocks = [digest.to_proto() for digest in found.blocks_of(0)]
+    return pb.FindPrefixResponse(blocks=blocks, windows=windows, tokens=found.tokens)
+
+
 def read_version(version: int, field: str = "version", *, least: int = 0) -> int:
     if version < least:
         raise InvalidArgument(f"{field}: expected {least} or more, got {version}", field=field)

@@ -175,10 +175,9 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
         def answer() -> pb.FindPrefixResponse:
             hashes = messages.read_block_hashes(request.block_hashes)
-            found = self._store.find_prefix(namespace, kv_hash, hashes)
-            return pb.FindPrefixResponse(blocks=[digest.to_proto() for digest in found])
+            return messages.write_prefix(self._store.find_prefix_of(namespace, kv_hash, hashes, request.groups or (0,)))
 
-        return await self._looked_up(len(request.block_hashes), answer)
+        return await self._looked_up(len(request.block_hashes) * max(1, len(request.groups)), answer)
 
     # --- agents ---
 

@@ -16,7 +16,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, State, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts, NamedBlob
+from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock
 from cachestore_svc.records import (
     AgentRecord,
     EventBatch,
@@ -57,6 +57,7 @@ class BlobEntry:
     is_damaged: bool
     promised_unix_ms: int
     is_brought: bool  # by an archive or from another store, or computed on what was; see provenance
+    window: int  # group of a block's or tail's layers; 0 for every other blob
 
     @property
     def digest(self) -> Digest:
@@ -74,7 +75,7 @@ class Commit:
     lease: LeaseToken | None
     origin: Origin
     origin_detail: str
-    shared_hashes: Sequence[str]  # block hashes to bind, first block first
+    shared: Sequence[SharedBlock]  # blocks whose hashes to bind, by index
     default_retained: int
     is_brought: bool = False  # its writer knows that rows of it came from elsewhere
     parent_manifest: Digest | None = None  # what version `parent_version` must be; None: whatever it is
@@ -167,8 +168,8 @@ class CatalogView(Protocol):
     def damaged_blobs(self, namespace: str) -> list[Digest]:
         """Every blob in quarantine."""
 
-    def find_prefix(self, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> list[BlobEntry]:
-        """Blobs of the longest bound prefix; it ends at the first that is not bound, is damaged, or was brought."""
+    def bound_blobs(self, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
+        """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
 
     def count_unheld(self, namespace: str) -> tuple[int, int]:
         """How many unheld blobs are not marked yet, and the bytes of all that nothing holds."""

@@ -16,7 +16,7 @@ def check_states(catalog: Catalog, namespace: str, facts: ManifestFacts) -> None
     """
     if facts.named and facts.named[-1].kind != "state":
         return
-    schemas = StateSchemas(facts.kv_identity)
+    schemas = StateSchemas(facts.kv_identity, windows_in_blocks=facts.windows_in_blocks)
     for start in range(0, len(facts.named), SLICE):
         some = facts.named[start : start + SLICE]
         found = catalog.read(namespace, partial(_fitting, namespace=namespace, facts=facts, needs=some))

@@ -196,13 +196,15 @@ class RemoteCache:
     async def find_prefix(self, kv_identity_hash: str, block_hashes: Sequence[str], budget: Budget) -> list[Digest]:
         """Digests of the longest stored prefix of a chain that may be shared."""
         asked = block_hashes[:_MAX_BLOCK_HASHES]
+
+        async def find() -> list[Digest]:
+            found = await self._client.find_prefix(kv_identity_hash, asked, timeout_s=budget.remaining_s)
+            return [Digest.from_proto(digest) for digest in found.blocks[: len(asked)]]
+
         try:
-            found = await self._read(
-                lambda: self._client.find_prefix(kv_identity_hash, asked, timeout_s=budget.remaining_s), budget
-            )
+            return await self._read(find, budget)
         except errors.NotFound as error:
             raise StoreMiss(_miss(error)) from error
-        return found[: len(asked)]
 
     # --- writing: a failure is a KvasirError, and each call has a timeout ---
 

@@ -13,7 +13,7 @@ from cachestore_svc.index.catalog import BlobEntry
 from cachestore_svc.index.sqlite.rows import Rows
 
 _COLUMNS = """id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash, is_damaged,
-    promised_unix_ms, is_brought"""
+    promised_unix_ms, is_brought, window"""
 
 
 def find_namespace(rows: Rows, namespace: str) -> int:
@@ -58,7 +58,7 @@ def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_u
     is_new = find_blob(rows, namespace, digest) is None
     rows.run(
         """INSERT INTO blobs (namespace_id, hash, size_bytes, kind, kv_identity_hash, start, tokens, chain, schema_hash,
-            created_unix_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+            created_unix_ms, window) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
             ON CONFLICT (namespace_id, hash) DO UPDATE SET is_damaged = 0, marked_unix_ms = NULL""",
         namespace_id,
         digest.hash,
@@ -70,6 +70,7 @@ def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_u
         identity.chain if identity else None,
         schema,
         now_unix_ms,
+        identity.window if identity else 0,
     )
     return is_new
 

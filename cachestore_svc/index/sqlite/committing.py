@@ -6,7 +6,6 @@ are its blobs here, whole, and of exactly these tokens?
 
 import json
 from collections.abc import Sequence
-from itertools import takewhile
 
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.digest import Digest
@@ -16,7 +15,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, leases, provenance, versions
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.manifests import ManifestFacts, NamedBlob, unfit, unfit_schema
+from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit, unfit_schema
 from cachestore_svc.records import Origin, SnapshotVersion
 
 
@@ -41,8 +40,8 @@ def commit_version(rows: Rows, asked: Commit, live: LiveLeases, now_unix_ms: int
     new = versions.NewVersion(head, manifest.id, asked.origin, asked.origin_detail)
     added = versions.add_version(rows, line_id, new, now_unix_ms)
     retain(rows, agent, line_id, asked.default_retained)
-    ours = list(takewhile(lambda blob: not blob.is_brought and blob not in marked, named))
-    bind(rows, namespace, asked.shared_hashes[: len(ours)], ours)
+    theirs = {blob.id for blob in marked}
+    bind(rows, namespace, asked.shared, [None if blob.id in theirs else blob for blob in named])
     return Done(added, is_new=True)
 
 
@@ -52,22 +51,20 @@ def retain(rows: Rows, agent: agents.AgentRow, line_id: int, default_retained: i
         versions.retain(rows, line_id, agent.retained_versions or default_retained)
 
 
-def find_prefix(rows: Rows, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> list[BlobEntry]:
-    """Blobs of the longest bound prefix; it ends at the first that is not bound, is damaged, or was brought."""
+def bound_blobs(rows: Rows, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
+    """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
     bound = rows.all(
-        """SELECT wanted.key, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
+        """SELECT wanted.value, blobs.hash, blobs.size_bytes FROM json_each(?) AS wanted
             JOIN prefixes ON prefixes.block_hash = wanted.value JOIN blobs ON blobs.id = prefixes.blob_id
             WHERE prefixes.namespace_id = ? AND blobs.kv_identity_hash = ? AND NOT blobs.is_damaged
-            AND NOT blobs.is_brought
-            ORDER BY wanted.key""",
+            AND NOT blobs.is_brought""",
         json.dumps(list(block_hashes)),
         blobs.find_namespace(rows, namespace),
         kv_hash,
     )
-    # Up to the first gap: block hashes after it stand for tokens whose KV is not here.
-    digests = [Digest(*digest) for place, (key, *digest) in enumerate(bound) if key == place]
-    found = blobs.find_blobs(rows, namespace, digests)
-    return [found[digest] for digest in digests if digest in found]
+    digests = {block_hash: Digest(*digest) for block_hash, *digest in bound}
+    found = blobs.find_blobs(rows, namespace, digests.values())
+    return {block_hash: found[digest] for block_hash, digest in digests.items() if digest in found}
 
 
 def _find_manifest(rows: Rows, namespace: str, digest: Digest) -> BlobEntry:
@@ -123,26 +120,30 @@ def fitting_blobs(rows: Rows, namespace: str, facts: ManifestFacts, needs: Seque
 def _misfit(row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None:
     if row.kv_identity_hash is None or row.start is None or row.tokens is None or row.chain is None:
         return f"kind: expected {need.kind}, found {row.kind}"
-    identity = FileIdentity(row.kind, row.kv_identity_hash, row.start, row.tokens, row.chain)
+    identity = FileIdentity(row.kind, row.kv_identity_hash, row.start, row.tokens, row.chain, row.window)
     return unfit(need, identity, facts) or unfit_schema(need, row.schema_hash)
 
 
-def bind(rows: Rows, namespace: str, block_hashes: Sequence[str], named: Sequence[BlobEntry]) -> None:
+def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:
     """The first binding of a block hash wins, for as long as its blob is here, whole, and of this store's engines.
 
-    Nothing is bound behind a hash that stands for other bytes: it was computed on others than would be found before it.
+    `named`: the manifest's blobs, None for each that others may not find. Nothing is bound from such a one on, nor
+    behind a hash that stands for other bytes: it was computed on others than would be found before it.
     """
     namespace_id = blobs.find_namespace(rows, namespace)
-    for block_hash, blob in zip(block_hashes, named, strict=False):
+    for block in shared:
+        blob = named[block.place]
+        if blob is None or blob.is_brought or blob.is_damaged:
+            return
         rows.run(
             """INSERT INTO prefixes VALUES (?, ?, ?) ON CONFLICT (namespace_id, block_hash)
                 DO UPDATE SET blob_id = excluded.blob_id
                 WHERE (SELECT is_damaged OR is_brought FROM blobs WHERE id = prefixes.blob_id)""",
             namespace_id,
-            block_hash,
+            block.block_hash,
             blob.id,
         )
-        if _bound_blob(rows, namespace_id, block_hash) != blob.id:
+        if _bound_blob(rows, namespace_id, block.block_hash) != blob.id:
             return
 
 

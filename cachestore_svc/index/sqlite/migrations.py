@@ -148,7 +148,12 @@ def _leases_without_a_clock(database: Database) -> None:
         database.conn.execute(statement)
 
 
-MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first, _provenance, _leases_without_a_clock)
+def _windows(database: Database) -> None:
+    """Layers of a window have blocks of their own: a block's place is its group and its start."""
+    database.conn.execute("ALTER TABLE blobs ADD COLUMN window INTEGER NOT NULL DEFAULT 0")
+
+
+MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first, _provenance, _leases_without_a_clock, _windows)
 
 
 def migrate(database: Database, now_unix_ms: int) -> bool:

@@ -41,7 +41,7 @@ class SqliteTransaction(Rows):
 
     commit_version = committing.commit_version
     fitting_blobs = committing.fitting_blobs
-    find_prefix = committing.find_prefix
+    bound_blobs = committing.bound_blobs
     fork_agent = lineage.fork_agent
     roll_back = lineage.roll_back
 

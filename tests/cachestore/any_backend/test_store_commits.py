@@ -19,6 +19,7 @@ from tests.synthetic import (
     MIXED,
     SMALL,
     TINY,
+    WINDOWED,
     SyntheticAgent,
     full_layers,
     kv_identity,
@@ -31,8 +32,13 @@ KV = kv_identity_hash(SMALL)
 
 
 def test_a_snapshot_of_every_layout_comes_back_whole(store: Store) -> None:
-    for name, identity in (("tiny", TINY), ("mixed", MIXED)):
-        agent = SyntheticAgent(identity, 1)
+    for name, identity, windows_in_blocks in (
+        ("tiny", TINY, True),
+        ("mixed", MIXED, True),
+        ("windowed", WINDOWED, True),
+        ("of yesterday", MIXED, False),
+    ):
+        agent = SyntheticAgent(identity, 1, windows_in_blocks=windows_in_blocks)
         for turn, tokens in enumerate((300, 212, 1)):
             content = agent.turn(tokens)
             done = publish(store, name, content, turn)
@@ -237,7 +243,7 @@ def test_a_state_of_another_moment_refuses_the_commit(store: Store) -> None:
 
 def test_a_state_with_a_row_too_many_refuses_the_commit(store: Store) -> None:
     """It says that it is of this moment, and holds one token more of the window (LESSONS 12)."""
-    content = SyntheticAgent(MIXED, 1).turn(TOKENS)
+    content = SyntheticAgent(MIXED, 1, windows_in_blocks=False).turn(TOKENS)
     upload(store, content)
     state = Digest.from_proto(content.manifest.states[0].digest)
     header = parse_header(content.new_blobs[state], state.size_bytes)

@@ -48,6 +48,9 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "get_snapshot": lambda s, c: not_found(lambda: s.get_snapshot(NS, "secret")),
     "list_snapshots": lambda s, c: not_found(lambda: s.list_snapshots(NS, "secret")),
     "find_prefix": lambda s, c: s.find_prefix(NS, KV, HASHES.block_hashes(THEIRS)) == [] or pytest.fail("seen"),
+    "find_prefix_of": lambda s, c: (
+        s.find_prefix_of(NS, KV, HASHES.block_hashes(THEIRS), (0,)).tokens == 0 or pytest.fail("seen")
+    ),
     "list_agents": lambda s, c: s.list_agents(NS).agents == () or pytest.fail("seen"),
     "get_agent": lambda s, c: not_found(lambda: s.get_agent(NS, "secret")),
     "update_agent": lambda s, c: not_found(lambda: s.update_agent(NS, "secret", is_pinned=True)),

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import row_groups
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
 from cachestore_svc.manifests import read_manifest
 from cachestore_svc.records import BlobKind
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import MIB, NS, write
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 MANIFEST = SyntheticAgent(MIXED, 1).turn(300).manifest_bytes
 NUMBERS = st.integers(0, (1 << 32) - 1)
@@ -47,6 +48,28 @@ def reads_or_refuses(data: bytes) -> None:
         assert refused.reason == "MANIFEST_REFUSED"  # noqa: PT017  both ends are right
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            manifest_pb2.WindowBlocks,
+            window=st.sampled_from([0, 127, 128, (1 << 32) - 1]),
+            first_block=st.sampled_from([0, 1, 2, (1 << 64) - 1]),
+            blocks=st.lists(
+                st.builds(manifest_pb2.Digest, hash=st.sampled_from(["ab" * 32, "cd" * 32, "x"])), max_size=2
+            ),
+            tail=st.sampled_from([None, manifest_pb2.Digest(hash="ef" * 32)]),
+        ),
+        max_size=3,
+    )
+)
+def test_any_windows_are_read_or_refused(windows: list[manifest_pb2.WindowBlocks]) -> None:
+    message = manifest_pb2.Manifest.FromString(MANIFEST)
+    message.ClearField("windows")
+    message.windows.extend(windows)
+    reads_or_refuses(message.SerializeToString())
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(0, len(MANIFEST) - 1), st.binary(max_size=4), st.integers(0, 4))
 def test_changed_bytes_are_read_or_refused(position: int, new: bytes, removed: int) -> None:
@@ -70,11 +93,12 @@ def test_no_bytes_whatever_do_anything_else(data: bytes) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 512, 513])
 def test_what_an_engine_writes_is_read_with_a_blob_per_block_and_rest(tokens: int) -> None:
-    for identity in (SMALL, MIXED):
+    for identity in (SMALL, MIXED, WINDOWED):
         content = SyntheticAgent(identity, 1).turn(tokens)
         facts = read_manifest(content.manifest_bytes)
         assert [blob.digest for blob in facts.named] == content.digests
-        assert [blob.tokens for blob in facts.named if blob.kind == "tail"] == ([tokens % 256] if tokens % 256 else [])
+        tails = [(blob.window, blob.tokens) for blob in facts.named if blob.kind == "tail"]
+        assert tails == ([(group, tokens % 256) for group in row_groups(identity)] if tokens % 256 else [])
 
 
 def test_a_tensor_file_is_not_taken_for_a_manifest(store: Store) -> None:

@@ -168,11 +168,11 @@ def test_the_schemas_of_states_are_built_once_each_and_not_by_the_index(
     """A thousand states of 4,096 tensors each held the index, and so every namespace, for twenty seconds."""
     built: list[str] = []
 
-    def expected(identity: identity_pb2.KvIdentity, tokens: int) -> tuple[TensorSpec, ...]:
+    def expected(identity: identity_pb2.KvIdentity, tokens: int, **how: bool) -> tuple[TensorSpec, ...]:
         built.append(threading.current_thread().name)
-        return expected_state_tensors(identity, tokens)
+        return expected_state_tensors(identity, tokens, **how)
 
-    agent = SyntheticAgent(MIXED, 1)
+    agent = SyntheticAgent(MIXED, 1, windows_in_blocks=False)
     turns = [agent.turn(50) for _ in range(12)]
     with lab.open() as store:
         for version, turn in enumerate(turns[:-1]):

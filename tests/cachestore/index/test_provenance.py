@@ -21,7 +21,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.records import Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
-from tests.synthetic import SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
 HONEST, FORGED = 0, 666
@@ -230,12 +230,15 @@ def test_a_fork_or_a_rollback_does_not_wash_what_was_brought(store: Store, way: 
 
 def test_a_turn_on_what_was_brought_binds_nothing_also_if_its_manifest_says_so(store: Store) -> None:
     """The engine never says so; the store does not depend on it."""
-    agent = SyntheticAgent(SMALL, 1, engine_seed=FORGED)
-    bring(store, "mallory", agent.turn(PROMPTS[0], is_prompt=True), Origin.IMPORT)
-    store.fork_agent(NS, "mallory", "forked")
-    publish(store, "forked", agent.turn(300, is_prompt=True), 1, bind_shared=True)
-    assert brought(store, "forked")
-    assert store.find_prefix(NS, KV, agent.block_hashes(NS)) == []
+    for identity in (SMALL, WINDOWED):
+        agent = SyntheticAgent(identity, 1, engine_seed=FORGED)
+        name, source = f"forked-{len(identity.layers)}", f"mallory-{len(identity.layers)}"
+        bring(store, source, agent.turn(PROMPTS[0], is_prompt=True), Origin.IMPORT)
+        store.fork_agent(NS, source, name, kv_identity_hash(identity))
+        publish(store, name, agent.turn(300, is_prompt=True), 1, bind_shared=True)
+        assert store.get_snapshot(NS, name, kv_identity_hash(identity)).is_brought
+        assert store.find_prefix(NS, kv_identity_hash(identity), agent.block_hashes(NS)) == []
+        assert store._core.catalog.read(NS, lambda rows: rows.all("SELECT COUNT(*) FROM prefixes")) == [(0,)]
 
 
 def test_the_mark_outlives_its_agent_a_restart_and_the_rewriting_of_its_bytes(lab: Lab) -> None:

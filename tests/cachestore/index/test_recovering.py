@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Conflict, DataLoss, FailedPrecondition, NotFound, Unavailable
 from kvasir.formats.block_hash import kv_identity_hash
 
@@ -18,7 +19,7 @@ from cachestore_svc.recovery.recovering import recover
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Chance, Lab, damaged, publish, upload
 from tests.programs import run
-from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
 DATABASE = "kvasir.sqlite3"
 OTHER_NS = "other"
@@ -174,12 +175,16 @@ def test_a_version_whose_manifest_is_gone_is_told_by_agent_and_version(life: Lif
 
 
 @pytest.mark.parametrize("is_gone", [True, False])
-def test_a_version_comes_back_without_a_blob_that_is_lost(life: Life, killed: Lab, is_gone: bool) -> None:
-    agent = SyntheticAgent(SMALL, 1)
+@pytest.mark.parametrize(("identity", "place"), [(SMALL, 1), (WINDOWED, 3), (WINDOWED, 4), (MIXED, -1)])
+def test_a_version_comes_back_without_a_blob_that_is_lost(
+    life: Life, killed: Lab, is_gone: bool, identity: identity_pb2.KvIdentity, place: int
+) -> None:
+    agent = SyntheticAgent(identity, 1)
     content = agent.turn(600)
     with killed.open() as store:
         publish(store, "torn", content, 0)
-    path = killed.blob_files[content.digests[1].hash]
+    lost = content.digests[place]
+    path = killed.blob_files[lost.hash]
     whole = path.read_bytes()
     path.unlink()
     if not is_gone:
@@ -187,13 +192,13 @@ def test_a_version_comes_back_without_a_blob_that_is_lost(life: Life, killed: La
     remove_database(killed.root)
     report = recovered(killed)
     [space] = [each for each in report.namespaces if each.namespace == NS]
-    assert (space.lost, space.damaged_blobs) == ((), (content.digests[1].hash,))
+    assert (space.lost, space.damaged_blobs) == ((), (lost.hash,))
     assert space.with_damaged_blobs == (("torn", 1),)
     with killed.open() as store:
-        assert damaged(store) == [content.digests[1]]
+        assert damaged(store) == [lost]
         assert bytes(store.read_blob(NS, store.get_snapshot(NS, "torn").manifest)) == content.manifest_bytes
         with pytest.raises(DataLoss):
-            store.read_blob(NS, content.digests[1])
+            store.read_blob(NS, lost)
         # An engine computes it again, and goes on.
         upload(store, content)
         assert damaged(store) == []

@@ -18,7 +18,7 @@ from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
 
 from tests.cachestore.service.running import RunningStore, StoreHome, assert_whole, publish
-from tests.synthetic import MIXED, SMALL, SyntheticAgent
+from tests.synthetic import MIXED, SMALL, WINDOWED, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
 
@@ -44,7 +44,7 @@ def test_windows_and_states_are_published_and_read_back(client: StoreClient) -> 
     turn = mixed.turn(300)
     publish(client, "mixed", turn, 0)
     assert_whole(client, "mixed", turn)
-    assert len(turn.digests) == 3
+    assert len(turn.digests) == 5  # a block and a tail of each group, and a state
 
 
 def test_find_missing_names_what_lacks_in_the_order_asked(client: StoreClient) -> None:
@@ -194,8 +194,10 @@ def test_a_prompts_blocks_are_found_by_block_hash(client: StoreClient) -> None:
     turn = agent(34).turn(700, is_prompt=True)
     publish(client, "prefix", turn, 0)
     chain = block_hash_chain("default", KV, list(turn.manifest.token_ids))
-    assert client.find_prefix(KV, [*chain, "0" * 64]) == turn.digests[:2]
-    assert client.find_prefix(KV, ["0" * 64]) == []
+    found = client.find_prefix(KV, [*chain, "0" * 64])
+    assert [*map(Digest.from_proto, found.blocks)] == turn.digests[:2]
+    assert (found.tokens, len(found.windows)) == (512, 0)
+    assert client.find_prefix(KV, ["0" * 64]) == pb.FindPrefixResponse()
 
 
 def test_a_lease_refuses_others_and_its_generation_fences(client: StoreClient) -> None:
@@ -299,7 +301,7 @@ def test_what_is_imported_binds_no_block_hash(client: StoreClient) -> None:
 
     client.import_agent("unbound", pack(turn.manifest, turn.new_blobs, agent_id="x"))
     chain = block_hash_chain("default", KV, list(turn.manifest.token_ids))
-    assert client.find_prefix(KV, chain) == []
+    assert client.find_prefix(KV, chain).tokens == 0
 
 
 def test_an_import_may_add_a_version_when_told(client: StoreClient, tmp_path: Path) -> None:
@@ -308,6 +310,23 @@ def test_an_import_may_add_a_version_when_told(client: StoreClient, tmp_path: Pa
     client.export_to_file("replaced", tmp_path / "old")
     publish(client, "replaced", ada.turn(300), 1)
     assert client.import_from_file("replaced", tmp_path / "old", replace=True).version == 3
+
+
+def test_a_prefix_of_a_model_with_windows_is_found_in_each_group(client: StoreClient) -> None:
+    turn = SyntheticAgent(WINDOWED, 41, more_window_blocks=1).turn(1100, is_prompt=True)
+    publish(client, "windowed", turn, 0)
+    kv = kv_identity_hash(WINDOWED)
+    chain = block_hash_chain("default", kv, list(turn.manifest.token_ids))
+    found = client.find_prefix(kv, chain, [0, 300, 512])
+    assert (found.tokens, list(found.blocks)) == (1024, list(turn.manifest.blocks))
+    for window, listed in zip(found.windows, turn.manifest.windows, strict=True):
+        assert (window.window, window.first_block, window.HasField("tail")) == (listed.window, 2, False)
+        assert list(window.blocks) == list(listed.blocks)[2 - listed.first_block :]
+    alone = client.find_prefix(kv, chain)
+    assert (alone.tokens, len(alone.blocks), len(alone.windows)) == (1024, 4, 0)
+    with pytest.raises(InvalidArgument) as refused:
+        client.find_prefix(kv, chain, [512, 0])
+    assert refused.value.field == "groups"
 
 
 def test_watching_begins_now_and_goes_on_from_a_cursor(client: StoreClient) -> None:

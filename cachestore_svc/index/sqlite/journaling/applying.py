@@ -4,16 +4,14 @@ What a version holds is read from its manifest; the rows of its blobs must be th
 """
 
 from collections.abc import Callable, Iterable
-from itertools import takewhile
 
-from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.index.catalog import BlobEntry, ReadManifest, Unheld
+from cachestore_svc.index.catalog import ReadManifest, Unheld
 from cachestore_svc.index.sqlite import agents, blobs, committing, leases, versions
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.replay import Change, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts
+from cachestore_svc.manifests import shared_blocks
 from cachestore_svc.records import LineKey, LineQuery, Origin
 
 
@@ -55,17 +53,8 @@ def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, 
         "INSERT OR REPLACE INTO versions VALUES (?, ?, ?, ?, ?, ?, ?)",
         *(line_id, number, new.parent_version, manifest.id, new.origin, new.origin_detail, new.created_unix_ms),
     )
-    if new.origin == Origin.TURN:
-        _bind(rows, namespace, facts, named)
-
-
-def _bind(rows: Rows, namespace: str, facts: ManifestFacts, named: list[BlobEntry]) -> None:
-    """Let other agents find what an engine computed: only an engine commits a turn. It ends at the first block that was
-    brought from elsewhere."""
-    shared = facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]
-    hashes = block_hash_chain(namespace, facts.kv_identity_hash, shared)
-    ours = list(takewhile(lambda blob: not (blob.is_brought or blob.is_damaged), named))
-    committing.bind(rows, namespace, hashes[: len(ours)], ours)
+    if new.origin == Origin.TURN:  # only an engine commits a turn
+        committing.bind(rows, namespace, shared_blocks(facts, namespace), named)
 
 
 def _agent(rows: Rows, namespace: str, name: str, is_pinned: int, retained: int | None, created: int) -> None:

@@ -100,12 +100,17 @@ class StoreClient(BlobTransfers):
         return self._call(pb.ListSnapshotsResponse, request)
 
     def find_prefix(
-        self, kv_identity_hash: str, block_hashes: Sequence[str], *, timeout_s: float | None = None
-    ) -> list[Digest]:
-        """Digests of the longest stored prefix of a chain of block hashes (engine role)."""
-        request = pb.FindPrefixRequest(kv_identity_hash=kv_identity_hash, block_hashes=block_hashes)
-        response = self._call(pb.FindPrefixResponse, request, timeout_s)
-        return [Digest.from_proto(digest) for digest in response.blocks]
+        self,
+        kv_identity_hash: str,
+        block_hashes: Sequence[str],
+        groups: Sequence[int] = (),
+        *,
+        timeout_s: float | None = None,
+    ) -> pb.FindPrefixResponse:
+        """The longest stored prefix of a chain of block hashes (engine role). `groups`: 0 for the layers that keep all
+        tokens, n for those of window n, ascending; none means 0 alone."""
+        request = pb.FindPrefixRequest(kv_identity_hash=kv_identity_hash, block_hashes=block_hashes, groups=groups)
+        return self._call(pb.FindPrefixResponse, request, timeout_s)
 
     # --- agents ---
 
