@@ -174,9 +174,30 @@ MUTANTS = (
     Mutant(
         "the chain of a blob is not compared",
         "manifests.py",
-        '("kind", "start", "tokens", "chain")',
-        '("kind", "start", "tokens")',
+        '("kind", "window", "start", "tokens", "chain")',
+        '("kind", "window", "start", "tokens")',
         "commits",
+    ),
+    Mutant(
+        "the window of a block is not compared",
+        "manifests.py",
+        '("kind", "window", "start", "tokens", "chain")',
+        '("kind", "start", "tokens", "chain")',
+        "windows",
+    ),
+    Mutant(
+        "a prefix is found without what its next token sees of a window",
+        "prefixes.py",
+        "runs[count] >= count - first[window]",
+        "runs[count] >= 1",
+        "windows",
+    ),
+    Mutant(
+        "blocks are bound behind one that was brought",
+        "committing.py",
+        "if blob is None or blob.is_brought or blob.is_damaged:",
+        "if blob is None or blob.is_damaged:",
+        "provenance",
     ),
     Mutant(
         "the KV identity of a blob is not compared",
@@ -201,7 +222,7 @@ MUTANTS = (
     ),
     Mutant(
         "generated blocks are shared, too",
-        "store.py",
+        "manifests.py",
         "facts.token_ids[: facts.shareable_blocks * BLOCK_TOKENS]",
         "facts.token_ids",
         "agents",
