@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test check demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
+.PHONY: test test-gpu check demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -19,6 +19,9 @@ CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text 
 
 check: install lint ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(CHECKED)
+
+test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so where there is none
+	$(BIN)/python -m tests.on_gpu $(GPU)
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo

@@ -9,13 +9,17 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # two tests at a time: a second thread 
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import inference_svc  # noqa: F401  it loads an optimized BLAS, which must come before any test imports MLX
+from tests.on_gpu import gpu, skip_with_reasons
 
 settings.register_profile("a busy machine is no failure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("a busy machine is no failure")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Campaigns run when they are asked for: `pytest -m campaign`."""
+    """Campaigns run when they are asked for: `pytest -m campaign`. On a GPU tests that are `cpu_only` are skipped."""
+    cpu_only = [item for item in items if item.get_closest_marker("cpu_only")]
+    if cpu_only and gpu():
+        skip_with_reasons(cpu_only)
     if not config.getoption("-m"):
         campaigns = [item for item in items if item.get_closest_marker("campaign")]
         config.hook.pytest_deselected(items=campaigns)

@@ -1,12 +1,15 @@
-"""An engine with a tiny sharpened model, shared by the tests of this folder."""
+"""Engines with a tiny sharpened model, shared by the tests of this folder."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from inference_svc.engine.engine import Engine
+from tests.inference.engine.cells import cells_of_a_block, cells_of_new_engines
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
@@ -21,14 +24,36 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    engine = Engine.open(
-        model_dir, cache_dir=tmp_path_factory.mktemp("digests"), memory_budget_bytes=256 << 20, step_budget_s=0
-    )
-    yield engine
-    engine.close()
+def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Driver]]:
+    """By tokens of a cell, which must be those of new engines: an engine, opened at the first need."""
+    opened: list[Driver] = []
+
+    @cache
+    def driver(cell_tokens: int) -> Driver:
+        digests = tmp_path_factory.mktemp("digests")
+        engine = Engine.open(model_dir, cache_dir=digests, memory_budget_bytes=256 << 20, step_budget_s=0)
+        assert engine.model.cell_tokens == cell_tokens
+        opened.append(Driver(engine))
+        return opened[-1]
+
+    yield driver
+    for each in opened:
+        each.engine.close()
 
 
-@pytest.fixture(scope="session")
-def driver(engine: Engine) -> Driver:
-    return Driver(engine)
+@pytest.fixture(autouse=True)
+def cell_tokens(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Of engines that the test opens: a block if it is marked `cells_of_a_block`, else the device's own."""
+    is_marked = request.node.get_closest_marker("cells_of_a_block") is not None
+    with cells_of_a_block() if is_marked else contextlib.nullcontext():
+        yield cells_of_new_engines()
+
+
+@pytest.fixture
+def driver(drivers: Callable[[int], Driver], cell_tokens: int) -> Driver:
+    return drivers(cell_tokens)
+
+
+@pytest.fixture
+def engine(driver: Driver) -> Engine:
+    return driver.engine

@@ -79,6 +79,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
 
 
+@pytest.mark.cells_of_a_block
 def test_siblings_compute_what_they_share_once(driver: Driver) -> None:
     shared = tokens_of(512, 11)
     prompts = [(*shared, *tokens_of(30 + place, 20 + place)) for place in range(4)]
@@ -90,6 +91,7 @@ def test_siblings_compute_what_they_share_once(driver: Driver) -> None:
     assert len(cells) == 2 + len(prompts)
 
 
+@pytest.mark.cells_of_a_block
 def test_who_comes_later_begins_with_what_a_memory_of_the_namespace_holds(driver: Driver) -> None:
     shared = tokens_of(300, 12)
     first = driver.key()

@@ -41,6 +41,9 @@ def chosen(subject: Subject, state_dir: Path, digest: str = "d" * 64, request: P
     return chosen_policy(request, subject, digest, state_dir, time.monotonic, GLANCE)
 
 
+NO_CUDA = pytest.mark.cpu_only("mlx-lm's quantized caches multiply in ways that MLX's CUDA back end does not have")
+
+
 @pytest.fixture(scope="module")
 def tiny() -> Subject:
     return subject_of(kvasir_tiny.path())
@@ -51,6 +54,7 @@ def outliers(tmp_path_factory: pytest.TempPathFactory) -> Subject:
     return subject_of(write_outlier_model(tmp_path_factory.mktemp("outliers"), times=64))
 
 
+@NO_CUDA
 def test_low_bit_kv_that_breaks_tool_calls_is_refused_by_the_gate(outliers: Subject, tmp_path: Path) -> None:
     """(LESSONS 16) Exact KV makes every call; four bits, ours or mlx-lm's, make none; auto goes up to where they are
     made again, and says why."""
@@ -75,6 +79,7 @@ def test_auto_climbs_as_far_as_the_keys_demand(times: float, rung: Rung, tmp_pat
     assert name_of(chosen(subject, tmp_path).policy) == rung.value
 
 
+@NO_CUDA
 def test_more_bits_are_nearer_to_exact_kv_and_cost_more(tiny: Subject) -> None:
     exam = examined(tiny, with_peers=True)
     assert [found.share(RECALL).right for found in exam.rungs] == [exam.exact.share(RECALL).n] * len(LADDER)

@@ -136,6 +136,7 @@ def test_a_fork_takes_no_tag_along(driver: Driver) -> None:
     assert hot.tag is None
 
 
+@pytest.mark.cells_of_a_block
 @pytest.mark.parametrize("length", [600, 512])
 def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: Driver, length: int) -> None:
     """What makes a block shareable: another agent with the same beginning would have computed these very bytes."""
@@ -147,6 +148,7 @@ def test_blocks_prefilled_on_the_grid_are_what_a_longer_prompt_computes(driver: 
     assert driver.files(short)[:2] == driver.files(long)[:2]
 
 
+@pytest.mark.cells_of_a_block
 @pytest.mark.parametrize(
     ("keep", "suffix", "shareable"),
     [(603, 500, 512), (512, 300, 768), (300, 700, 256), (256, 256, 512), (100, 200, 0)],
@@ -159,6 +161,7 @@ def test_shareable_tokens_stop_at_the_first_that_was_not_prefilled_on_the_grid(
     assert after.state.shareable_tokens == shareable
 
 
+@pytest.mark.cells_of_a_block
 def test_blocks_shared_by_another_agent_give_the_reply_of_a_cold_run(driver: Driver) -> None:
     prompt = tokens_of(900, seed=6)
     giver = driver.key()

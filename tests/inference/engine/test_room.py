@@ -37,6 +37,7 @@ def test_who_waits_for_room_begins_when_a_turn_that_says_nothing_has_ended(
     assert time.monotonic() - before_s < 15
 
 
+@pytest.mark.cells_of_a_block
 def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_that_it_was_to_extend(
     driver: Driver,
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_turn_that_begins_with_anothers_prefix_is_accounted_beside_the_memory_
     assert used <= accounted
 
 
+@pytest.mark.cells_of_a_block
 def test_a_short_turn_that_begins_with_a_long_memorys_prefix_takes_no_more_than_its_own_rows(driver: Driver) -> None:
     prefix, seen = tokens_of(512, 15), list[tuple[int, int]]()
     driver.turn((*prefix, *tokens_of(2_500, 16)), key=driver.key(), namespace="tests", max_tokens=2)

@@ -29,6 +29,7 @@ from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
 
+@pytest.mark.cells_of_a_block
 def test_a_turn_tells_its_life_in_order(driver: Driver) -> None:
     listener = driver.submit(tokens_of(600), key=driver.key(), max_tokens=5)
     ended = listener.end()
@@ -42,6 +43,7 @@ def test_a_turn_tells_its_life_in_order(driver: Driver) -> None:
     assert ended.timings.first_token_s >= ended.timings.prefill_s > 0
 
 
+@pytest.mark.cells_of_a_block
 def test_a_cell_and_a_token_tell_all_their_events_at_once_and_the_last_token_before_the_end(driver: Driver) -> None:
     listener = driver.submit(tokens_of(300), max_tokens=3)
     listener.end()
@@ -61,6 +63,7 @@ def test_two_agents_interleaved_say_what_each_says_alone(driver: Driver) -> None
     assert [driver.reply(listener.end()) for listener in together] == alone
 
 
+@pytest.mark.cells_of_a_block
 def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> None:
     """A token of the one between any two cells of the other."""
     decoding, reading = Listener(), Listener()
@@ -77,6 +80,7 @@ def test_a_long_prompt_does_not_hold_up_another_agents_reply(driver: Driver) -> 
     assert while_reading == ["cell", "token"] * 10
 
 
+@pytest.mark.cells_of_a_block
 def test_prompts_are_computed_in_turns_not_one_after_another(driver: Driver) -> None:
     order: list[str] = []
     readers = {name: Listener() for name in "ab"}
@@ -104,6 +108,7 @@ def test_turns_of_one_agent_run_in_order(driver: Driver) -> None:
     assert hot.state == second.end().state
 
 
+@pytest.mark.cells_of_a_block
 @pytest.mark.parametrize("keep", [603, 400, 256, 601])
 @pytest.mark.parametrize("moment", ["in mid-prefill", "in mid-decode"])
 def test_a_cancelled_turn_leaves_the_memory_of_the_turn_before(driver: Driver, keep: int, moment: str) -> None:

@@ -15,13 +15,14 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layer_kv import LayerKV
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.blas import load_optimized_blas
+from inference_svc.model.loading import device
 from tests.inference.engine.tiny_models import VOCABULARY
 from tests.inference.kv.mlx_lm_batch import JudgedBatchKV, judged_layers
 
 NewKv = Callable[[], SequenceKV]
 BORDERS = (1, 2, 63, 64, 65, 255, 256, 257, 300)
 ROOMY, NONE = 1 << 40, 0  # budgets of decoded values: a copy of every row, or decoding on read
-IS_MKL = "mkl" in (load_optimized_blas() or "")
+IS_MKL = device() == "cpu" and "mkl" in (load_optimized_blas() or "")
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
