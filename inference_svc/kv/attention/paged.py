@@ -1,9 +1,39 @@
-"""The seam: `paged_attention`, by the implementation that suits the device."""
+"""The seam: attention over pages, and new rows for them, by the implementation that suits the device."""
+
+from enum import Enum
+from functools import cache
 
 import mlx.core as mx
 
+from inference_svc.kv.attention.fused import fused_attention
+from inference_svc.kv.attention.geometry import MAX_QUERIES, why_not
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.quantize import fused_quantized, reference_quantized
 from inference_svc.kv.attention.reference import reference_attention
 from inference_svc.kv.page import PageFormat
+
+
+class Implementation(Enum):
+    """Who computes attention over pages. The values are for people."""
+
+    REFERENCE = "reference (MLX operations)"
+    CUDA = "fused (CUDA)"
+    METAL = "fused (Metal)"
+
+
+_DIALECTS = {Implementation.CUDA: Dialect.CUDA, Implementation.METAL: Dialect.METAL}
+
+
+def implementation(page_format: PageFormat) -> Implementation:
+    """Who serves the pages of a format on this device, for up to 16 queries a sequence."""
+    return Implementation.REFERENCE if why_not(page_format) else _device_implementation()
+
+
+@cache
+def _device_implementation() -> Implementation:
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return Implementation.REFERENCE
+    return Implementation.METAL if mx.metal.is_available() else Implementation.CUDA
 
 
 def paged_attention(
@@ -24,16 +54,22 @@ def paged_attention(
     page of its tokens from 256 * i on; `lengths` [B] (both int32) counts stored tokens, the new ones included. Query i
     sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
     zeros. Nothing outside a sequence's rows changes a bit of its result. `sinks` [Hq] and `soft_cap` are in natural
-    units, as are scores that were multiplied by `scale`.
+    units, as are scores that were multiplied by `scale`. More than 16 queries are served by the reference.
     """
-    return reference_attention(
-        queries,
-        pages,
-        page_format,
-        block_table,
-        lengths,
-        scale=scale,
-        window=window,
-        sinks=sinks,
-        soft_cap=soft_cap,
-    )
+    options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
+    dialect = _DIALECTS.get(implementation(page_format))
+    if dialect is None or queries.shape[2] > MAX_QUERIES:
+        return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
+    return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]
+
+
+def quantize_rows(keys: mx.array, values: mx.array, page_format: PageFormat) -> mx.array:
+    """New rows [B, H, n, Dk] and [B, H, n, Dv] as units of pages: uint16 [B, n, units of a token].
+
+    A token's units are those of each part in the page's order, [kv_heads, part.units] each. They are what `mx.quantize`
+    and a cast make on the same device, to the bit on CUDA; Metal's division may round otherwise.
+    """
+    dialect = _DIALECTS.get(implementation(page_format))
+    if dialect is None:
+        return reference_quantized(keys, values, page_format)
+    return fused_quantized(keys, values, page_format, dialect)

@@ -1,0 +1,75 @@
+// kernels/cuda_instructions.h in C++: copies arrive as late as they may, fragments go the way that PTX says.
+#include <deque>
+struct KvCopy {
+  void* to;
+  const void* from;
+};
+inline std::vector<std::deque<std::vector<KvCopy>>> kv_begun;  // of each lane, its groups of copies
+inline std::vector<std::vector<KvCopy>> kv_next;
+
+KV_FN void kv_grow() {
+  kv_begun.resize(fibers::lanes.size());
+  kv_next.resize(fibers::lanes.size());
+}
+KV_FN void kv_copy16(void* to, const void* from, bool is_read) {
+  kv_grow();
+  kv_next[fibers::current].push_back({to, is_read ? from : nullptr});
+}
+KV_FN void kv_copies_begun() {
+  kv_grow();
+  kv_begun[fibers::current].push_back(std::move(kv_next[fibers::current]));
+  kv_next[fibers::current].clear();
+}
+template <int PENDING>
+KV_FN void kv_copies_done() {
+  auto& groups = kv_begun[fibers::current];
+  while (groups.size() > PENDING) {
+    for (KvCopy copy : groups.front()) {
+      if (copy.from)
+        std::memcpy(copy.to, copy.from, 16);
+      else
+        std::memset(copy.to, 0, 16);
+    }
+    groups.pop_front();
+  }
+  __syncwarp();
+}
+
+KV_FN void kv_load(const void* row, kv_u32* x, bool is_transposed) {
+  fibers::Slot mine;
+  mine.place = row;
+  const fibers::Slot* rows = fibers::shown(mine);
+  const int g = fibers::current % 32 / 4, t = fibers::current % 4;
+  for (int i = 0; i < 4; ++i) {
+    auto unit = [&](int r, int c) { return kv_u32(((const kv_u16*)rows[i * 8 + r].place)[c]); };
+    x[i] = is_transposed ? unit(2 * t, g) | unit(2 * t + 1, g) << 16 : unit(g, 2 * t) | unit(g, 2 * t + 1) << 16;
+  }
+  fibers::meet_warp();  // the rows may be written anew only after all have read them
+}
+KV_FN void kv_load_matrices(const void* row, kv_u32* x) { kv_load(row, x, false); }
+KV_FN void kv_load_transposed(const void* row, kv_u32* x) { kv_load(row, x, true); }
+KV_FN kv_u32 kv_transposed(kv_u32 x) {
+  fibers::Slot mine;
+  mine.words[0] = x;
+  const fibers::Slot* theirs = fibers::shown(mine);
+  const int g = fibers::current % 32 / 4, t = fibers::current % 4;
+  auto unit = [&](int r, int c) { return theirs[r * 4 + c / 2].words[0] >> (c % 2 * 16) & 0xffff; };
+  return unit(2 * t, g) | unit(2 * t + 1, g) << 16;
+}
+template <bool IS_BFLOAT>
+KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {
+  fibers::Slot mine;
+  for (int i = 0; i < 4; ++i) mine.words[i] = a[i];
+  for (int i = 0; i < 2; ++i) mine.words[4 + i] = b[i];
+  const fibers::Slot* theirs = fibers::shown(mine);
+  const int g = fibers::current % 32 / 4, t = fibers::current % 4;
+  auto value = [](kv_u32 word, int k) {
+    kv_u16 bits = kv_u16(word >> (k % 2 * 16));
+    return IS_BFLOAT ? fibers::bits_to_float(kv_u32(bits) << 16) : fibers::half_to_float(bits);
+  };
+  for (int r = 0; r < 2; ++r)
+    for (int j = 0; j < 2; ++j)
+      for (int k = 0; k < 16; ++k)
+        c[2 * r + j] += value(theirs[g * 4 + k % 8 / 2].words[r + k / 8 * 2], k) *
+                        value(theirs[(2 * t + j) * 4 + k % 8 / 2].words[4 + k / 8], k);
+}

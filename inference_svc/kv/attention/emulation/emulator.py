@@ -1,0 +1,164 @@
+"""Compiles a kernel's source with the machine's C++ compiler and runs it, with the calls of `mx.fast.cuda_kernel`."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from inference_svc.kv.attention import kernels
+from inference_svc.kv.attention.fused import Kernel, Template
+from inference_svc.kv.attention.kernels import CUDA_SHARED, METAL_SHARED, Dialect, KernelSource
+
+_HERE = Path(__file__).parent
+_FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-x", "c++")
+_SANITIZED = ("-g", "-fsanitize=address", "-fno-omit-frame-pointer")
+_TYPES = {
+    mx.float32: ("float", "float"),
+    mx.float16: ("__half", "half"),
+    mx.bfloat16: ("__nv_bfloat16", "bfloat16_t"),
+    mx.uint16: ("uint16_t", "uint16_t"),
+    mx.int32: ("int32_t", "int32_t"),
+}
+# Sizes are of copies, made for each run: an address sanitizer then sees what lies beside each input.
+_RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const int** shapes, const int64_t** strides,
+                       void** outputs, const int* grid, int lane_count, int shared_bytes) {
+  std::vector<fibers::Copied> copies;
+  for (int i = 0; i < %d; ++i) copies.emplace_back(inputs[i], sizes[i]);
+  fibers::run(grid, lane_count, shared_bytes, [&] { kernel::kernel(%s); });
+}
+"""
+
+
+def cxx() -> str:
+    """The machine's C++ compiler; empty if there is none."""
+    return next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), "")
+
+
+def cuda_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
+    """Compile a source of the CUDA dialect for this CPU."""
+    return _EmulatedKernel(source, shared_bytes, Dialect.CUDA)
+
+
+def metal_emulator(source: KernelSource, shared_bytes: int) -> Kernel:
+    """Compile a source of the Metal dialect for this CPU."""
+    return _EmulatedKernel(source, shared_bytes, Dialect.METAL)
+
+
+class _EmulatedKernel:
+    def __init__(self, source: KernelSource, shared_bytes: int, dialect: Dialect) -> None:
+        self._source, self._dialect, self._shared_bytes = source, dialect, shared_bytes
+
+    def __call__(
+        self,
+        *,
+        inputs: Sequence[mx.array],
+        template: Template,
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        output_shapes: Sequence[tuple[int, ...]],
+        output_dtypes: Sequence[mx.Dtype],
+    ) -> list[mx.array]:
+        types = tuple(each.dtype for each in inputs)
+        library = _library(self._text(types, tuple(output_dtypes), template))
+        given = [_Given(each, is_row_contiguous=self._source.is_row_contiguous) for each in inputs]
+        # Nothing may rest on what an output held before.
+        outputs = [
+            np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8)
+            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+        ]
+        blocks = [-(-size // lanes) for size, lanes in zip(grid, threadgroup, strict=True)]
+        library.kv_run(
+            (ctypes.c_void_p * len(given))(*[each.bytes.ctypes.data for each in given]),
+            (ctypes.c_long * len(given))(*[each.bytes.nbytes for each in given]),
+            (ctypes.c_void_p * len(given))(*[each.shape.ctypes.data for each in given]),
+            (ctypes.c_void_p * len(given))(*[each.strides.ctypes.data for each in given]),
+            (ctypes.c_void_p * len(outputs))(*[each.ctypes.data for each in outputs]),
+            (ctypes.c_int * 3)(*blocks),
+            threadgroup[0],
+            self._shared_bytes,
+        )
+        return [
+            mx.array(each).view(dtype).reshape(shape)
+            for each, shape, dtype in zip(outputs, output_shapes, output_dtypes, strict=True)
+        ]
+
+    def _text(self, types: tuple[mx.Dtype, ...], output_types: tuple[mx.Dtype, ...], template: Template) -> str:
+        """The whole program: this dialect's words, the source, and a function that runs it over a grid."""
+        side = 0 if self._dialect is Dialect.CUDA else 1
+        parts = [_text("fibers.h"), _text(f"{self._dialect.value}.h"), self._header(), "namespace kernel {\n"]
+        names = self._source.input_names
+        constants = [_constant(name, given, side) for name, given in template]
+        parameters = [f"const {_TYPES[kind][side]}* {name}" for kind, name in zip(types, names, strict=True)]
+        parameters += [f"const int* {name}_shape, const int64_t* {name}_strides" for name in names]
+        parameters += [
+            f"{_TYPES[kind][side]}* {name}" for kind, name in zip(output_types, self._source.output_names, strict=True)
+        ]
+        body = self._source.source
+        for line in (CUDA_SHARED, METAL_SHARED):
+            body = body.replace(line, "float* kv_shared = (float*)fibers::shared;\n")
+        parts.append(f"void kernel({', '.join(parameters)}) {{\n{chr(10).join(constants)}\n{body}\n}}\n}}\n")
+        arguments = [f"(const {_TYPES[kind][side]}*)copies[{i}].bytes.get()" for i, kind in enumerate(types)]
+        arguments += [f"shapes[{i}], strides[{i}]" for i in range(len(types))]
+        arguments += [f"({_TYPES[kind][side]}*)outputs[{i}]" for i, kind in enumerate(output_types)]
+        parts.append(_RUN % (len(types), ", ".join(arguments)))
+        return "".join(parts)
+
+    def _header(self) -> str:
+        instructions = (Path(kernels.__file__).parent / "cuda_instructions.h").read_text()
+        return self._source.header.replace(instructions, _text("cuda_instructions.h"))
+
+
+def _constant(name: str, given: int | bool | mx.Dtype, side: int) -> str:
+    if isinstance(given, mx.Dtype):
+        return f"using {name} = {_TYPES[given][side]};"
+    return f"constexpr int {name} = {given:d};"
+
+
+class _Given:
+    """An input as the kernel gets it: its bytes, its shape and its strides in values."""
+
+    def __init__(self, value: mx.array, *, is_row_contiguous: bool) -> None:
+        # A kernel that takes any strides gets those that a model's rows have: [B, H, n, D] in the order [B, n, H, D].
+        order = list(range(value.ndim)) if is_row_contiguous or value.ndim != 4 else [0, 2, 1, 3]
+        stored = mx.contiguous(value.transpose(*order) if value.ndim else value)
+        self.bytes = np.array(stored.view(mx.uint8)).reshape(-1)
+        self.shape = np.array(value.shape, np.int32)
+        strides = np.cumprod([1, *reversed(stored.shape[1:])])[::-1]
+        self.strides = np.array([strides[place] for place in order], np.int64)
+
+
+@cache
+def _library(text: str) -> ctypes.CDLL:
+    """The program, compiled once for its text; a second process finds it where the first one left it."""
+    flags = _FLAGS + (_SANITIZED if is_sanitized() else ())
+    digest = blake2b((text + " ".join(flags)).encode(), digest_size=12).hexdigest()
+    place = Path(tempfile.gettempdir()) / f"kvasir-emulation-{os.getuid()}"
+    place.mkdir(mode=0o700, exist_ok=True)
+    path = place / f"{digest}.so"
+    if not path.exists():
+        with tempfile.NamedTemporaryFile(dir=place, suffix=".so", delete=False) as made:
+            pass
+        subprocess.run([cxx(), *flags, "-", "-o", made.name], input=text.encode(), check=True)
+        Path(made.name).replace(path)
+    return ctypes.CDLL(str(path))
+
+
+def is_sanitized() -> bool:
+    """Whether this process was started with an address sanitizer, as `sanitized.py` does."""
+    try:
+        ctypes.CDLL(None).__asan_init  # noqa: B018 - asks whether the symbol is there
+    except AttributeError:
+        return False
+    return True
+
+
+def _text(name: str) -> str:
+    return (_HERE / name).read_text()

@@ -1,0 +1,175 @@
+// Runs the lanes of a block as fibers, one at a time; those of a warp, and of a block, wait for each other where they meet.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <vector>
+#include <setjmp.h>
+#include <ucontext.h>
+
+namespace fibers {
+
+constexpr int STACK = 256 << 10;
+struct Index {
+  unsigned x, y, z;
+};
+struct Fiber {
+  ucontext_t start;
+  jmp_buf here;
+  std::unique_ptr<char[]> stack;
+  bool is_started, is_done;
+};
+struct Meeting {
+  int arrived, number;
+};
+union Slot {
+  float values[8];
+  uint32_t words[8];
+  const void* place;
+};
+
+inline Index thread, block, blocks;
+inline std::vector<Fiber> lanes;
+inline std::vector<Meeting> warps;
+inline std::vector<Slot> slots;  // two per lane: a lane may be one meeting ahead of another
+inline Meeting all;
+inline int current, moves;
+inline jmp_buf scheduler;
+inline std::function<void()> body;
+inline char* shared;
+
+inline void leave() {
+  if (!_setjmp(lanes[current].here)) _longjmp(scheduler, 1);
+}
+
+inline void run_lane() {
+  body();
+  lanes[current].is_done = true;
+  ++moves;
+  _longjmp(scheduler, 1);
+}
+
+inline void meet(Meeting& meeting, int count) {
+  int number = meeting.number;
+  ++moves;
+  if (++meeting.arrived == count) {
+    meeting.arrived = 0;
+    ++meeting.number;
+    return;
+  }
+  while (meeting.number == number) leave();
+}
+
+inline void meet_warp() { meet(warps[current / 32], 32); }
+inline void meet_block() { meet(all, int(lanes.size())); }
+
+// Show a slot to the other lanes of the warp; returns theirs.
+inline const Slot* shown(const Slot& mine) {
+  int warp = current / 32, side = warps[warp].number % 2;
+  Slot* theirs = &slots[(warp * 2 + side) * 32];
+  theirs[current % 32] = mine;
+  meet_warp();
+  return theirs;
+}
+
+inline void run_block() {
+  for (Fiber& fiber : lanes) fiber.is_started = fiber.is_done = false;
+  for (Meeting& warp : warps) warp = {0, 0};
+  all = {0, 0};
+  for (size_t left = lanes.size(); left;) {
+    int before = moves;
+    left = 0;
+    for (size_t i = 0; i < lanes.size(); ++i) {
+      Fiber& fiber = lanes[i];
+      if (fiber.is_done) continue;
+      current = int(i);
+      thread = {unsigned(i), 0, 0};
+      if (!_setjmp(scheduler)) {
+        if (fiber.is_started) _longjmp(fiber.here, 1);
+        fiber.is_started = true;
+        getcontext(&fiber.start);
+        fiber.start.uc_stack.ss_sp = fiber.stack.get();
+        fiber.start.uc_stack.ss_size = STACK;
+        fiber.start.uc_link = nullptr;
+        makecontext(&fiber.start, run_lane, 0);
+        setcontext(&fiber.start);
+      }
+      left += !lanes[current].is_done;
+    }
+    if (moves == before) {
+      std::fprintf(stderr, "lanes wait for each other where not all of them come\n");
+      std::abort();
+    }
+  }
+}
+
+// Run `kernel` for every block of a grid, with shared memory that holds noise at first.
+inline void run(const int* grid, int lane_count, int shared_bytes, std::function<void()> kernel) {
+  body = std::move(kernel);
+  lanes.resize(lane_count);
+  for (Fiber& fiber : lanes)
+    if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+  warps.assign(lane_count / 32, {0, 0});
+  slots.assign(lane_count * 2, Slot{});
+  blocks = {unsigned(grid[0]), unsigned(grid[1]), unsigned(grid[2])};
+  std::unique_ptr<char[]> memory(new char[shared_bytes + 16]);
+  shared = (char*)((uintptr_t(memory.get()) + 15) & ~uintptr_t(15));
+  for (block.z = 0; block.z < blocks.z; ++block.z)
+    for (block.y = 0; block.y < blocks.y; ++block.y)
+      for (block.x = 0; block.x < blocks.x; ++block.x) {
+        std::memset(shared, 0xff, shared_bytes);
+        run_block();
+      }
+}
+
+inline float bits_to_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline uint32_t float_to_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline float half_to_float(uint16_t bits) {
+  _Float16 x;
+  std::memcpy(&x, &bits, 2);
+  return float(x);
+}
+inline uint16_t float_to_half(float value) {
+  _Float16 x = _Float16(value);
+  uint16_t bits;
+  std::memcpy(&bits, &x, 2);
+  return bits;
+}
+inline uint16_t float_to_bfloat(float x) {
+  uint32_t bits = float_to_bits(x);
+  if (x != x) return 0x7fc0;
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline float shuffled(float value, int lane) {
+  Slot mine;
+  mine.values[0] = value;
+  return shown(mine)[lane].values[0];
+}
+
+// A 16-bit type of the dialects.
+template <bool IS_BFLOAT>
+struct Short {
+  uint16_t bits;
+  Short() = default;
+  explicit Short(float x) : bits(IS_BFLOAT ? float_to_bfloat(x) : float_to_half(x)) {}
+  operator float() const { return IS_BFLOAT ? bits_to_float(uint32_t(bits) << 16) : half_to_float(bits); }
+};
+
+// An argument copied to memory of just its size, so that an address sanitizer sees what lies beside it.
+struct Copied {
+  std::unique_ptr<char[]> bytes;
+  Copied(const void* from, long size) : bytes(new char[size]) { std::memcpy(bytes.get(), from, size); }
+};
+
+}  // namespace fibers

@@ -1,0 +1,125 @@
+"""How a page format and a few queries are cut into blocks, warps and tiles of a kernel: numbers alone, no MLX."""
+
+from dataclasses import dataclass
+
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat, RowFormat
+
+# Tokens that a block mixes, whatever is in the batch: a row's sum must not depend on its neighbours.
+SPLIT_TOKENS = 256
+WARPS = 4
+REDUCE_WARPS = 4
+LANES = 32
+PARTIAL_EXTRA = 4  # floats beside a mix: its greatest score, the sum of its weights, and two that keep it aligned
+MAX_QUERIES = 16  # per sequence and head of the kernels
+_MAX_TILE_BYTES = 20 << 10  # of a warp
+
+
+@dataclass(frozen=True, slots=True)
+class SplitGeometry:
+    """The compile-time numbers of the split kernel, and what a launch needs of them."""
+
+    format: PageFormat
+    queries: int  # that a block serves
+    by_matrices: bool
+    is_capped: bool
+    split: int = SPLIT_TOKENS
+    warps: int = WARPS
+
+    @property
+    def tile(self) -> int:
+        """Tokens that a warp brings into shared memory at once."""
+        return 64 if 64 * self._token_bytes <= _MAX_TILE_BYTES and self.split // self.warps >= 64 else 32
+
+    @property
+    def _token_bytes(self) -> int:
+        return 2 * (sum(self.format.key.part_units) + sum(self.format.value.part_units))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a block."""
+        value_dim, key = self.format.value.dim, self.format.key
+        if self.by_matrices:
+            tiles = self.warps * self.tile * self._token_bytes
+            mixes = self.warps * self.queries * (2 + value_dim + 4) * 4
+            return _aligned(max(tiles, mixes))
+        per_query = max(key.dim + groups(key) + self.warps * LANES, value_dim) + self.warps * 2
+        return _aligned(per_query * self.queries * 4)
+
+    @property
+    def template(self) -> dict[str, int | bool]:
+        return format_template(self.format) | {
+            "QUERIES": self.queries,
+            "IS_CAPPED": self.is_capped,
+            "SPLIT": self.split,
+            "WARPS": self.warps,
+            "TILE": self.tile,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+    def grid(self, batch: int, blocks: int, rows: int) -> tuple[int, int, int]:
+        """Threads of a launch for `rows` queries of each kv head."""
+        chunks = -(-rows // self.queries)
+        return self.splits(blocks) * self.warps * LANES, self.format.key.kv_heads * chunks, batch
+
+    def splits(self, blocks: int) -> int:
+        return -(-blocks * PAGE_TOKENS // self.split)
+
+
+def format_template(page_format: PageFormat) -> dict[str, int | bool]:
+    """The compile-time numbers of a page format."""
+    key, value = page_format.key, page_format.value
+    return {
+        "KV_HEADS": key.kv_heads,
+        "KEY_DIM": key.dim,
+        "VALUE_DIM": value.dim,
+        "KEY_BITS": key.bits,
+        "VALUE_BITS": value.bits,
+        "GROUP": key.group_size or value.group_size,
+        "IS_BFLOAT": page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16,
+    }
+
+
+def split_geometry(
+    page_format: PageFormat, rows: int, *, has_matrices: bool, query_type: str, is_capped: bool
+) -> SplitGeometry:
+    """The geometry for `rows` queries (heads of a kv head times tokens) of a type: float32, float16 or bfloat16.
+
+    `has_matrices`: the device multiplies fragments of halves, which is too coarse for queries of fp32.
+    """
+    key = page_format.key
+    takes_halves = query_type == "bfloat16" or (query_type == "float16" and not _holds_bfloats(page_format))
+    if has_matrices and takes_halves:
+        wide = rows > 8 and max(key.dim, page_format.value.dim) <= 128
+        return SplitGeometry(page_format, 16 if wide else 8, True, is_capped)
+    most = 8 if max(key.dim, page_format.value.dim) <= 128 else 4
+    return SplitGeometry(page_format, min(most, 1 << (rows - 1).bit_length()), False, is_capped)
+
+
+def groups(rows: RowFormat) -> int:
+    return rows.dim // rows.group_size if rows.is_quantized else 1
+
+
+def why_not(page_format: PageFormat) -> str:
+    """Why the kernels cannot read pages of a format; empty if they can."""
+    key, value = page_format.key, page_format.value
+    if not value.dim:
+        return "layers without values"
+    if key.kv_heads != value.kv_heads:
+        return "other heads for values than for keys"
+    if max(key.dim, value.dim) > 256 or key.dim % 16 or value.dim % 16:
+        return f"head dimensions {key.dim} and {value.dim}: the kernels take multiples of 16 up to 256"
+    if key.is_quantized and value.is_quantized and key.group_size != value.group_size:
+        return "groups of two sizes"
+    return ""
+
+
+def _holds_bfloats(page_format: PageFormat) -> bool:
+    """Whether 16-bit values would meet queries as bfloats, which have fewer bits than halves."""
+    is_exact = EXACT_BITS in (page_format.key.bits, page_format.value.bits)
+    return is_exact and page_format.scale_type == identity_pb2.SCALE_TYPE_BFLOAT16
+
+
+def _aligned(count: int) -> int:
+    return -(-count // 16) * 16

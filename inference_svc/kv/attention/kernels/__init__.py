@@ -1,0 +1,111 @@
+"""The kernels' one source, in words that each dialect defines: CUDA, Metal, and C++ that emulates either."""
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from hashlib import blake2b
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+
+CUDA_SHARED = """
+extern __shared__ float4 kv_shared_bytes[];
+float* kv_shared = (float*)kv_shared_bytes;
+"""
+_CUDA_PROLOGUE = """
+const int kv_warp = threadIdx.x / 32, kv_lane = threadIdx.x % 32, kv_blocks_x = gridDim.x;
+const int kv_block_x = blockIdx.x, kv_block_y = blockIdx.y, kv_block_z = blockIdx.z;
+"""
+METAL_SHARED = """
+threadgroup float4 kv_shared_bytes[SHARED_BYTES / 16];
+threadgroup float* kv_shared = (threadgroup float*)kv_shared_bytes;
+"""
+# MLX declares the built-in names that it finds in this text.
+_METAL_PROLOGUE = """
+const int kv_warp = simdgroup_index_in_threadgroup, kv_lane = thread_index_in_simdgroup;
+const int kv_block_x = threadgroup_position_in_grid.x, kv_block_y = threadgroup_position_in_grid.y;
+const int kv_block_z = threadgroup_position_in_grid.z, kv_blocks_x = threadgroups_per_grid.x;
+"""
+_BY_LANES = """
+#define KV_SPLIT kv_split_by_lanes<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES, WARPS, SPAN>
+"""
+_BY_MATRICES = """
+#define KV_SPLIT kv_split_by_matrices<Query, K, V, IS_BFLOAT, IS_CAPPED, QUERIES / 8, WARPS, SPAN, TILE>
+"""
+
+
+class Dialect(Enum):
+    """Whose words a source is given. The values name the headers."""
+
+    CUDA = "cuda"
+    METAL = "metal"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSource:
+    """What `mx.fast.cuda_kernel` and `mx.fast.metal_kernel` need. `name` changes with the text: MLX's cache of compiled
+    kernels on disk goes by names alone.
+    """
+
+    name: str
+    input_names: tuple[str, ...]
+    output_names: tuple[str, ...]
+    header: str
+    source: str
+    is_row_contiguous: bool = True
+
+
+@cache
+def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
+    """Scores and mixes the tokens of one split for some queries: partial [rows, splits, value dim + 4]."""
+    parts = ["rows.h"]
+    if by_matrices:
+        assert dialect is Dialect.CUDA, "no other dialect has matrix fragments"
+        parts = ["cuda_instructions.h", "rows.h", "matrices.h"]
+    else:
+        parts = ["rows.h", "lanes.h"]
+    inputs = ("queries", "pages", "block_table", "lengths", "settings")
+    return _source(
+        dialect,
+        "split",
+        parts,
+        inputs,
+        ("partial",),
+        _BY_MATRICES if by_matrices else _BY_LANES,
+        is_row_contiguous=True,
+    )
+
+
+@cache
+def reduce_source(dialect: Dialect) -> KernelSource:
+    """The splits of each query become its result."""
+    inputs = ("queries", "partial", "lengths", "sinks", "settings")
+    return _source(dialect, "reduce", ["rows.h", "reduce.h"], inputs, ("out",), "", is_row_contiguous=True)
+
+
+@cache
+def quantize_source(dialect: Dialect) -> KernelSource:
+    """New rows of K and V become a page's units."""
+    parts = ["rows.h", "quantize.h"]
+    return _source(dialect, "quantize", parts, ("keys", "values"), ("out",), "", is_row_contiguous=False)
+
+
+def _source(
+    dialect: Dialect,
+    name: str,
+    parts: list[str],
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    definitions: str,
+    *,
+    is_row_contiguous: bool,
+) -> KernelSource:
+    header = "".join(_text(part) for part in (f"{dialect.value}.h", *parts)) + definitions
+    prologue = CUDA_SHARED + _CUDA_PROLOGUE if dialect is Dialect.CUDA else METAL_SHARED + _METAL_PROLOGUE
+    body = prologue + _text(f"{name}_body.h")
+    digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
+    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, is_row_contiguous)
+
+
+def _text(name: str) -> str:
+    return (_HERE / name).read_text()

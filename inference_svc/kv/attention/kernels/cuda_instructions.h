@@ -1,0 +1,45 @@
+// Instructions of CUDA that C++ has no word for: copies past the registers, and products of matrix fragments.
+KV_FN unsigned kv_shared_address(const void* place) { return (unsigned)__cvta_generic_to_shared(place); }
+
+// 16 bytes from global to shared memory, or 16 zeros. Complete after kv_copies_done.
+KV_FN void kv_copy16(void* to, const void* from, bool is_read) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(kv_shared_address(to)), "l"(from),
+               "r"(is_read ? 16 : 0)
+               : "memory");
+}
+KV_FN void kv_copies_begun() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+KV_FN void kv_copies_done() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+  __syncwarp();
+}
+
+// Four matrices of 8 rows of 16 bytes; lane i gives the address of row i % 8 of matrix i / 8.
+KV_FN void kv_load_matrices(const void* row, kv_u32* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(kv_shared_address(row)));
+}
+KV_FN void kv_load_transposed(const void* row, kv_u32* x) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(kv_shared_address(row)));
+}
+KV_FN kv_u32 kv_transposed(kv_u32 x) {
+  kv_u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// c[16, 8] += a[16, 16] b[16, 8], halves or bfloats into floats.
+template <bool IS_BFLOAT>
+KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {
+  if (IS_BFLOAT)
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  else
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}

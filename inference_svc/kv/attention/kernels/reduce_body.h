@@ -1,0 +1,8 @@
+// One block makes the result of one query of one head.
+const int query_heads = queries_shape[1], query_count = queries_shape[2];
+const int query = kv_block_x % query_count, query_head = kv_block_x / query_count % query_heads;
+const int length = lengths[kv_block_x / query_count / query_heads];
+const float sink = HAS_SINKS ? float(sinks[query_head]) * KV_LOG2E : KV_NONE;
+kv_reduce<Out, VALUE_DIM, SPLIT, WARPS>(partial + long(kv_block_x) * partial_shape[1] * (VALUE_DIM + 4),
+                                        kv_seen(length, query_count, query, int(settings[2])), sink,
+                                        out + long(kv_block_x) * VALUE_DIM, kv_warp, kv_lane, kv_shared);

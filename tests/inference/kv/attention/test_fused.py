@@ -1,0 +1,130 @@
+"""The kernels, emulated in both dialects, are attention over pages: every format, shape and border."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.kv.attention.geometry import split_geometry, why_not
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.page import RowFormat
+from tests.inference.kv.attention.emulators import attention, both_dialects, needs_compiler
+from tests.inference.kv.attention.scenes import BF16, FP16, Scene, page_format
+
+pytestmark = needs_compiler
+
+# Empty, one token, a page and its neighbours, and more pages than one.
+LENGTHS = (0, 1, 255, 256, 257, 600)
+FLOATS, HALVES, BFLOATS = mx.float32, mx.float16, mx.bfloat16
+BOUNDS = {FLOATS: 1e-5, HALVES: 1e-3, BFLOATS: 4e-3}
+
+SCENES = {
+    "q4, grouped heads": (page_format("q4", 2, 128), {"query_heads": 8}),
+    "q4, a window and sinks": (page_format("q4", 1, 64), {"query_heads": 8, "window": 100, "has_sinks": True}),
+    "q4-rotated in groups of 32, five queries": (
+        page_format("q4-rotated", 2, 64, 32, FP16),
+        {"query_heads": 2, "query_count": 5},
+    ),
+    "k8v4, head dimension 96, sixteen queries": (
+        page_format("k8v4", 1, 96, 32),
+        {"query_heads": 2, "query_count": 16, "window": 70},
+    ),
+    "q8, head dimension 256": (page_format("q8", 1, 256, scale_type=FP16), {"query_heads": 1}),
+    "q4 in groups of 128": (page_format("q4", 1, 128, 128), {"query_heads": 2}),
+    "16 bits, head dimension 80, soft cap": (page_format("exact", 2, 80), {"query_heads": 2, "soft_cap": 5.0}),
+}
+TYPES = {
+    "q4, grouped heads": (FLOATS, BFLOATS, HALVES),
+    "16 bits, head dimension 80, soft cap": (FLOATS, BFLOATS),
+}
+CASES = [(name, dtype) for name in SCENES for dtype in TYPES.get(name, (BFLOATS,))]
+
+
+@both_dialects
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=lambda value: str(value).removeprefix("mlx.core."))
+def test_a_kernel_is_attention_whatever_lies_elsewhere(name: str, dtype: mx.Dtype, dialect: Dialect) -> None:
+    """Unwritten rows hold NaN and Inf, unused table entries no page, outputs and shared memory noise."""
+    form, options = SCENES[name]
+    scene = Scene(form, LENGTHS, dtype=dtype, blocks=4, **options)
+    assert scene.error(attention(scene, dialect)) < BOUNDS[dtype]
+
+
+@both_dialects
+def test_thousands_of_tokens_in_pages_of_any_order(dialect: Dialect) -> None:
+    scene = Scene(page_format("q4", 1, 64), (5000, 4095), 8, dtype=BFLOATS, seed=5)
+    assert scene.error(attention(scene, dialect)) < BOUNDS[BFLOATS]
+
+
+@both_dialects
+def test_neighbours_and_the_width_of_the_table_change_no_bit(dialect: Dialect) -> None:
+    many = Scene(page_format("q4", 1, 64), (600, 0, 1, 300), 8, dtype=BFLOATS, blocks=7)
+    together = np.array(attention(many, dialect).astype(mx.float32))
+    for row, length in enumerate(many.lengths):
+        alone = replace(many, lengths=(length,))
+        alone.queries, alone.pages = many.queries[row : row + 1], many.pages
+        alone.block_table = many.block_table[row : row + 1, : max(1, -(-length // 256))]
+        assert (np.array(attention(alone, dialect).astype(mx.float32))[0] == together[row]).all()
+
+
+@both_dialects
+def test_a_large_scale_overflows_no_half_and_a_tiny_weight_counts(dialect: Dialect) -> None:
+    """Scales of 1000 and queries of 1e4 are far outside what halves hold when multiplied."""
+    scene = Scene(page_format("q4", 1, 64), (300,), 8, dtype=BFLOATS)
+    value = scene.format.parts[4]
+    for part in (value, scene.format.parts[5]):
+        units = np.array(scene.pages)
+        place = units[:, part.offset : part.offset + part.size]
+        grown = mx.array(place).view(BFLOATS) * 4096
+        units[:, part.offset : part.offset + part.size] = np.array(grown.view(mx.uint16))
+        scene.pages = mx.array(units)
+    scene.values = [rows * 4096 for rows in scene.values]
+    scene.queries, scene.scale = scene.queries * 4096, scene.scale / 4096
+    assert scene.error(attention(scene, dialect)) < BOUNDS[BFLOATS]
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 520), min_size=1, max_size=3),
+    query_count=st.integers(1, 4),
+    window=st.none() | st.integers(1, 300),
+    spare_blocks=st.integers(0, 2),
+    seed=st.integers(0, 99),
+    dialect=st.sampled_from(Dialect),
+)
+def test_any_lengths_queries_and_windows(
+    lengths: list[int], query_count: int, window: int | None, spare_blocks: int, seed: int, dialect: Dialect
+) -> None:
+    blocks = max(1, -(-max(lengths) // 256)) + spare_blocks
+    # Two heads for one: the compiled kernel is one for up to four queries.
+    form = page_format("q4", 1, 64)
+    scene = Scene(form, lengths, 2, query_count, BFLOATS, blocks, window, seed=seed)
+    assert scene.error(attention(scene, dialect)) < 2 * BOUNDS[BFLOATS]
+
+
+def test_halves_are_multiplied_where_they_lose_nothing() -> None:
+    quantized, exact = page_format("q4", 1, 64), page_format("exact", 1, 64, scale_type=BF16)
+
+    def by_matrices(form: object, query_type: str, *, has_matrices: bool = True) -> bool:
+        return split_geometry(
+            form,  # type: ignore[arg-type]
+            4,
+            has_matrices=has_matrices,
+            query_type=query_type,
+            is_capped=False,
+        ).by_matrices
+
+    assert by_matrices(quantized, "bfloat16")
+    assert by_matrices(quantized, "float16")
+    assert by_matrices(exact, "bfloat16")
+    assert not by_matrices(quantized, "float32")
+    assert not by_matrices(exact, "float16"), "a bfloat has fewer bits than the query"
+    assert not by_matrices(quantized, "bfloat16", has_matrices=False)
+
+
+def test_what_the_kernels_cannot_read_has_a_reason() -> None:
+    assert not why_not(page_format("q4", 8, 128))
+    assert "512" in why_not(page_format("exact", 1, 512, value_dim=64)), "a latent layer: the reference serves it"
+    assert "without values" in why_not(replace(page_format("q4", 8, 128), value=RowFormat(8, 0, 4, 64)))
