@@ -109,7 +109,10 @@ def _shown_name(name: str | Path, directory: Path) -> str:
 
 
 def _context_tokens(config: dict[str, Any], asked: int | None) -> int:
-    own = config.get("max_position_embeddings") or config.get("n_positions") or _DEFAULT_CONTEXT_TOKENS
+    # A model that also sees or hears says what its language model does in a part of its own.
+    parts = (config, config.get("text_config") or {})
+    said = [part.get(name) for part in parts for name in ("max_position_embeddings", "n_positions")]
+    own = next(filter(None, said), _DEFAULT_CONTEXT_TOKENS)
     return min(int(own), asked) if asked else int(own)
 
 

@@ -16,6 +16,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.model_identity import weights_digest
 from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.engine.families import GEMMA3, write_family
 from tests.inference.engine.test_restore import goes_on_equally
 from tests.inference.engine.tiny_models import LLAMA, NARROW_HEADS, QWEN2, QWEN3, write_model
 from tests.inference.kv.sequences import four_bits
@@ -50,6 +51,13 @@ def test_the_model_that_ships_is_restored(tmp_path: Path) -> None:
             key = driver.key()
             driver.turn(prompt, key=key, max_tokens=1)
             goes_on_equally(driver, key, keep, tokens_of(30, seed=1))
+
+
+def test_a_context_that_only_the_language_part_of_a_model_names_is_found(tmp_path: Path) -> None:
+    config = {"model_type": "gemma3", "text_config": {**GEMMA3, "max_position_embeddings": 777}}
+    outer = {"vocab_size": GEMMA3["vocab_size"], "tie_word_embeddings": False, "eos_token_id": 0}
+    with opened(write_family(tmp_path / "model", {**config, **outer}), tmp_path) as driver:
+        assert driver.engine.model.context_tokens == 777
 
 
 @pytest.mark.parametrize(
