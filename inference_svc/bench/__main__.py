@@ -105,6 +105,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=_counts, default=(), help="rows that decode together, with commas between")
     parser.add_argument("--time-limit-s", type=float, help="begin nothing new after this; what is known is printed")
     parser.add_argument("--memory-gib", type=float, default=4.0, help="for KV (default %(default)s)")
+    parser.add_argument("--step-budget-ms", type=float, help="of a step beside decoding; the engine's own if left out")
     parser.add_argument("--kv-policy", default="", help="as for the engine (default q4)")
     parser.add_argument("--cache-dir", type=Path, help="where digests of weights are kept; nowhere if left out")
     parser.add_argument("--keep", type=Path, help="write what is known to this file after each case")
@@ -134,7 +135,13 @@ def main() -> int:
         cache_dir = arguments.cache_dir or Path(nowhere)
         try:
             policy = PolicyRequest.parse(arguments.kv_policy, "") if arguments.kv_policy else None
-            engine = MeasuredEngine.opened(model, cache_dir, int(arguments.memory_gib * (1 << 30)), policy)
+            engine = MeasuredEngine.opened(
+                model,
+                cache_dir,
+                int(arguments.memory_gib * (1 << 30)),
+                policy,
+                **({"step_budget_s": arguments.step_budget_ms / 1000} if arguments.step_budget_ms else {}),
+            )
         except KvasirError as error:
             _say(error.message)
             return 1

@@ -27,6 +27,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.link_rates import LinkProbe, LinkRates
 from inference_svc.model.mlx_lm_peer import MlxLmPeer
@@ -44,7 +45,7 @@ class MeasuredEngine(Engine):
     """
 
     cell_tokens = 0  # 0: the engine's own
-    step_budget_s = 0.1
+    step_budget_s = Rules.budget_s
 
     @property
     def model(self) -> ModelInfo:
@@ -64,6 +65,7 @@ class MeasuredEngine(Engine):
         memory_budget_bytes: int,
         policy: identity_pb2.KvPolicy | PolicyRequest | None = None,
         cell_tokens: int = 0,
+        step_budget_s: float = Rules.budget_s,
     ) -> "MeasuredEngine":
         """Open an engine as `Engine.open` does."""
         engine = cls.open(
@@ -71,10 +73,11 @@ class MeasuredEngine(Engine):
             cache_dir=cache_dir,
             memory_budget_bytes=memory_budget_bytes,
             policy=policy,
-            step_budget_s=cls.step_budget_s,
+            step_budget_s=step_budget_s,
         )
         assert isinstance(engine, MeasuredEngine)
         engine.cell_tokens = cell_tokens
+        engine.step_budget_s = step_budget_s
         return engine
 
 
@@ -241,7 +244,7 @@ class Lab:
         self.say("copies of this machine")
         thread = MlxThread(lambda: LinkProbe(self.clock), name="links")
         try:
-            size_bytes = (16 if self.is_quick else 256) << 20
+            size_bytes = (256 if self.is_gpu else 16) << 20
             return thread.post(lambda probe: probe.rates(size_bytes)).result(PATIENCE_S)
         finally:
             thread.close()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from inference_svc.bench.lab import MeasuredEngine
+from inference_svc.model.device_memory import device_bytes, device_name
 
 _PACKAGES = ("mlx", "mlx-lm", "mkl")
 
@@ -18,6 +19,8 @@ def machine(engine: MeasuredEngine) -> dict[str, Any]:
         "processor": _processor(),
         "cores": os.cpu_count(),
         "device": engine.device,
+        "device_name": device_name(),
+        "device_bytes": device_bytes(),
         "blas": engine.blas,
         "python": platform.python_version(),
         **{name: _version(name) for name in _PACKAGES},

@@ -17,6 +17,11 @@ def device_bytes() -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def device_name() -> str:
+    """Of the GPU or processor that MLX computes on."""
+    return str(mx.device_info().get("device_name", mx.default_device()))
+
+
 def active_bytes() -> int:
     """Bytes of live arrays."""
     return int(mx.get_active_memory())

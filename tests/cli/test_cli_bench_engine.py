@@ -131,6 +131,9 @@ def test_markdown_is_the_same_table_with_its_machine_and_targets() -> None:
     assert "|---:|---:|---:|---:|" in lines
     assert "| 8 | 1,235 ±2% | 1.5 s | 12.5 MB |" in lines
     assert "| met | 6.91 | >= 3.0 | 8 rows / 1 row |" in lines
+    assert "H200 (cuda); Linux" in markdown(
+        {**RESULTS, "machine": {**MACHINE, "device": "cuda", "device_name": "H200"}}
+    )
     assert "NOT MET" in table({**RESULTS, "targets": [{**RESULTS["targets"][0], "is_met": False}]})
 
 

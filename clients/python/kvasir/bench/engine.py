@@ -119,8 +119,9 @@ def _number(value: float) -> str:
 def _machine(results: Mapping[str, Any]) -> str:
     machine, model, settings = results["machine"], results["model"], results["settings"]
     blas = f", {machine['blas']}" if machine["blas"] else ""
+    device = machine["device"] if machine["device"] == "cpu" else f"{machine['device_name']} ({machine['device']})"
     return (
-        f"{machine['processor']}, {machine['cores']} cores, {machine['device']}{blas}; {machine['platform']}; "
+        f"{machine['processor']}, {machine['cores']} cores, {device}{blas}; {machine['platform']}; "
         f"Python {machine['python']}, mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}; "
         f"load {machine['load_before']} before, {machine['load_after']} after. "
         f"{model['name']}: {model['layers']} layers, {model['compute_type']}, K {model['key_bits']} and "

@@ -6,8 +6,8 @@ The measuring program (`python -m inference_svc.bench`) prints these names only,
 from collections.abc import Mapping
 
 TOP: Mapping[str, str] = {
-    "machine": "platform, processor, cores, device, blas, versions, the load average before and after, and "
-    "links_bytes_per_s: copies to the device and on it, and BLAKE3 (of first_token)",
+    "machine": "platform, processor, cores, device, device_name, device_bytes, blas, versions, the load average before "
+    "and after, and links_bytes_per_s: copies to the device and on it, and BLAKE3 (of first_token)",
     "model": "name, layers, bytes of KV per token, cell size, compute type, KV policy",
     "settings": "is_quick, repeats, lengths, batches, time_limit_s, elapsed_s",
     "cases": "by case: title, and rows of the keys below",

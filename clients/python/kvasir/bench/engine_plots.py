@@ -42,7 +42,9 @@ def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
     """Write `<case>.png` for each case found. Raises ImportError without matplotlib."""
     directory.mkdir(parents=True, exist_ok=True)
     machine = results["machine"]
-    note = f"{machine['processor']}, {machine['cores']} cores, mlx {machine['mlx']}, {results['model']['name']}"
+    computer = f"{machine['processor']}, {machine['cores']} cores"
+    computer = computer if machine["device"] == "cpu" else machine["device_name"]
+    note = f"{computer}, mlx {machine['mlx']}, {results['model']['name']}"
     written: list[Path] = []
     for name, case in results["cases"].items():
         path = directory / f"{name}.png"
