@@ -151,5 +151,8 @@ def test_a_picture_has_a_line_for_each_group_and_none_for_a_sum(tmp_path: Path) 
         "chat messages, by characters": (["1", "2"], [9, 9]),
         "chat messages, by tokens": (["1", "2"], [3, 3]),
     }
+    firsts = {"context_tokens": 1024, "cold_s": 0.4, "warm_s": 0.2, "hot_s": 0.1}
+    assert "peer cold s" not in series(PICTURES["first_token"], [firsts | {"peer_cold_s": None}])
+    assert series(PICTURES["first_token"], [firsts | {"peer_cold_s": 0.3}])["peer cold s"] == ([1024], [0.3])
     [path] = plot({**RESULTS, "cases": {"decode": {"title": "", "rows": rows}}}, tmp_path)
     assert path.read_bytes().startswith(PNG)

@@ -22,7 +22,9 @@ class Picture:
 PICTURES: Mapping[str, Picture] = {
     "decode": Picture("Tokens per second by rows in the batch", "batch", ("tokens_per_s",), by="context"),
     "peer": Picture("Engine / mlx-lm with exact KV, decoding", "context", ("ratio",), by="batch"),
-    "first_token": Picture("Seconds to the first token", "context_tokens", ("cold_s", "warm_s", "hot_s"), is_log=True),
+    "first_token": Picture(
+        "Seconds to the first token", "context_tokens", ("cold_s", "warm_s", "hot_s", "peer_cold_s"), is_log=True
+    ),
     "pairs": Picture("Tokens per second of two agents", "arrival", ("tokens_per_s",), by="prompt_tokens"),
     "staggered": Picture(
         "Seconds of the staggered case", "", ("sequential_s", "staggered_s", "longest_gap_s", "allowed_gap_s")
@@ -54,12 +56,14 @@ def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
 
 
 def series(picture: Picture, rows: Sequence[Mapping[str, Any]]) -> dict[str, tuple[list[Any], list[float]]]:
-    """Points by the name of their line. A row that sums up the others (turn "all") is left out."""
+    """Points by the name of their line. A row that sums up the others (turn "all") and what was not measured are left
+    out.
+    """
     lines: dict[str, tuple[list[Any], list[float]]] = {}
     for row in rows:
         if row.get("turn") == "all":
             continue
-        for key in picture.y:
+        for key in (key for key in picture.y if row[key] is not None):
             named = [f"{picture.by.replace('_', ' ')} {row[picture.by]}"] if picture.by else []
             label = ", ".join([*named, key.replace("_", " ")] if len(picture.y) > 1 or not named else named)
             xs, ys = lines.setdefault(label, ([], []))
