@@ -16,7 +16,7 @@ from inference_svc.bench.lab import PATIENCE_S, Lab, MeasuredEngine, Scope
 from inference_svc.bench.prompts import Prompts
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.model import kvasir_tiny
-from inference_svc.model.device_memory import active_bytes, peak_bytes, restart_peak
+from inference_svc.model.device_memory import peak_bytes, restart_peak
 from inference_svc.model.mlx_lm_peer import MlxLmPeer
 
 BUDGET_BYTES = 8 << 30
@@ -40,7 +40,8 @@ def probed(model: str | Path, cache_dir: Path | None, tokens: int, cell_tokens: 
             cells = -(-tokens // cell_tokens)
             if len(turn.cell_times) != cells:
                 raise RuntimeError(f"cells: expected {cells}, the engine took {len(turn.cell_times)}")
-            return _bytes(before, active_bytes())
+            # What the engine counts: the arrays of its pool may be larger, and were there before.
+            return _bytes(before, before + engine.memory_used_bytes)
         finally:
             engine.close()
 

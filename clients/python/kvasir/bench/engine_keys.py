@@ -105,7 +105,7 @@ CASES: Mapping[str, Mapping[str, str]] = {
         "how": "whose KV, and in which pieces the prompt is computed",
         "prompt_tokens": "computed, each row in a process of its own",
         "peak_bytes": "most memory that MLX held, the weights among it",
-        "resident_bytes": "held after the turn, without the weights",
+        "resident_bytes": "of KV after the turn: what the engine counts, or what MLX holds more with mlx-lm's own",
         "kv_bytes_per_token": "resident_bytes / tokens",
         "peak_ratio": "peak_bytes / that of one chunk",
         "resident_ratio": "resident_bytes / that of 16-bit KV",
