@@ -1,6 +1,7 @@
 """Attention over pages by two kernels: one mixes fixed splits of the tokens, one makes a result of the splits."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Protocol, cast
 
@@ -85,92 +86,112 @@ def fused_attention(
     compiler: Compiler | None = None,
 ) -> mx.array:
     """As `paged_attention` says, of page formats for which `geometry.why_not` says nothing."""
-    rows = queries.shape[1] // page_format.key.kv_heads * queries.shape[2]
-    geometry = split_geometry(
-        page_format,
-        rows,
-        has_matrices=dialect is Dialect.CUDA,
-        query_type=_TYPE_NAMES[queries.dtype],
-        is_capped=soft_cap is not None,
-    )
-    settings = _settings(scale, soft_cap or 0.0, window or 0)
+    query_count = queries.shape[1] // page_format.key.kv_heads * queries.shape[2]
+    geometry = _geometry(page_format, query_count, dialect, queries.dtype, soft_cap is not None)
     asked = rotated(queries) if page_format.key.is_rotated else queries
-    compiler = compiler or COMPILERS[dialect]
-    partial = mixed_splits(geometry, asked, pages, block_table, lengths, settings, dialect, compiler)
-    return _reduced(geometry, queries, partial, lengths, sinks, settings, dialect, compiler)
+    settings = settings_of(scale, soft_cap, window)
+    sink_type = None if sinks is None else sinks.dtype
+    plan = plan_of(geometry, dialect, compiler or COMPILERS[dialect], asked.dtype, queries.dtype, sink_type)
+    partial = plan.mixed_splits(asked, pages, block_table, lengths, settings)
+    return plan.reduced(queries, partial, lengths, sinks, settings)
 
 
-def mixed_splits(
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Two kernels and their compile-time values. Made once: a layer's launch costs as little Python as it can."""
+
+    geometry: SplitGeometry
+    split: Kernel
+    split_template: Template
+    reduce: Kernel
+    reduce_template: Template
+    out_type: mx.Dtype
+
+    def mixed_splits(
+        self, queries: mx.array, pages: mx.array, block_table: mx.array, lengths: mx.array, settings: mx.array
+    ) -> mx.array:
+        """Mixes of each split: fp32 [B * Hq * L, splits, Dv + 4]; what no query sees stays unwritten."""
+        batch, heads, count, _ = queries.shape
+        geometry, blocks = self.geometry, block_table.shape[1]
+        width = geometry.format.value.dim + PARTIAL_EXTRA
+        return self.split(
+            inputs=[queries, pages, block_table, lengths, settings],
+            template=self.split_template,
+            grid=geometry.grid(batch, blocks, heads // geometry.format.key.kv_heads * count),
+            threadgroup=(geometry.warps * LANES, 1, 1),
+            output_shapes=[(batch * heads * count, geometry.splits(blocks), width)],
+            output_dtypes=[mx.float32],
+        )[0]
+
+    def reduced(
+        self, queries: mx.array, partial: mx.array, lengths: mx.array, sinks: mx.array | None, settings: mx.array
+    ) -> mx.array:
+        """The results [B, Hq, L, Dv] of mixed splits."""
+        batch, heads, count, _ = queries.shape
+        return self.reduce(
+            inputs=[queries, partial, lengths, settings if sinks is None else sinks, settings],
+            template=self.reduce_template,
+            grid=(batch * heads * count * REDUCE_WARPS * LANES, 1, 1),
+            threadgroup=(REDUCE_WARPS * LANES, 1, 1),
+            output_shapes=[(batch, heads, count, self.geometry.format.value.dim)],
+            output_dtypes=[self.out_type],
+        )[0]
+
+
+@lru_cache(maxsize=256)
+def plan_of(
     geometry: SplitGeometry,
-    queries: mx.array,
-    pages: mx.array,
-    block_table: mx.array,
-    lengths: mx.array,
-    settings: mx.array,
     dialect: Dialect,
     compiler: Compiler,
-) -> mx.array:
-    """Mixes of each split: fp32 [B * Hq * L, splits, Dv + 4]; what no query sees stays unwritten."""
-    batch, heads, count, _ = queries.shape
-    blocks = block_table.shape[1]
-    kernel = compiled(compiler, split_source(dialect, by_matrices=geometry.by_matrices), geometry.shared_bytes)
-    shape = (batch * heads * count, geometry.splits(blocks), geometry.format.value.dim + PARTIAL_EXTRA)
-    (partial,) = kernel(
-        inputs=[queries, pages, block_table, lengths, settings],
-        template=[("Query", queries.dtype), *geometry.template.items()],
-        grid=geometry.grid(batch, blocks, heads // geometry.format.key.kv_heads * count),
-        threadgroup=(geometry.warps * LANES, 1, 1),
-        output_shapes=[shape],
-        output_dtypes=[mx.float32],
-    )
-    return partial
-
-
-def _reduced(
-    geometry: SplitGeometry,
-    queries: mx.array,
-    partial: mx.array,
-    lengths: mx.array,
-    sinks: mx.array | None,
-    settings: mx.array,
-    dialect: Dialect,
-    compiler: Compiler,
-) -> mx.array:
-    batch, heads, count, _ = queries.shape
+    query_type: mx.Dtype,
+    out_type: mx.Dtype,
+    sink_type: mx.Dtype | None,
+) -> Plan:
+    """The kernels for queries of a type; they are compiled at their first launch."""
     value_dim = geometry.format.value.dim
-    shared_bytes = REDUCE_WARPS * (value_dim + PARTIAL_EXTRA) * 4
-    kernel = compiled(compiler, reduce_source(dialect), shared_bytes)
-    given = settings if sinks is None else sinks
-    template: Template = [
-        ("Query", queries.dtype),
-        ("Out", queries.dtype),
-        ("Sink", given.dtype),
-        ("HAS_SINKS", sinks is not None),
+    reduce_bytes = REDUCE_WARPS * (value_dim + PARTIAL_EXTRA) * 4
+    reduce_template: Template = [
+        ("Query", out_type),
+        ("Out", out_type),
+        ("Sink", sink_type or mx.float32),
+        ("HAS_SINKS", sink_type is not None),
         ("VALUE_DIM", value_dim),
         ("SPLIT", geometry.split),
         ("WARPS", REDUCE_WARPS),
-        ("SHARED_BYTES", shared_bytes),
+        ("SHARED_BYTES", reduce_bytes),
     ]
-    (out,) = kernel(
-        inputs=[queries, partial, lengths, given, settings],
-        template=template,
-        grid=(batch * heads * count * REDUCE_WARPS * LANES, 1, 1),
-        threadgroup=(REDUCE_WARPS * LANES, 1, 1),
-        output_shapes=[(batch, heads, count, value_dim)],
-        output_dtypes=[queries.dtype],
+    return Plan(
+        geometry,
+        compiled(compiler, split_source(dialect, by_matrices=geometry.by_matrices), geometry.shared_bytes),
+        [("Query", query_type), *geometry.template.items()],
+        compiled(compiler, reduce_source(dialect), reduce_bytes),
+        reduce_template,
+        out_type,
     )
-    return out
+
+
+@lru_cache(maxsize=256)
+def _geometry(
+    page_format: PageFormat, query_count: int, dialect: Dialect, dtype: mx.Dtype, is_capped: bool
+) -> SplitGeometry:
+    return split_geometry(
+        page_format,
+        query_count,
+        has_matrices=dialect is Dialect.CUDA,
+        query_type=_TYPE_NAMES[dtype],
+        is_capped=is_capped,
+    )
+
+
+@lru_cache(maxsize=256)
+def settings_of(scale: float, soft_cap: float | None, window: int | None) -> mx.array:
+    """What a launch is told in numbers, made once: a new array for every layer and step would cost a copy each."""
+    made = mx.array([scale, soft_cap or 0.0, float(window or 0), 0.0], mx.float32)
+    mx.eval(made)
+    return made
 
 
 @cache
 def compiled(compiler: Compiler, source: KernelSource, shared_bytes: int = 0) -> Kernel:
     """A kernel, compiled once for each source and amount of shared memory."""
     return compiler(source, shared_bytes)
-
-
-@lru_cache(maxsize=256)
-def _settings(scale: float, soft_cap: float, window: int) -> mx.array:
-    """What a launch is told in numbers, made once: a new array for every layer and step would cost a copy each."""
-    made = mx.array([scale, soft_cap, float(window), 0.0], mx.float32)
-    mx.eval(made)
-    return made

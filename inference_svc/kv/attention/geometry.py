@@ -9,7 +9,7 @@ from inference_svc.kv.page import EXACT_BITS, PAGE_TOKENS, PageFormat, RowFormat
 # Tokens that a block mixes, whatever is in the batch: a row's sum must not depend on its neighbours.
 SPLIT_TOKENS = 256
 WARPS = 4
-REDUCE_WARPS = 4
+REDUCE_WARPS = 8
 LANES = 32
 PARTIAL_EXTRA = 4  # floats beside a mix: its greatest score, the sum of its weights, and two that keep it aligned
 MAX_QUERIES = 16  # per sequence and head of the kernels
@@ -41,7 +41,9 @@ class SplitGeometry:
         """Shared memory of a block."""
         value_dim, key = self.format.value.dim, self.format.key
         if self.by_matrices:
-            tiles = self.warps * self.tile * self._token_bytes
+            columns = self.queries // 8
+            words = columns * LANES * (-(-key.dim // 32) * 4 + 4) + self.queries * (1 + groups(key))
+            tiles = _aligned(words * 4) + self.warps * self.tile * self._token_bytes
             mixes = self.warps * self.queries * (2 + value_dim + 4) * 4
             return _aligned(max(tiles, mixes))
         per_query = max(key.dim + groups(key) + self.warps * LANES, value_dim) + self.warps * 2

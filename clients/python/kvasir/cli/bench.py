@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvasir.bench import attention as attention_bench
 from kvasir.bench import engine as engine_bench
 from kvasir.bench import engine_keys, engine_plots
 from kvasir.bench import load as load_bench
@@ -118,6 +119,26 @@ def engine(
     show = engine_bench.markdown if as_markdown else engine_bench.table
     caller.result(results, lambda out: out.print(show(results), markup=False))
     if not results["settings"]["is_quick"] and not all(target["is_met"] for target in results["targets"]):
+        raise typer.Exit(PROBLEMS)
+
+
+@app.command("attention", epilog=attention_bench.KEYS)
+def attention(
+    context: typer.Context,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure little, and once, for a first look. No target counts then.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Attention over quantized pages beside MLX's own and a copy. Ends with 1 when a target is missed.
+
+    It needs a GPU: on a CPU it shows that everything works, and its times mean nothing.
+    """
+    caller = caller_of(context, as_json)
+    with _progress(caller, "measuring attention") as say:
+        results = attention_bench.run(is_quick=quick, say=say)
+    caller.result(results, lambda out: out.print(attention_bench.table(results), markup=False, soft_wrap=True))
+    if not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
 
 

@@ -12,6 +12,8 @@ KV_FN void kv_grow() {
   kv_next.resize(fibers::lanes.size());
 }
 KV_FN void kv_copy16(void* to, const void* from, bool is_read) {
+  fibers::expect_aligned(to);
+  fibers::expect_aligned(from);
   kv_grow();
   kv_next[fibers::current].push_back({to, is_read ? from : nullptr});
 }
@@ -36,6 +38,7 @@ KV_FN void kv_copies_done() {
 }
 
 KV_FN void kv_load(const void* row, kv_u32* x, bool is_transposed) {
+  fibers::expect_aligned(row);
   fibers::Slot mine;
   mine.place = row;
   const fibers::Slot* rows = fibers::shown(mine);
@@ -56,6 +59,11 @@ KV_FN kv_u32 kv_transposed(kv_u32 x) {
   auto unit = [&](int r, int c) { return theirs[r * 4 + c / 2].words[0] >> (c % 2 * 16) & 0xffff; };
   return unit(2 * t, g) | unit(2 * t + 1, g) << 16;
 }
+KV_FN kv_u32 kv_pair(float low, float high) { return kv_u32(kv_to_half(low)) | kv_u32(kv_to_half(high)) << 16; }
+KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
+  return kv_u32(kv_to_bfloat(low)) | kv_u32(kv_to_bfloat(high)) << 16;
+}
+KV_FN float kv_exp2_near(float x) { return exp2f(x); }
 template <bool IS_BFLOAT>
 KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {
   fibers::Slot mine;

@@ -15,10 +15,23 @@ import numpy as np
 
 from inference_svc.kv.attention import kernels
 from inference_svc.kv.attention.fused import Kernel, Template
-from inference_svc.kv.attention.kernels import CUDA_SHARED, METAL_SHARED, Dialect, KernelSource
+from inference_svc.kv.attention.kernels import CUDA_INSTRUCTIONS, CUDA_SHARED, METAL_SHARED, Dialect, KernelSource
 
 _HERE = Path(__file__).parent
-_FLAGS = ("-std=c++17", "-O1", "-fno-strict-aliasing", "-fPIC", "-shared", "-w", "-U_FORTIFY_SOURCE", "-x", "c++")
+# A CPU reads vectors from any address, a GPU does not: there such a read must fail here too.
+_ALIGNED = ("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error")
+_FLAGS = (
+    "-std=c++17",
+    "-O1",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-shared",
+    "-w",
+    "-U_FORTIFY_SOURCE",
+    *_ALIGNED,
+    "-x",
+    "c++",
+)
 _SANITIZED = ("-g", "-fsanitize=address", "-fno-omit-frame-pointer")
 _TYPES = {
     mx.float32: ("float", "float"),
@@ -112,8 +125,7 @@ class _EmulatedKernel:
         return "".join(parts)
 
     def _header(self) -> str:
-        instructions = (Path(kernels.__file__).parent / "cuda_instructions.h").read_text()
-        return self._source.header.replace(instructions, _text("cuda_instructions.h"))
+        return self._source.header.replace(kernels.text(CUDA_INSTRUCTIONS), _text(CUDA_INSTRUCTIONS))
 
 
 def _constant(name: str, given: int | bool | mx.Dtype, side: int) -> str:

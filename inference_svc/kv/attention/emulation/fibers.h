@@ -125,6 +125,13 @@ inline void run(const int* grid, int lane_count, int shared_bytes, std::function
       }
 }
 
+// A GPU reads 16 bytes at a time only from multiples of 16.
+inline void expect_aligned(const void* place) {
+  if (!(uintptr_t(place) % 16)) return;
+  std::fprintf(stderr, "16 bytes at an address that is no multiple of 16\n");
+  std::abort();
+}
+
 inline float bits_to_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);

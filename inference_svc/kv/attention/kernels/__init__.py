@@ -1,5 +1,6 @@
 """The kernels' one source, in words that each dialect defines: CUDA, Metal, and C++ that emulates either."""
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -7,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 _HERE = Path(__file__).parent
+CUDA_INSTRUCTIONS = "cuda_instructions.h"
 
 CUDA_SHARED = """
 extern __shared__ float4 kv_shared_bytes[];
@@ -61,7 +63,7 @@ def split_source(dialect: Dialect, *, by_matrices: bool) -> KernelSource:
     parts = ["rows.h"]
     if by_matrices:
         assert dialect is Dialect.CUDA, "no other dialect has matrix fragments"
-        parts = ["cuda_instructions.h", "rows.h", "matrices.h"]
+        parts = [CUDA_INSTRUCTIONS, "rows.h", "matrices.h"]
     else:
         parts = ["rows.h", "lanes.h"]
     inputs = ("queries", "pages", "block_table", "lengths", "settings")
@@ -100,12 +102,13 @@ def _source(
     *,
     is_row_contiguous: bool,
 ) -> KernelSource:
-    header = "".join(_text(part) for part in (f"{dialect.value}.h", *parts)) + definitions
+    header = "".join(text(part) for part in (f"{dialect.value}.h", *parts)) + definitions
     prologue = CUDA_SHARED + _CUDA_PROLOGUE if dialect is Dialect.CUDA else METAL_SHARED + _METAL_PROLOGUE
-    body = prologue + _text(f"{name}_body.h")
+    body = prologue + text(f"{name}_body.h")
     digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
     return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, is_row_contiguous)
 
 
-def _text(name: str) -> str:
-    return (_HERE / name).read_text()
+def text(name: str) -> str:
+    """A source file without its comments: MLX builds a kernel's whole text anew for each launch."""
+    return re.sub(r"\s*//.*", "", (_HERE / name).read_text())

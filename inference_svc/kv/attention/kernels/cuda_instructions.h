@@ -31,6 +31,26 @@ KV_FN kv_u32 kv_transposed(kv_u32 x) {
   return y;
 }
 
+
+// Two values in a word, the first in the lower half.
+KV_FN kv_u32 kv_pair(float low, float high) {
+  kv_u32 x;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
+  kv_u32 x;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(x) : "f"(high), "f"(low));
+  return x;
+}
+
+// 2^x to 22 bits.
+KV_FN float kv_exp2_near(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // c[16, 8] += a[16, 16] b[16, 8], halves or bfloats into floats.
 template <bool IS_BFLOAT>
 KV_FN void kv_mma(float* c, const kv_u32* a, const kv_u32* b) {

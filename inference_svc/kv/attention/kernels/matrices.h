@@ -21,11 +21,6 @@ KV_FN int kv_place(int row, int chunk) {
   return (row * ROW_CHUNKS + mixed) * 8;
 }
 
-KV_FN kv_u32 kv_pair(float low, float high) { return kv_u32(kv_to_half(low)) | kv_u32(kv_to_half(high)) << 16; }
-KV_FN kv_u32 kv_pair_of_bfloats(float low, float high) {
-  return kv_u32(kv_to_bfloat(low)) | kv_u32(kv_to_bfloat(high)) << 16;
-}
-
 // A warp's rows of a tile in shared memory, in units: codes or values, scales, biases.
 template <typename Rows, int TILE>
 struct KvTile {
@@ -34,22 +29,119 @@ struct KvTile {
   KV_CONST int UNITS = BIASES + (Rows::IS_QUANTIZED ? TILE * Rows::GROUPS : 0);
 };
 
-// Begin to copy a tile's rows from row `first` of the page's part on; tokens not in [low, high] become zeros, or keep
-// scales that kv_scales_of leaves out.
-template <typename Rows, int TILE>
+// Begin to copy a tile's rows from row `first` of the page's part on. Of a tile at a border (IS_WHOLE is false), rows of
+// tokens not in [low, high] become zeros; their scales, which kv_clear_scales removes, may come along.
+template <typename Rows, int TILE, bool IS_WHOLE>
 KV_FN void kv_begin_tile(kv_u16* to, const kv_u16* page, int first, int token, KvSeen any, int lane) {
   const kv_u16* from = page + Rows::BASE + first * Rows::ROW_UNITS;
   KV_UNROLL for (int i = lane; i < TILE * Rows::ROW_CHUNKS; i += 32) {
-    int row = i / Rows::ROW_CHUNKS, chunk = i % Rows::ROW_CHUNKS;
-    kv_copy16(to + kv_place<Rows::ROW_CHUNKS>(row, chunk), from + i * 8, token + row >= any.low && token + row <= any.high);
+    const int row = i / Rows::ROW_CHUNKS, chunk = i % Rows::ROW_CHUNKS;
+    const bool is_stored = IS_WHOLE || (token + row >= any.low && token + row <= any.high);
+    kv_copy16(to + kv_place<Rows::ROW_CHUNKS>(row, chunk), from + i * 8, is_stored);
   }
   if (Rows::IS_QUANTIZED) {
     constexpr int CHUNKS = TILE * Rows::GROUPS / 8;
     KV_UNROLL for (int i = lane; i < 2 * CHUNKS; i += 32) {
-      int chunk = i % CHUNKS;
       const kv_u16* part = page + (i < CHUNKS ? Rows::SCALES : Rows::BIASES) + first * Rows::GROUPS;
-      kv_copy16(to + KvTile<Rows, TILE>::SCALES + i * 8, part + chunk * 8, true);
+      kv_copy16(to + KvTile<Rows, TILE>::SCALES + i * 8, part + i % CHUNKS * 8, true);
     }
+  }
+}
+
+template <typename K, typename V, int TILE>
+KV_FN void kv_begin_tiles(kv_u16* k_tile, kv_u16* v_tile, const kv_u16* page, int head, int token, KvSeen any,
+                          bool is_live, int lane) {
+  const int first = head * KV_PAGE_TOKENS + token % KV_PAGE_TOKENS;
+  const bool is_whole = token >= any.low && token + TILE - 1 <= any.high;
+  if (is_live && is_whole) kv_begin_tile<K, TILE, true>(k_tile, page, first, token, any, lane);
+  if (is_live && !is_whole) kv_begin_tile<K, TILE, false>(k_tile, page, first, token, any, lane);
+  kv_copies_begun();
+  if (is_live && is_whole) kv_begin_tile<V, TILE, true>(v_tile, page, first, token, any, lane);
+  if (is_live && !is_whole) kv_begin_tile<V, TILE, false>(v_tile, page, first, token, any, lane);
+  kv_copies_begun();
+}
+
+// Scales and biases of rows that are not stored become zeros: they may be no numbers.
+template <typename Rows, int TILE>
+KV_FN void kv_clear_scales(kv_u16* tile, int token, KvSeen any, int lane) {
+  if (!Rows::IS_QUANTIZED || (token >= any.low && token + TILE - 1 <= any.high)) return;
+  for (int row = lane; row < TILE; row += 32) {
+    if (token + row >= any.low && token + row <= any.high) continue;
+    KV_UNROLL for (int i = 0; i < Rows::GROUPS; ++i) {
+      tile[KvTile<Rows, TILE>::SCALES + row * Rows::GROUPS + i] = 0;
+      tile[KvTile<Rows, TILE>::BIASES + row * Rows::GROUPS + i] = 0;
+    }
+  }
+  kv_warp_barrier();
+}
+
+// The scales or biases of all groups of a row.
+template <typename Rows, bool IS_BFLOAT>
+KV_FN void kv_row_scales(const kv_u16* part, int row, float* found) {
+  if (Rows::GROUPS % 2) {
+    KV_UNROLL for (int i = 0; i < Rows::GROUPS; ++i) found[i] = kv_scale<IS_BFLOAT>(part[row * Rows::GROUPS + i]);
+  } else {
+    KV_UNROLL for (int i = 0; i < Rows::GROUPS / 2; ++i) {
+      const kv_u32 two = ((const kv_u32*)part)[row * (Rows::GROUPS / 2) + i];
+      found[2 * i] = kv_scale<IS_BFLOAT>(kv_u16(two));
+      found[2 * i + 1] = IS_BFLOAT ? kv_from_bits(two & 0xffff0000u) : kv_scale<IS_BFLOAT>(kv_u16(two >> 16));
+    }
+  }
+}
+
+// A block's queries in shared memory: of each lane the words of its fragments, then a factor and sums per query.
+template <typename K, int TILES>
+struct KvQueries {
+  // Words of a lane: whole 16 bytes, and some more, so that lanes read from different banks.
+  KV_CONST int STRIDE = (K::DIM / 8 + 3) / 4 * 4 + 4;
+  KV_CONST int FACTORS = TILES * 32 * STRIDE;
+  KV_CONST int SUMS = FACTORS + TILES * 8;
+  KV_CONST int WORDS = (SUMS + TILES * 8 * K::GROUPS + 3) / 4 * 4;
+};
+
+// Write one query: halves of its greatest power of two, which is given back in its factor; or bfloats as they are.
+template <typename Query, typename K, int TILES, bool TO_BFLOAT>
+KV_FN void kv_write_query(const Query* query, int row, float scale, kv_u32* words, int lane) {
+  using Q = KvQueries<K, TILES>;
+  constexpr int EACH = (K::DIM + 31) / 32;
+  float values[EACH], greatest = 0;
+  KV_UNROLL for (int i = 0; i < EACH; ++i) {
+    values[i] = i * 32 + lane < K::DIM ? float(query[i * 32 + lane]) : 0.0f;
+    greatest = fmaxf(greatest, fabsf(values[i]));
+  }
+  kv_u32 power = kv_to_bits(kv_warp_max(greatest)) & 0x7f800000u;
+  power = TO_BFLOAT || power < 0x01000000u || power > 0x7e000000u ? 0x3f800000u : power;
+  const float shrink = kv_from_bits(0x7f000000u - power);
+  KV_UNROLL for (int i = 0; i < EACH; ++i) {
+    const int dim = i * 32 + lane;
+    if (!TO_BFLOAT) values[i] = kv_from_half(kv_to_half(values[i] * shrink));
+    constexpr int RUN = K::BITS == 16 ? 2 : 32 / K::BITS;  // neighbours that a lane has of a chunk
+    const int chunk = dim / (4 * RUN), t = dim / RUN % 4, j = dim % RUN;
+    int word, side;
+    float value = values[i];
+    if (K::BITS == 4) {
+      word = chunk * 4 + j % 4;
+      side = j / 4;
+      value *= j % 2 ? 0.0625f : 1.0f;
+    } else if (K::BITS == 8) {
+      word = chunk * 2 + j % 2;
+      side = j / 2;
+    } else {
+      word = chunk;
+      side = j;
+    }
+    if (dim < K::DIM)
+      ((kv_u16*)words)[((row / 8 * 32 + row % 8 * 4 + t) * Q::STRIDE + word) * 2 + side] =
+          TO_BFLOAT ? kv_to_bfloat(value) : kv_to_half(value);
+  }
+  float* floats = (float*)words;
+  if (lane == 0) floats[Q::FACTORS + row] = scale * kv_from_bits(power) * (K::IS_QUANTIZED ? KV_CODE : 1.0f);
+  if (!K::IS_QUANTIZED) return;
+  KV_UNROLL for (int i = 0; i < K::GROUPS; ++i) {
+    float sum = 0;
+    KV_UNROLL for (int j = 0; j < K::GROUP / 32; ++j) sum += values[i * (K::GROUP / 32) + j];
+    sum = kv_warp_sum(sum);
+    if (lane == 0) floats[Q::SUMS + row * K::GROUPS + i] = sum * (1 / KV_CODE);
   }
 }
 
@@ -62,7 +154,9 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
   constexpr bool K_BFLOAT = !K::IS_QUANTIZED && IS_BFLOAT, V_BFLOAT = !V::IS_QUANTIZED && IS_BFLOAT;
   constexpr int WARP_UNITS = KvTile<K, TILE>::UNITS + KvTile<V, TILE>::UNITS;
   const int g = lane / 4, t = lane % 4;
-  kv_u16* k_tile = (kv_u16*)shared + warp * WARP_UNITS;
+  using Q = KvQueries<K, TILES>;
+  kv_u32* query_words = (kv_u32*)shared;
+  kv_u16* k_tile = (kv_u16*)(shared + Q::WORDS) + warp * WARP_UNITS;
   kv_u16* v_tile = k_tile + KvTile<K, TILE>::UNITS;
   const KvSeen any = kv_seen_by_any(length, query_count, window);
 
@@ -80,77 +174,47 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
 
   int begin = first_token;
   bool is_live = begin <= any.high && begin + TILE > any.low;
-  if (is_live) {
-    kv_begin_tile<K, TILE>(k_tile, page, head * KV_PAGE_TOKENS + begin % KV_PAGE_TOKENS, begin, any, lane);
-    kv_copies_begun();
-    kv_begin_tile<V, TILE>(v_tile, page, head * KV_PAGE_TOKENS + begin % KV_PAGE_TOKENS, begin, any, lane);
-  } else {
-    kv_copies_begun();
-  }
-  kv_copies_begun();
+  kv_begin_tiles<K, V, TILE>(k_tile, v_tile, page, head, begin, any, is_live, lane);
 
-  // The queries as fragments, while the first tile comes: each row as halves of its greatest power of two.
+  // The queries become fragments while the first tile comes.
+  KV_ROLLED for (int row = warp; row < row_count; row += WARPS)
+    kv_write_query<Query, K, TILES, K_BFLOAT>(queries + row * K::DIM, row, kv_factor<IS_CAPPED>(scale), query_words, lane);
+  kv_group_barrier();
   KV_UNROLL for (int n = 0; n < TILES; ++n) {
-    const bool is_row = n * 8 + g < row_count;
-    const Query* mine = queries + (is_row ? n * 8 + g : 0) * K::DIM;
-    constexpr int EACH = K::DIM / 4;  // values of a lane
-    float values[EACH];
-    float greatest = 0;
-    KV_UNROLL for (int i = 0; i < EACH; ++i) {
-      constexpr int RUN = K::BITS == 16 ? 2 : 32 / K::BITS;  // neighbours of a lane in a chunk
-      float value = is_row ? float(mine[i / RUN * RUN * 4 + t * RUN + i % RUN]) : 0.0f;
-      values[i] = value;
-      value = value < 0 ? -value : value;
-      greatest = value > greatest ? value : greatest;
+    const kv_u32x4* mine = (const kv_u32x4*)(query_words + (n * 32 + lane) * Q::STRIDE);
+    KV_UNROLL for (int i = 0; i < K_STEPS / 2; ++i) {
+      const kv_u32x4 four = mine[i];
+      query[2 * i][n][0] = four.x;
+      query[2 * i][n][1] = four.y;
+      query[2 * i + 1][n][0] = four.z;
+      query[2 * i + 1][n][1] = four.w;
     }
-    greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 1));
-    greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 2));
-    kv_u32 power = kv_to_bits(greatest) & 0x7f800000u;
-    power = K_BFLOAT || power < 0x01000000u || power > 0x7e000000u ? 0x3f800000u : power;
-    const float shrink = kv_from_bits(0x7f000000u - power);
-    KV_UNROLL for (int i = 0; i < EACH; ++i)
-      if (!K_BFLOAT) values[i] = kv_from_half(kv_to_half(values[i] * shrink));
-    KV_UNROLL for (int c = 0; c < 2; ++c)
-      factor[n][c] = kv_factor<IS_CAPPED>(scale) * kv_shuffle(kv_from_bits(power), 8 * t + 4 * c) * (K::IS_QUANTIZED ? KV_CODE : 1.0f);
-    KV_UNROLL for (int i = 0; i < K::GROUPS; ++i) {
-      float sum = 0;
-      KV_UNROLL for (int j = 0; j < K::GROUP / 4; ++j) sum += values[i * (K::GROUP / 4) + j];
-      sum += kv_shuffle_xor(sum, 1);
-      sum += kv_shuffle_xor(sum, 2);
-      KV_UNROLL for (int c = 0; c < 2; ++c) query_sum[i][n][c] = kv_shuffle(sum, 8 * t + 4 * c) * (1 / KV_CODE);
-    }
-    KV_UNROLL for (int i = 0; i < K_STEPS; ++i) {
-      const float* four = values + i * 4;
-      if (K::BITS == 16) {
-        query[i][n][0] = K_BFLOAT ? kv_pair_of_bfloats(four[0], four[1]) : kv_pair(four[0], four[1]);
-        query[i][n][1] = K_BFLOAT ? kv_pair_of_bfloats(four[2], four[3]) : kv_pair(four[2], four[3]);
-      } else if (K::BITS == 8) {
-        query[i][n][0] = kv_pair(four[0], four[2]);
-        query[i][n][1] = kv_pair(four[1], four[3]);
-      } else {
-        const float* low = values + i / 2 * 8 + i % 2 * 2;
-        query[i][n][0] = kv_pair(low[0], low[4]);
-        query[i][n][1] = kv_pair(low[1] * 0.0625f, low[5] * 0.0625f);
-      }
+    if (K_STEPS % 2) {
+      query[K_STEPS - 1][n][0] = query_words[(n * 32 + lane) * Q::STRIDE + 2 * K_STEPS - 2];
+      query[K_STEPS - 1][n][1] = query_words[(n * 32 + lane) * Q::STRIDE + 2 * K_STEPS - 1];
     }
     KV_UNROLL for (int c = 0; c < 2; ++c) {
-      seen[n][c] = kv_seen(length, query_count, (first_row + n * 8 + 2 * t + c) % query_count, window);
+      const int column = n * 8 + 2 * t + c;
+      factor[n][c] = shared[Q::FACTORS + column];
+      KV_UNROLL for (int i = 0; i < K::GROUPS; ++i) query_sum[i][n][c] = shared[Q::SUMS + column * K::GROUPS + i];
+      seen[n][c] = kv_seen(length, query_count, (first_row + column) % query_count, window);
       if (seen[n][c].high < seen[n][c].low) seen[n][c].low = seen[n][c].high = -1;
     }
   }
+  // Tiles in [clear_low, clear_high] are seen by every query.
+  const int clear_low = kv_seen(length, query_count, query_count - 1, window).low, clear_high = length - query_count;
 
   KV_ROLLED for (int step = 0; step < SPAN / TILE; ++step) {
     if (is_live) {
       kv_copies_done<1>();
+      kv_clear_scales<K, TILE>(k_tile, begin, any, lane);
       float score[HALVES][TILES][4];
       KV_UNROLL for (int pair = 0; pair < TILE / 32; ++pair) {
         float row_scale[4][K::GROUPS], row_bias[4][K::GROUPS];
-        KV_UNROLL for (int r = 0; r < 4; ++r) KV_UNROLL for (int i = 0; i < K::GROUPS; ++i) {
-          const int row = pair * 32 + r * 8 + g;
-          const bool is_stored = begin + row >= any.low && begin + row <= any.high;
-          if (K::IS_QUANTIZED) {
-            row_scale[r][i] = is_stored ? kv_scale<IS_BFLOAT>(k_tile[KvTile<K, TILE>::SCALES + row * K::GROUPS + i]) : 0.0f;
-            row_bias[r][i] = is_stored ? kv_scale<IS_BFLOAT>(k_tile[KvTile<K, TILE>::BIASES + row * K::GROUPS + i]) : 0.0f;
+        if (K::IS_QUANTIZED) {
+          KV_UNROLL for (int r = 0; r < 4; ++r) {
+            kv_row_scales<K, IS_BFLOAT>(k_tile + KvTile<K, TILE>::SCALES, pair * 32 + r * 8 + g, row_scale[r]);
+            kv_row_scales<K, IS_BFLOAT>(k_tile + KvTile<K, TILE>::BIASES, pair * 32 + r * 8 + g, row_bias[r]);
           }
         }
         KV_UNROLL for (int h = 0; h < 2; ++h) KV_UNROLL for (int n = 0; n < TILES; ++n)
@@ -195,23 +259,29 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
       }
 
       // Weights of this tile, and what is kept of the tiles before it.
+      const bool is_clear = begin >= clear_low && begin + TILE - 1 <= clear_high;
       KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int c = 0; c < 2; ++c) {
-        float highest = KV_NONE;
+        const float by = IS_CAPPED ? 1.0f : factor[n][c];
         const int low = seen[n][c].low, width = seen[n][c].high - low;
-        KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
-          const int token = begin + m * 16 + r * 8 + g;
-          float& mine = score[m][n][2 * r + c];
-          mine = (unsigned)(token - low) <= (unsigned)width ? kv_capped<IS_CAPPED>(mine * factor[n][c], soft_cap) : KV_NONE;
-          highest = fmaxf(highest, mine);
+        float highest = KV_NONE, sum = 0;
+        if (IS_CAPPED) {
+          KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
+            score[m][n][2 * r + c] = kv_capped<true>(score[m][n][2 * r + c] * factor[n][c], soft_cap);
         }
+        if (!is_clear) {
+          KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r)
+            if ((unsigned)(begin + m * 16 + r * 8 + g - low) > (unsigned)width) score[m][n][2 * r + c] = KV_NONE;
+        }
+        KV_UNROLL for (int m = 0; m < HALVES; ++m)
+          highest = fmaxf(highest, fmaxf(score[m][n][c], score[m][n][2 + c]));
         highest = fmaxf(highest, kv_shuffle_xor(highest, 4));
         highest = fmaxf(highest, kv_shuffle_xor(highest, 8));
         highest = fmaxf(highest, kv_shuffle_xor(highest, 16));
-        highest = fmaxf(highest, top[n][c]);
-        float sum = 0;
+        highest = highest > KV_NONE ? fmaxf(highest * by, top[n][c]) : top[n][c];
         KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int r = 0; r < 2; ++r) {
           float& mine = score[m][n][2 * r + c];
-          mine = mine == KV_NONE ? 0.0f : kv_exp2(mine - highest);
+          const float weight = kv_exp2_near(mine * by - highest);
+          mine = is_clear || mine > KV_NONE ? weight : 0.0f;
           sum += mine;
         }
         if (SPAN > TILE) {
@@ -228,20 +298,22 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
       }
 
       kv_copies_done<0>();
+      kv_clear_scales<V, TILE>(v_tile, begin, any, lane);
+      float value_scale[2 * HALVES][V::GROUPS];
+      if (V::IS_QUANTIZED) {
+        KV_UNROLL for (int r = 0; r < 2 * HALVES; ++r) {
+          float bias[V::GROUPS];
+          kv_row_scales<V, IS_BFLOAT>(v_tile + KvTile<V, TILE>::SCALES, r * 8 + g, value_scale[r]);
+          kv_row_scales<V, IS_BFLOAT>(v_tile + KvTile<V, TILE>::BIASES, r * 8 + g, bias);
+          KV_UNROLL for (int i = 0; i < V::GROUPS; ++i) KV_UNROLL for (int n = 0; n < TILES; ++n)
+            KV_UNROLL for (int c = 0; c < 2; ++c) bias_mix[i][n][c] += score[r / 2][n][2 * (r % 2) + c] * bias[i];
+        }
+      }
       KV_UNROLL for (int i = 0; i < V::GROUPS; ++i) {
-        float row_scale[2 * HALVES];
         float shrink = V_BFLOAT ? 1.0f : KV_WEIGHT;
         if (V::IS_QUANTIZED) {
           float greatest = 0;
-          KV_UNROLL for (int r = 0; r < 2 * HALVES; ++r) {
-            const int row = r * 8 + g;
-            const bool is_stored = begin + row >= any.low && begin + row <= any.high;
-            row_scale[r] = is_stored ? kv_scale<IS_BFLOAT>(v_tile[KvTile<V, TILE>::SCALES + row * V::GROUPS + i]) : 0.0f;
-            float bias = is_stored ? kv_scale<IS_BFLOAT>(v_tile[KvTile<V, TILE>::BIASES + row * V::GROUPS + i]) : 0.0f;
-            KV_UNROLL for (int n = 0; n < TILES; ++n) KV_UNROLL for (int c = 0; c < 2; ++c)
-              bias_mix[i][n][c] += score[r / 2][n][2 * (r % 2) + c] * bias;
-            greatest = fmaxf(greatest, fabsf(row_scale[r]));
-          }
+          KV_UNROLL for (int r = 0; r < 2 * HALVES; ++r) greatest = fmaxf(greatest, fabsf(value_scale[r][i]));
           greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 4));
           greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 8));
           greatest = fmaxf(greatest, kv_shuffle_xor(greatest, 16));
@@ -259,7 +331,7 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
         kv_u32 weight[HALVES][TILES][2];
         KV_UNROLL for (int m = 0; m < HALVES; ++m) KV_UNROLL for (int n = 0; n < TILES; ++n)
           KV_UNROLL for (int r = 0; r < 2; ++r) {
-            const float by = V::IS_QUANTIZED ? row_scale[2 * m + r] * shrink : shrink;
+            const float by = V::IS_QUANTIZED ? value_scale[2 * m + r][i] * shrink : shrink;
             const float low = score[m][n][2 * r] * by, high = score[m][n][2 * r + 1] * by;
             weight[m][n][r] = kv_transposed(V_BFLOAT ? kv_pair_of_bfloats(low, high) : kv_pair(low, high));
           }
@@ -294,10 +366,7 @@ KV_FN void kv_split_by_matrices(const Query* queries, const kv_u16* page, int he
       begin += TILE;
       is_live = step + 1 < SPAN / TILE && begin <= any.high && begin + TILE > any.low;
       kv_warp_barrier();
-      if (is_live) kv_begin_tile<K, TILE>(k_tile, page, head * KV_PAGE_TOKENS + begin % KV_PAGE_TOKENS, begin, any, lane);
-      kv_copies_begun();
-      if (is_live) kv_begin_tile<V, TILE>(v_tile, page, head * KV_PAGE_TOKENS + begin % KV_PAGE_TOKENS, begin, any, lane);
-      kv_copies_begun();
+      kv_begin_tiles<K, V, TILE>(k_tile, v_tile, page, head, begin, any, is_live, lane);
     }
   }
 
