@@ -7,22 +7,31 @@ with MLX's own de-quantization and compared with the keys that the model compute
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.kv.window_kv import WindowKV
+from inference_svc.kv.page import PageFormat
+from inference_svc.kv.page_rows import UNIT
+from inference_svc.kv.sequence_kv import SequenceKV
 
 
-def keys_are_stored_as_said(layer: LayerKV | WindowKV, policy: identity_pb2.KvPolicy, keys: mx.array) -> bool:
-    """Whether the layer stores `keys` [1, kv_heads, rows, dim] rotated if and only if the policy says so, and shows
-    them to attention plain. `keys` are those that it was given; shapes are not checked.
+def is_stored_as_said(kv: SequenceKV, layer: int, identity: identity_pb2.KvIdentity, keys: mx.array | None) -> bool:
+    """Whether a layer stores `keys` [1, kv_heads, rows, dim] in the bits and groups of the identity's policy, rotated
+    if and only if it says so, and shows them to attention plain. `keys` are those that it was given; None: it has none.
     """
-    given = keys.astype(mx.float32)
-    parts = layer.keys.read(0, layer.offset)
+    rows = kv.rows(layer, 0, kv.length) if keys is not None else None
+    if keys is None or rows is None or [part.view(UNIT).shape[-1] for part in rows] != _said_units(identity, layer):
+        return False
+    codec, given, policy = kv.pool.codecs[layer][0], keys.astype(mx.float32), identity.policy
+    parts = rows[: codec.part_count]
     is_quantized = len(parts) > 1
     says_rotated = is_quantized and policy.key_rotation == identity_pb2.KEY_ROTATION_HADAMARD
     stored = _plain_values(parts, policy) if is_quantized else parts[0].astype(mx.float32)
     if _is_rotated(stored, given) != says_rotated:
         return False
-    return not _is_rotated(layer.keys.decoded(layer.offset, mx.float32), given)
+    return not _is_rotated(codec.decode(parts, mx.float32), given)
+
+
+def _said_units(identity: identity_pb2.KvIdentity, layer: int) -> list[int]:
+    """Units of each part of a row, as the identity says."""
+    return [part.units for part in PageFormat.of(identity, layer).parts]
 
 
 def _plain_values(parts: tuple[mx.array, ...], policy: identity_pb2.KvPolicy) -> mx.array:

@@ -18,6 +18,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
@@ -25,7 +27,7 @@ PROBE_TOKENS = (0, 1, 2)
 _SHORTER, _NEXT = PROBE_TOKENS[:2], (2, 1)
 # Exact rows are stored in 16 bits: their rounding stays far below this share of the largest logit.
 _TOLERANCE = 0.05
-_ANY_VALUES = 1 << 40  # a probe is so short that its decoded copy always fits
+_ANY_AMOUNT = 1 << 40  # of bytes or values: a probe is short
 
 _STATE_TYPES = {
     mx.float32: identity_pb2.TENSOR_TYPE_FLOAT32,
@@ -211,11 +213,13 @@ def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:
 
 
 def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) -> mx.array:
-    identity = _exact_identity(layout)
-    batch = DecodeBatch(lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_VALUES)
+    pool = KvPool(_exact_identity(layout), _ANY_AMOUNT)
+    batch = DecodeBatch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_AMOUNT)
     for prompt in prompts:
-        kv = SequenceKV.of(identity)
-        mx.eval(layout.forward(model, mx.array([prompt], dtype=mx.uint32), kv.layers))
+        kv = SequenceKV(pool)
+        layers = prefill_layers(kv)
+        mx.eval(layout.forward(model, mx.array([prompt], dtype=mx.uint32), layers))
+        commit(kv, layers, len(prompt))
         batch.join(kv)
     logits = batch.step(_NEXT)
     mx.eval(logits)

@@ -63,7 +63,7 @@ class PageFormat:
 
     key: RowFormat
     value: RowFormat
-    scale_type: identity_pb2.ScaleType.ValueType
+    scale_type: identity_pb2.ScaleType
 
     @classmethod
     def of(cls, identity: identity_pb2.KvIdentity, layer: int) -> "PageFormat":

@@ -1,244 +1,255 @@
-"""All layers' KV of one sequence: how it is cut, forked, put back, and turned into tensor files.
+"""One sequence's KV: a block table for each group of layers, and the states of its recurrent layers.
 
-Layers that keep all their tokens can be cut anywhere. The other layers can only go back to a *rewind point*: a moment
-at which they were copied whole. So a sequence that has such layers goes back to its rewind points or to its beginning,
-and nowhere else.
+Full pages never change, so a fork shares all pages and copies nothing. Only the last page is written, by its only
+holder: whoever would write a shared one copies it first. A sequence that failed half-way has lost nothing: rows behind
+`length` are nobody's.
+
+Recurrent layers can only go back to a *rewind point*, a length at which their states were copied. Window layers can go
+back wherever the pages are left that the window touches there; they are kept for the rewind points.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from kvasir.cachestore.v1 import identity_pb2
-from kvasir.formats.block_file import FileIdentity, TensorSpec, encode, expected_state_tensors, expected_tensors
 
-from inference_svc.kv.capacity import capacity_rows
+from inference_svc.kv.block_table import BlockTable, blocks_of, needed_blocks, window_start
 from inference_svc.kv.codec import EncodedRows
-from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.kv.layers import AnyLayerKV, StatefulKV, new_layer
-from inference_svc.kv.tensor_files import Array, CheckedFile, gathered, state_arrays
+from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.page_rows import joined_rows, pages_of_rows, rows_of_pages
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.state_kv import StateKV
 
 
 @dataclass(frozen=True, slots=True)
 class RewindPoint:
-    """The layers that do not keep all tokens, as they were after `tokens` tokens. These copies are never written."""
+    """A length that the sequence can go back to, and the recurrent layers' states there. The states never change."""
 
     tokens: int
-    layers: tuple[StatefulKV, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedRows:
-    """Rows taken out of a sequence so that they can be put back: from `start` on, layer by layer, K then V. With them
-    the rewind points of that moment.
-    """
-
-    start: int
-    rows: tuple[EncodedRows, ...]
-    points: tuple[RewindPoint, ...] = ()
+    states: tuple[StateKV, ...]
 
 
 class SequenceKV:
-    """KV of the first `length` tokens of a sequence."""
+    """KV of the first `length` tokens of a sequence. It gives its pages back when it is released or dropped."""
 
-    def __init__(self, layers: Sequence[AnyLayerKV], points: Iterable[RewindPoint] = ()) -> None:
-        self.layers = list(layers)
-        self._points = list(points)
+    def __init__(self, pool: KvPool) -> None:
+        self.tables: list[BlockTable] = []
+        self.pool = pool
+        self.length = 0
+        self.states = {
+            index: StateKV(len(layer.state_tensors))
+            for index, layer in enumerate(pool.identity.layers)
+            if pool.formats.get(index) is None
+        }
+        self.tables = [BlockTable(group.window) for group in pool.groups]
+        self._table_of = {layer: number for number, group in enumerate(pool.groups) for layer in group.layers}
+        self._points: list[RewindPoint] = []
 
-    @classmethod
-    def of(cls, identity: identity_pb2.KvIdentity) -> "SequenceKV":
-        """An empty sequence of any layout."""
-        return cls([new_layer(identity, index) for index in range(len(identity.layers))])
+    def __del__(self) -> None:
+        self.release()
 
-    @classmethod
-    def from_files(
-        cls,
-        identity: identity_pb2.KvIdentity,
-        files: Sequence[CheckedFile],
-        keep: int,
-        states: Sequence[CheckedFile] = (),
-    ) -> "SequenceKV":
-        """The first `keep` tokens of files that cover them from position 0, with its rewind points. If the model has
-        states, the last rewind point is at `keep`.
-
-        Rows go straight to their places in the buffers, not through a long concatenation. Raises DataLoss before MLX
-        sees a value that is not finite.
-        """
-        kv = cls.of(identity)
-        # Both are read and checked before MLX is given anything.
-        buffers = gathered(identity, files, keep, capacity_rows(keep)) if kv.row_layers else []
-        tensors = [(file.header.identity.tokens, state_arrays(identity, file)) for file in states]
-        arrays = iter([_to_mlx(buffer, spec) for spec, buffer in buffers])
-        for layer in kv.row_layers:
-            layer.offset = keep
-            for buffer in layer.buffers:
-                buffer.parts = tuple(next(arrays) for _ in range(buffer.codec.part_count))
-        kv._points = [kv._point(tokens, [_to_mlx(tensor, spec) for spec, tensor in found]) for tokens, found in tensors]
-        if kv._points:
-            kv._become(kv._points[-1].layers)
-        mx.eval(kv.state)
-        return kv
+    def release(self) -> None:
+        """Give all pages back. The sequence is empty then. Idempotent."""
+        for table in self.tables:
+            self.pool.release(table.pages.values())
+            table.pages.clear()
 
     # --- what it is ---
 
     @property
-    def row_layers(self) -> list[LayerKV]:
-        """The layers that keep all their tokens."""
-        return [layer for layer in self.layers if isinstance(layer, LayerKV)]
-
-    @property
-    def stateful_layers(self) -> list[StatefulKV]:
-        """The layers that do not keep all their tokens."""
-        return [layer for layer in self.layers if not isinstance(layer, LayerKV)]
-
-    @property
-    def length(self) -> int:
-        """Tokens that blocks can be made of. Layers that do not keep all tokens may have been set back further."""
-        return (self.row_layers or self.layers)[0].offset
+    def has_rewind_points(self) -> bool:
+        """Whether some layer does not keep all tokens."""
+        return bool(self.states) or any(table.window for table in self.tables)
 
     @property
     def rewind_points(self) -> tuple[int, ...]:
-        """Token counts that the sequence can go back to, ascending. Without stateful layers it can go to any count."""
+        """Lengths that were marked, ascending."""
         return tuple(point.tokens for point in self._points)
 
     @property
-    def state(self) -> list[mx.array]:
-        """All arrays, to be evaluated together."""
-        return [array for layer in self.layers for array in layer.state]
+    def pages(self) -> Iterator[int]:
+        """The pages that it holds, of all groups."""
+        return (page for table in self.tables for page in table.pages.values())
+
+    @property
+    def state_arrays(self) -> list[mx.array]:
+        """The recurrent layers' arrays, to be evaluated together."""
+        return [array for state in self.states.values() for array in state.state]
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of all arrays. Layers that still share the last rewind point's arrays are counted once, there."""
-        at_point = self._points[-1].tokens if self._points else -1
-        live = sum(layer.nbytes for layer in self.layers if isinstance(layer, LayerKV) or layer.offset != at_point)
-        return live + sum(point.nbytes for point in self._points)
+        """Bytes of its pages, shared ones too, and of its states. States that a rewind point shares count once."""
+        points = sum(state.nbytes for point in self._points for state in point.states)
+        is_at_point = bool(self._points) and self._points[-1].tokens == self.length
+        own = 0 if is_at_point else sum(state.nbytes for state in self.states.values())
+        return sum(1 for _ in self.pages) * self.pool.page_bytes + points + own
+
+    def table_number(self, layer: int) -> int:
+        return self._table_of[layer]
+
+    def table_of(self, layer: int) -> BlockTable:
+        return self.tables[self._table_of[layer]]
+
+    def seen_rows(self, layer: int) -> EncodedRows | None:
+        """The stored rows that the next token sees in one layer, as parts [1, kv_heads, n, width]; None if n is 0."""
+        table = self.table_of(layer)
+        return self.rows(layer, window_start(table.window, self.length), self.length)
+
+    def rows(self, layer: int, start: int, stop: int) -> EncodedRows | None:
+        """Rows [start, stop) of one layer, which must be here; None if there are none."""
+        if start == stop:
+            return None
+        table, first = self.table_of(layer), start // PAGE_TOKENS
+        pages = self.pool.pages_of(layer, table.held(range(first, blocks_of(stop))))
+        base = first * PAGE_TOKENS
+        return rows_of_pages(self.pool.formats[layer], pages, start - base, stop - base)
+
+    # --- going on ---
+
+    def append(self, rows: dict[int, EncodedRows]) -> None:
+        """Store the rows that follow, of each layer: parts [1, kv_heads, n, width]. Not evaluated. Raises
+        ResourceExhausted, and has changed nothing, if the pool has no room.
+        """
+        count = next(iter(rows.values()))[0].shape[2] if rows else 0
+        stop = self.length + count
+        spans = [self._span(table, stop) for table in self.tables]
+        own = self._own_pages(spans)
+        for group, table, blocks, pages in zip(self.pool.groups, self.tables, spans, own, strict=True):
+            for layer in group.layers:
+                self._write(layer, table, blocks, pages, rows[layer])
+        for table, blocks, pages in zip(self.tables, spans, own, strict=True):
+            self._replace(table, dict(zip(blocks, pages, strict=True)))
+        self.advanced(count)
+
+    def writable_page(self, table: BlockTable) -> tuple[int, int | None]:
+        """The private page of the next single row, and the page whose rows must be copied to it first, if any."""
+        block = self.length // PAGE_TOKENS
+        page = table.pages.get(block)
+        if page is not None and self.pool.allocator.holders(page) == 1:
+            return page, None
+        [own] = self.pool.take(1)
+        # The shared page is released after its rows were copied, in the order in which MLX computes.
+        self._replace(table, {block: own})
+        return own, page
+
+    def advanced(self, count: int) -> None:
+        """So many more rows are stored. Window pages that neither the length nor a rewind point needs are released."""
+        before, self.length = self.length, self.length + count
+        for table in self.tables:
+            if (
+                table.window
+                and needed_blocks(table.window, before).start != needed_blocks(table.window, self.length).start
+            ):
+                self._release_unneeded(table)
+
+    def _span(self, table: BlockTable, stop: int) -> range:
+        """The blocks to write for rows up to `stop`: of a window only those that the row at `stop` sees."""
+        start = max(self.length, window_start(table.window, stop))
+        return range(start // PAGE_TOKENS, blocks_of(stop))
+
+    def _own_pages(self, spans: Sequence[range]) -> list[list[int]]:
+        """Private pages for these blocks of each table: the one that it has, or new ones."""
+        held = [
+            [self._private_page(table, block) for block in blocks]
+            for table, blocks in zip(self.tables, spans, strict=True)
+        ]
+        new = iter(self.pool.take(sum(page is None for pages in held for page in pages)))
+        return [[next(new) if page is None else page for page in pages] for pages in held]
+
+    def _private_page(self, table: BlockTable, block: int) -> int | None:
+        page = table.pages.get(block)
+        return page if page is not None and self.pool.allocator.holders(page) == 1 else None
+
+    def _write(self, layer: int, table: BlockTable, blocks: range, pages: Sequence[int], rows: EncodedRows) -> None:
+        page_format, first = self.pool.formats[layer], blocks.start * PAGE_TOKENS
+        if first < self.length:
+            tail = self.pool.pages_of(layer, [table.pages[blocks.start]])
+            rows = joined_rows(rows_of_pages(page_format, tail, 0, self.length - first), rows)
+        elif skipped := first - self.length:
+            rows = tuple(part[:, :, skipped:] for part in rows)
+        self.pool.write_pages(layer, pages, pages_of_rows(page_format, rows))
+
+    def _replace(self, table: BlockTable, pages: dict[int, int]) -> None:
+        """Hold these pages, by block, instead of others."""
+        for block, page in pages.items():
+            if (old := table.pages.get(block)) is not None and old != page:
+                self.pool.release([old])
+            table.pages[block] = page
 
     # --- back in time ---
 
     def mark(self) -> None:
-        """Make a rewind point of the present moment. Evaluates. Without effect if every layer keeps all its tokens."""
-        if self.stateful_layers and self.length not in self.rewind_points:
-            layers = tuple(layer.compacted() for layer in self.stateful_layers)
-            mx.eval([layer.state for layer in layers])
-            self._points.append(RewindPoint(self.length, layers))
-            # From here on the layers share the copies, so that the arrays that these were cut from can be freed.
-            self._become(layers)
+        """Make a rewind point of the present length. Evaluates. Without effect if every layer keeps all its tokens."""
+        if self.has_rewind_points and self.length not in self.rewind_points:
+            states = tuple(state.compacted() for state in self.states.values())
+            mx.eval([state.state for state in states])
+            self.set_point(RewindPoint(self.length, states))
+
+    def set_point(self, point: RewindPoint) -> None:
+        """Add a rewind point behind all others; the sequence's states are those at it."""
+        self._points.append(point)
+        self._become(point.states)
+
+    def point_at(self, tokens: int) -> RewindPoint:
+        """The rewind point at a length. Raises ValueError if there is none."""
+        for point in self._points:
+            if point.tokens == tokens:
+                return point
+        raise ValueError(f"rewind points are at {self.rewind_points}, not at {tokens}")
 
     def keep_rewind_points(self, tokens: Collection[int]) -> None:
-        """Forget all rewind points except those at these token counts."""
+        """Forget all rewind points except those at these lengths."""
         self._points = [point for point in self._points if point.tokens in tokens]
-
-    def start_before(self, length: int) -> int:
-        """The largest token count, at most `length`, from which the next token can be computed."""
-        if self.can_go_on_from(length):
-            return length
-        return max((point for point in self.rewind_points if point <= length), default=0)
+        self._release_all_unneeded()
 
     def can_go_on_from(self, length: int) -> bool:
         """Whether after `trim_to(length)` the next token can be computed."""
-        return not self.stateful_layers or length == 0 or length in self.rewind_points or self._is_whole_at(length)
+        has_states = not length or length in self.rewind_points or self._has_states_of(length)
+        return length <= self.length and has_states and all(table.can_go_on_from(length) for table in self.tables)
+
+    def start_before(self, length: int) -> int:
+        """The largest length, at most `length`, from which the next token can be computed: `length` itself, a rewind
+        point, or, if no layer is recurrent, the border of a block.
+        """
+        borders = () if self.states else range(0, length + 1, PAGE_TOKENS)
+        lengths = {length, *self.rewind_points, *borders}
+        return max((one for one in lengths if one <= length and self.can_go_on_from(one)), default=0)
 
     def trim_to(self, length: int) -> None:
-        """Forget everything behind `length` tokens. Rows are freed, not erased: nothing reads them.
-
-        Layers that do not keep all tokens go back to the last rewind point at or before `length`. If that is earlier,
-        the sequence can be stored but not continued: trim it first to a length for which `can_go_on_from` holds.
+        """Forget everything behind `length` tokens. States go back to the last rewind point at or before it. Unless
+        `can_go_on_from(length)`, the sequence cannot be continued then before it is trimmed further.
         """
         self._points = [point for point in self._points if point.tokens <= length]
-        if self.stateful_layers and not self._is_whole_at(length):
-            self._become(self._points[-1].layers if self._points else None)
-        for layer in self.row_layers:
-            layer.trim(layer.offset - length)
+        if not self._has_states_of(length):
+            self._become(self._points[-1].states if self._points else [s.empty_like() for s in self.states.values()])
+        self.length = length
+        self._release_all_unneeded()
 
-    def fork(self) -> "SequenceKV":
-        """A second sequence with the same KV. Rows are shared until one side writes, rewind points for ever."""
-        return SequenceKV([layer.fork() for layer in self.layers], self._points)
-
-    def fork_of(self, length: int) -> "SequenceKV":
-        """A fork of the first `length` tokens, with buffers of that size: writing to it copies no more than that.
-        Evaluates.
+    def fork(self, length: int | None = None) -> "SequenceKV":
+        """A second sequence with the same KV, or with the first `length` tokens of it. All pages are shared, also the
+        last one until either side writes. Raises ValueError for a length that it cannot go on from.
         """
-        forked = self.fork()
-        forked.trim_to(length)
-        forked.release_spare()
-        mx.eval(forked.state)
+        if length is not None and not self.can_go_on_from(length):
+            raise ValueError(f"KV of {self.length} tokens cannot go on from {length}")
+        forked = SequenceKV(self.pool)
+        forked.tables = [table.copy() for table in self.tables]
+        self.pool.allocator.share(forked.pages)
+        forked._points, forked.length = list(self._points), self.length
+        forked._become(list(self.states.values()))
+        if length is not None:
+            forked.trim_to(length)
         return forked
 
-    def release_spare(self) -> None:
-        """Shrink the buffers to what the tokens need. Does not evaluate: a cell that was left half-way stays so."""
-        for layer in self.row_layers:
-            for buffer in layer.buffers:
-                buffer.shrink(layer.offset)
+    def _has_states_of(self, length: int) -> bool:
+        return all(state.offset == length for state in self.states.values())
 
-    def saved_rows(self, start: int) -> SavedRows:
-        """Copies of the rows from `start` on, and the rewind points: everything that a turn from there may change."""
-        rows = tuple(
-            tuple(mx.contiguous(part) for part in buffer.read(start, layer.offset))
-            for layer in self.row_layers
-            for buffer in layer.buffers
-        )
-        mx.eval(rows)
-        return SavedRows(start, rows, tuple(self._points))
+    def _become(self, states: Sequence[StateKV]) -> None:
+        self.states = {layer: state.fork() for layer, state in zip(self.states, states, strict=True)}
 
-    def put_back(self, saved: SavedRows) -> None:
-        """Make the sequence what it was when the rows were saved, to the bit. Layers that do not keep all tokens go
-        back to its last rewind point.
-        """
-        rows = iter(saved.rows)
-        for layer in self.row_layers:
-            for buffer in layer.buffers:
-                parts = next(rows)
-                buffer.write(saved.start, parts)
-            layer.offset = saved.start + parts[0].shape[2]
-        self._points = list(saved.points)
-        self._become(self._points[-1].layers if self._points else None)
-        mx.eval(self.state)
+    def _release_all_unneeded(self) -> None:
+        for table in self.tables:
+            self._release_unneeded(table)
 
-    # --- files ---
-
-    def to_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
-        """The tensor file of rows [start, start + tokens), or of the state at a rewind point, as the file's identity
-        says. The sequence must be evaluated. Raises ValueError for rows or rewind points that it does not have.
-        """
-        if file_identity.kind == "state":
-            return self._state_file(identity, file_identity)
-        start, stop = file_identity.start, file_identity.start + file_identity.tokens
-        if stop > self.length:
-            raise ValueError(f"rows: expected at most {self.length}, asked for [{start}, {stop})")
-        parts = [data for layer in self.row_layers for buffer in layer.buffers for data in buffer.to_bytes(start, stop)]
-        return encode(file_identity, list(zip(expected_tensors(identity, file_identity.tokens), parts, strict=True)))
-
-    def _state_file(self, identity: identity_pb2.KvIdentity, file_identity: FileIdentity) -> bytes:
-        point = next((point for point in self._points if point.tokens == file_identity.tokens), None)
-        if point is None:
-            raise ValueError(f"state: rewind points are {self.rewind_points}, asked for {file_identity.tokens}")
-        parts = [data for layer in point.layers for data in layer.to_bytes()]
-        specs = expected_state_tensors(identity, file_identity.tokens)
-        return encode(file_identity, list(zip(specs, parts, strict=True)))
-
-    def _point(self, tokens: int, arrays: Sequence[mx.array]) -> RewindPoint:
-        """The rewind point that a state file's tensors hold."""
-        rest, layers = list(arrays), []
-        for layer in self.stateful_layers:
-            count, made = layer.part_count_after(tokens), layer.empty_like()
-            made.put_parts(tokens, rest[:count])
-            layers.append(made)
-            del rest[:count]
-        return RewindPoint(tokens, tuple(layers))
-
-    def _is_whole_at(self, length: int) -> bool:
-        return all(layer.offset == length for layer in self.stateful_layers)
-
-    def _become(self, stateful: Sequence[StatefulKV] | None) -> None:
-        """Replace the stateful layers by forks of these, or by empty ones."""
-        forks = iter([layer.fork() if stateful else layer.empty_like() for layer in stateful or self.stateful_layers])
-        self.layers = [layer if isinstance(layer, LayerKV) else next(forks) for layer in self.layers]
-
-
-def _to_mlx(buffer: Array, spec: TensorSpec) -> mx.array:
-    array = mx.array(buffer)
-    return array.view(mx.bfloat16) if spec.dtype == "BF16" else array
+    def _release_unneeded(self, table: BlockTable) -> None:
+        unneeded = list(table.unneeded((self.length, *self.rewind_points)))
+        self.pool.release(table.pages.pop(block) for block in unneeded)

@@ -31,7 +31,7 @@ _EXPONENTS: Mapping[str, np.uint16 | np.uint32] = {
     "F16": np.uint16(0x7C00),
     "F32": np.uint32(0x7F800000),
 }
-
+_UNIT_BYTES = 2
 
 Array: TypeAlias = npt.NDArray[np.generic]
 
@@ -91,25 +91,47 @@ def state_arrays(identity: identity_pb2.KvIdentity, file: CheckedFile) -> list[t
     return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
 
 
-def gathered(
-    identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile], keep: int, capacity: int
-) -> list[tuple[TensorSpec, Array]]:
-    """The first `keep` rows of the files, in one buffer [1, kv_heads, capacity, …] per tensor of the schema.
-
-    Raises DataLoss that names the file with a scale, bias or exact value among those rows that is not finite.
+def page_units(identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile]) -> Array:
+    """The tensors of block and tail files as pages, uint16 [files, units]: of a block its bytes as they are, of a tail
+    with zeros behind its rows.
     """
-    specs = expected_tensors(identity, capacity)
-    buffers = [np.zeros((1, *spec.shape), dtype=HOST_TYPES[spec.dtype]) for spec in specs]
-    for file in files[: -(-keep // BLOCK_TOKENS)]:
-        start = file.header.identity.start
-        stop = min(start + file.header.identity.tokens, keep)
-        for buffer, view in zip(buffers, _views(file), strict=True):
-            buffer[0, :, start:stop] = view[:, : stop - start]
-    for spec, buffer in zip(specs, buffers, strict=True):
-        if not _is_finite(buffer, spec.dtype):
-            _, _, rows, _ = np.nonzero(_not_finite(buffer, spec.dtype))
-            raise _damaged(int(rows.min()) // BLOCK_TOKENS, f"{spec.name}: holds a value that is not finite")
-    return list(zip(specs, buffers, strict=True))
+    units = sum(spec.size_bytes for spec in expected_tensors(identity, BLOCK_TOKENS)) // _UNIT_BYTES
+    pages = np.zeros((len(files), units), dtype=np.uint16)
+    for page, file in zip(pages, files, strict=True):
+        if file.header.identity.tokens == BLOCK_TOKENS:
+            page[:] = np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
+        else:
+            _spread(page, file)
+    return pages
+
+
+def exponents(identity: identity_pb2.KvIdentity) -> Array:
+    """For each unit of such a page the bits of a number's exponent; 0 for codes, of which any bits are valid."""
+    specs = expected_tensors(identity, BLOCK_TOKENS)
+    return np.concatenate(
+        [np.full(spec.size_bytes // _UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
+    )
+
+
+def not_finite(index: int) -> DataLoss:
+    """The error for a file with a scale, bias or exact value that is not finite."""
+    return _damaged(index, "holds a value that is not finite")
+
+
+def _spread(page: Array, file: CheckedFile) -> None:
+    """Copy a tail's rows to their places in a page."""
+    offset = 0
+    for view in _views(file):
+        units = view.view(np.uint16) if view.dtype.itemsize == _UNIT_BYTES else _as_units(view)
+        heads, rows, width = units.shape
+        size = heads * BLOCK_TOKENS * width
+        page[offset : offset + size].reshape(heads, BLOCK_TOKENS, width)[:, :rows] = units
+        offset += size
+
+
+def _as_units(words: Array) -> Array:
+    """32-bit words [heads, rows, n] as 16-bit units [heads, rows, 2 n]."""
+    return np.ascontiguousarray(words).view(np.uint16)
 
 
 def _views(file: CheckedFile) -> Iterator[Array]:

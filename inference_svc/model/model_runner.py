@@ -7,22 +7,21 @@ from typing import Any
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import Cancelled
-from kvasir.formats.block_file import TensorSpec, layer_tensors
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
-from inference_svc.kv.applied import keys_are_stored_as_said
-from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.kv.layers import AnyLayerKV
+from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
 from inference_svc.kv.state_kv import StateKV
-from inference_svc.kv.window_kv import WindowKV
 
 _RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
-_FILE_TYPES = {mx.uint32: "U32", mx.float16: "F16", mx.bfloat16: "BF16"}
+_ANY_BYTES = 1 << 40  # a probe's pool grows with use, and is small
 
 
 class ModelRunner:
@@ -44,41 +43,57 @@ class ModelRunner:
         """Raise InvalidArgument for a policy that does not exist, FailedPrecondition if a layer cannot be stored so."""
         self._layout.check_policy(self._model, policy)
 
-    def new_kv(self, policy: identity_pb2.KvPolicy) -> SequenceKV:
-        return SequenceKV.of(identity_pb2.KvIdentity(layers=self.layers, policy=policy))
+    def new_pool(
+        self, policy: identity_pb2.KvPolicy, budget_bytes: int = _ANY_BYTES, *, is_allocated: bool = False
+    ) -> KvPool:
+        """A pool for sequences of this model, stored as `policy` says. See `KvPool`."""
+        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
+        return KvPool(identity, budget_bytes, is_allocated=is_allocated)
 
     def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
-        """A new KV, arranged as the model takes its caches."""
-        return self._layout.caches(self.new_kv(policy).layers)
+        """A new sequence's layers, each with a pool of its own, arranged as the model takes its caches. For
+        measurements.
+        """
+        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
+        return self._layout.caches(
+            [
+                StateKV(len(layer.state_tensors))
+                if layer.kind == identity_pb2.LAYER_KIND_STATE
+                else StandaloneLayer(standalone_identity(identity, index))
+                for index, layer in enumerate(self.layers)
+            ]
+        )
 
     def prefill(
         self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
     ) -> None:
-        """Compute the KV of the next tokens, without logits. Evaluates. Raises Cancelled between two layers; then all
-        layers have the rows, but only the first layers have computed them.
+        """Compute and store the KV of the next tokens, without logits. Evaluates. If it raises, Cancelled between two
+        layers or ResourceExhausted for want of pages, nothing has changed.
         """
-        self._forward(kv, token_ids)
-        self._evaluate(kv, is_cancelled)
+        self._compute(kv, token_ids, is_cancelled)
         self.release_unused()
 
     def last_logits(
         self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
     ) -> mx.array:
-        """Compute the KV of the next tokens; returns logits [1, vocabulary] for the token after the last. Evaluates.
-        Raises Cancelled as `prefill` does.
+        """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last.
+        Evaluates. Raises as `prefill` does.
         """
-        logits = self._forward(kv, token_ids)[:, -1]
-        self._evaluate(kv, is_cancelled)
+        logits = self._compute(kv, token_ids, is_cancelled)
         mx.eval(logits)
         self.release_unused()
         return logits
 
-    def _evaluate(self, kv: SequenceKV, is_cancelled: Callable[[], bool]) -> None:
-        """Evaluate layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long."""
-        for layer in kv.layers:
-            mx.eval(layer.state)
+    def _compute(self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> mx.array:
+        layers = prefill_layers(kv)
+        logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)[:, -1]
+        # Layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long.
+        for layer in layers:
+            mx.eval(layer.state if isinstance(layer, StateKV) else layer.new_rows)
             if is_cancelled():
                 raise Cancelled("the turn was cancelled; the agent remembers what it did before")
+        commit(kv, layers, len(token_ids))
+        return logits
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated: of all positions or of the last one, [rows, n or 1, vocabulary].
@@ -113,13 +128,10 @@ class ModelRunner:
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
         """Layers with K and V whose live KV, after a probe, is stored exactly as the identity's policy says."""
-        kv = self.new_kv(identity.policy)
+        kv = SequenceKV(self.new_pool(identity.policy))
         self.prefill(kv, PROBE_TOKENS)
         keys = own_keys(self._model, PROBE_TOKENS)
-        return sum(_is_stored_as_said(layer, identity, index, keys[index]) for index, layer in enumerate(kv.layers))
-
-    def _forward(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
-        return self.forward(mx.array([token_ids], dtype=mx.uint32), kv.layers)
+        return sum(is_stored_as_said(kv, index, identity, own) for index, own in enumerate(keys))
 
 
 def _probe_tokens() -> mx.array:
@@ -166,26 +178,3 @@ def _every_position(model: Module) -> Iterator[None]:
         yield
     finally:
         trunk.__class__ = narrowed
-
-
-def _is_stored_as_said(
-    layer: AnyLayerKV, identity: identity_pb2.KvIdentity, index: int, own_keys: mx.array | None
-) -> bool:
-    """Whether the layer's arrays after a probe are those that a file of the identity has, rotation included."""
-    if isinstance(layer, StateKV) or own_keys is None:
-        return False
-    live = _live_tensors(layer, index) == layer_tensors(identity, index, layer.offset)
-    return live and keys_are_stored_as_said(layer, identity.policy, own_keys)
-
-
-def _live_tensors(layer: LayerKV | WindowKV, index: int) -> list[TensorSpec]:
-    """The layer's arrays, described as a file describes its tensors."""
-    specs: list[TensorSpec] = []
-    for letter, buffer in zip("kv", layer.buffers, strict=True):
-        parts = buffer.read(0, layer.offset)
-        suffixes = ("",) if len(parts) == 1 else ("_weights", "_scales", "_biases")
-        specs += (
-            TensorSpec(f"layer_{index}_{letter}{suffix}", _FILE_TYPES.get(part.dtype, str(part.dtype)), part.shape[1:])
-            for suffix, part in zip(suffixes, parts, strict=True)
-        )
-    return specs

@@ -1,34 +1,35 @@
 """The batch of all sequences that are decoding, one token each per forward pass."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 
-from inference_svc.kv.batch.batch_kv import BatchLayerKV
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.batch_window import BatchWindowKV
-from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.kv.layers import AnyLayerKV
+from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.state_kv import StateKV
-from inference_svc.kv.window_kv import WindowKV
 
-BatchedLayer: TypeAlias = BatchLayerKV | BatchWindowKV | BatchStateKV
+Forward = Callable[[mx.array, list[Any]], mx.array]
 
 
 class DecodeBatch:
-    """Sequences by slot. Each keeps its own buffers while it is in the batch, but they lag behind until it is flushed.
+    """Sequences of one pool, by slot. Their rows lie in the pool's pages: to join or to leave copies none of them.
 
-    `forward` maps tokens [slots, 1] and the layers' batched caches to logits [slots, 1, vocabulary].
-    `decoded_budget` bounds the values in the decoded copies of all layers together; above it, rows are decoded on read.
+    `forward` maps tokens [slots, 1] and the layers' batched caches to logits [slots, 1, vocabulary]. `decoded_budget`
+    bounds the values in the decoded copies of all layers together; above it, rows are decoded on read.
     """
 
-    def __init__(self, forward: Callable[[mx.array, list[Any]], mx.array], decoded_budget: int) -> None:
+    def __init__(self, pool: KvPool, forward: Forward, decoded_budget: int, new_layer: Any = DecodedLayer) -> None:
+        self._pool = pool
         self._forward = forward
         self._decoded_budget = decoded_budget
         self._sequences: list[SequenceKV] = []
-        self._layers: list[Any] = []
+        self._states = {
+            index: BatchStateKV() for index in range(len(pool.identity.layers)) if index not in pool.formats
+        }
+        self._layers: dict[int, Any] = {index: new_layer(pool, index) for index in pool.formats}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -43,62 +44,79 @@ class DecodeBatch:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes that the batch holds besides its sequences' own buffers."""
-        return sum(layer.scratch_bytes for layer in self._layers)
+        """Bytes that the batch holds besides the pool."""
+        return sum(layer.scratch_bytes for layer in (*self._layers.values(), *self._states.values()))
 
     def join(self, kv: SequenceKV) -> None:
         """Add a sequence. It must not be used elsewhere until it leaves."""
-        if not self._layers:
-            self._layers = [batched_form(layer) for layer in kv.layers]
-        for batch, layer in zip(self._layers, kv.layers, strict=True):
-            batch.join(layer)
+        for index, state in self._states.items():
+            state.join(kv.states[index])
         self._sequences.append(kv)
 
     def leave(self, kv: SequenceKV) -> None:
-        """Take a sequence out, with all its rows in its own buffers. Without effect if it is not in the batch."""
+        """Take a sequence out. The last slot takes its place. Without effect if it is not in the batch."""
         if kv not in self:
             return
-        slot = self._slot(kv)
-        for batch in self._layers:
-            batch.leave(slot)
-        last = self._sequences.pop()
-        if last is not kv:
-            self._sequences[slot] = last
-        mx.eval(kv.state)
+        slot, last = self._slot(kv), len(self._sequences) - 1
+        for state in self._states.values():
+            state.leave(slot)
+        last_length = self._sequences[last].length
+        for layer in self._layers.values():
+            layer.leave(slot, last, last_length)
+        self._sequences[slot] = self._sequences[last]
+        self._sequences.pop()
+        mx.eval(kv.state_arrays)
+        self._forget_spare()
 
     def flush(self, kv: SequenceKV) -> None:
-        """Bring a sequence's own buffers up to date, so that they can be read. It stays in the batch."""
-        if kv in self:
-            for batch in self._layers:
-                batch.flush(self._slot(kv))
-            mx.eval(kv.state)
+        """Give a sequence its own states, so that they can be read. It stays in the batch."""
+        if kv in self and self._states:
+            for state in self._states.values():
+                state.flush(self._slot(kv))
+            mx.eval(kv.state_arrays)
 
-    def step(self, token_ids: Sequence[int]) -> mx.array:
-        """Compute one more token of each sequence; returns logits [slots, vocabulary], not evaluated."""
-        self._stay_within_budget()
-        logits = self._forward(mx.array([[token] for token in token_ids], dtype=mx.uint32), self._layers)
-        return logits[:, -1]
+    def step(self, token_ids: Sequence[int] | mx.array) -> mx.array:
+        """Compute one more token of each sequence; returns logits [slots, vocabulary], not evaluated. Evaluating them
+        stores the rows. Raises ResourceExhausted, and nothing is computed, if the pool has no room.
+        """
+        step = DecodeStep.of(self._pool, self._sequences)
+        keeps_decoded = self._decoded_values() <= self._decoded_budget
+        for layer in self._layers.values():
+            layer.begin(step, keeps_decoded=keeps_decoded)
+        tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
+        caches = [self._layers.get(index) or self._states[index] for index in range(len(self._pool.identity.layers))]
+        logits = self._forward(tokens[:, None], caches)[:, -1]
+        for kv in self._sequences:
+            kv.advanced(1)
+        # The rows have no reader in this step: without the dependency they would pile up unevaluated.
+        stored = [*self._pool.arrays, *self._state_arrays()]
+        after: mx.array = mx.depends([logits], stored)[0]
+        return after
 
     def discard(self) -> list[SequenceKV]:
-        """Drop all scratch after a failed step. The layers of the returned sequences may disagree on their length."""
-        sequences, self._sequences, self._layers = self._sequences, [], []
+        """Drop all scratch after a failed step. What the returned sequences hold behind their length is nobody's."""
+        sequences, self._sequences = self._sequences, []
+        self._states = {index: BatchStateKV() for index in self._states}
+        for layer in self._layers.values():
+            layer.forget_decoded()
         return sequences
 
     def _slot(self, kv: SequenceKV) -> int:
         return next(slot for slot, other in enumerate(self._sequences) if other is kv)
 
-    def _stay_within_budget(self) -> None:
-        is_kept = sum(layer.decoded_values for layer in self._layers) <= self._decoded_budget
-        for layer in self._layers:
-            layer.keep_decoded(is_kept)
+    def _state_arrays(self) -> list[mx.array]:
+        return [array for state in self._states.values() for array in state.state]
 
+    def _longest(self) -> int:
+        return max((kv.length for kv in self._sequences), default=0)
 
-def batched_form(layer: AnyLayerKV) -> BatchedLayer:
-    """An empty batch for layers like this one."""
-    match layer:
-        case LayerKV():
-            return BatchLayerKV()
-        case WindowKV():
-            return BatchWindowKV()
-        case StateKV():
-            return BatchStateKV()
+    def _decoded_values(self) -> int:
+        longest = self._longest()
+        return sum(layer.decoded_values(len(self._sequences), longest) for layer in self._layers.values())
+
+    def _forget_spare(self) -> None:
+        """Give decoded copies back that are much larger than the remaining sequences need."""
+        slots, longest = len(self._sequences), self._longest()
+        for layer in self._layers.values():
+            if layer.has_spare(slots, longest):
+                layer.forget_decoded()

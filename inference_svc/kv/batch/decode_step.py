@@ -1,0 +1,66 @@
+"""What all layers of a decoding step have in common: the sequences by slot, their pages, and where the new rows go."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import mlx.core as mx
+
+from inference_svc.kv.block_table import BlockTable, blocks_of
+from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.sequence_kv import SequenceKV
+
+_TABLE_STEP = 8  # block tables grow by so many blocks, so that few widths occur
+
+
+class GroupRows:
+    """One group of layers in one step: the page of each sequence's new row, private since this was made."""
+
+    def __init__(self, pool: KvPool, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int]) -> None:
+        self.pages = mx.array(pages, dtype=mx.int32)
+        self.rows_in_page = mx.array([length % PAGE_TOKENS for length in lengths], dtype=mx.int32)
+        self._tables = tables
+        self._width = -(-blocks_of(max(lengths) + 1) // _TABLE_STEP) * _TABLE_STEP
+        self._pool = pool
+
+    @cached_property
+    def block_table(self) -> mx.array:
+        """Pages by sequence and block, int32 [slots, width]; 0 where there is none."""
+        return mx.array([table.padded(self._width) for table in self._tables], dtype=mx.int32)
+
+    def columns(self, first: mx.array, step: mx.array) -> mx.array:
+        """Where in its page the units of each sequence's new row go (`page_rows.row_columns`), [slots, units]."""
+        return first[None] + step[None] * self.rows_in_page[:, None]
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token of each sequence is about to be computed. `lengths` are the tokens that each has stored."""
+
+    sequences: tuple[SequenceKV, ...]
+    lengths: tuple[int, ...]
+    groups: tuple[GroupRows, ...]
+
+    @classmethod
+    def of(cls, pool: KvPool, sequences: Sequence[SequenceKV]) -> "DecodeStep":
+        """Give each sequence a private page for its new row. Raises ResourceExhausted if the pool has no room."""
+        lengths = tuple(kv.length for kv in sequences)
+        groups, sources, targets = [], [], []
+        for number in range(len(pool.groups)):
+            tables = [kv.tables[number] for kv in sequences]
+            pages = []
+            for kv, table in zip(sequences, tables, strict=True):
+                page, shared = kv.writable_page(table)
+                pages.append(page)
+                if shared is not None:
+                    sources.append(shared)
+                    targets.append(page)
+            groups.append(GroupRows(pool, tables, lengths, pages))
+        pool.copy_pages(sources, targets)
+        return cls(tuple(sequences), lengths, tuple(groups))
+
+    @cached_property
+    def offsets(self) -> mx.array:
+        """Tokens that each sequence has stored, int32 [slots]."""
+        return mx.array(list(self.lengths), dtype=mx.int32)

@@ -1,0 +1,198 @@
+"""One layer of several sequences, decoding together, over a de-quantized copy of their rows: for a CPU.
+
+Nothing is padded on the left, and where a row lies in the copy is a function of its position alone: position p of a
+layer that keeps all tokens in row p, of a window in row p mod window. So a sequence's rows are summed in the same order
+whatever its mates are. With sums that treat every row alike (`row_exact`) its results are bit for bit those it has
+alone. Without the copy (`keeps_decoded`) the rows are decoded for each step; attention sees the same bits.
+"""
+
+import mlx.core as mx
+
+from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.slot_arrays import SlotArrays
+from inference_svc.kv.codec import EncodedRows
+from inference_svc.kv.page_rows import UNIT, row_columns
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.row_exact import attention_width
+
+
+class DecodedLayer:
+    """K and V of one layer, in the part of mlx-lm's cache protocol that its models call.
+
+    `begin` says what a step is about; then the model computes. No attribute may be called `bits`.
+    """
+
+    def __init__(self, pool: KvPool, layer: int) -> None:
+        self._pool = pool
+        self._layer = layer
+        self._group = pool.groups.index(pool.group_of(layer))
+        self._window = pool.group_of(layer).window
+        self._keys, self._values = pool.codecs[layer]
+        # Where K and V are stored alike they are worked on as one array, V's heads behind those of K.
+        page_format = pool.formats[layer]
+        self._is_stacked = self._keys == self._values and page_format.key.dim == page_format.value.dim
+        order = [0, 3, 1, 4, 2, 5] if self._is_stacked and self._keys.part_count == 3 else None
+        self._columns = row_columns(page_format, order)
+        self._decoded = SlotArrays()
+        self._is_decoded: list[bool] = []
+        self._keeps_decoded = True
+        self._step: DecodeStep | None = None
+
+    # --- what the batch calls ---
+
+    def begin(self, step: DecodeStep, *, keeps_decoded: bool) -> None:
+        """The next pass computes one token of each sequence of `step`. `keeps_decoded`: over the decoded copy."""
+        if keeps_decoded != self._keeps_decoded:
+            self.forget_decoded()
+        self._keeps_decoded = keeps_decoded
+        self._is_decoded += [False] * (len(step.sequences) - len(self._is_decoded))
+        self._step = step
+
+    def leave(self, slot: int, last: int, last_length: int) -> None:
+        """The sequence of `slot` is gone; that of the last slot, of so many tokens, takes its place."""
+        if last < len(self._is_decoded):
+            if slot != last and self._is_decoded[last]:
+                self._decoded.move(last, slot, min(last_length, self._window or last_length))
+            self._is_decoded[slot] = self._is_decoded[last]
+            self._is_decoded.pop()
+        elif slot < len(self._is_decoded):
+            self._is_decoded[slot] = False
+
+    def forget_decoded(self) -> None:
+        """Give the decoded copy's memory back."""
+        self._decoded.clear()
+        self._is_decoded = [False] * len(self._is_decoded)
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._decoded.allocated_bytes
+
+    def decoded_values(self, slots: int, longest: int) -> int:
+        """Values that the decoded copy would have room for in a step of so many sequences."""
+        page_format = self._pool.formats[self._layer]
+        heads, dims = page_format.key.kv_heads, page_format.key.dim + page_format.value.dim
+        reserved_slots, capacity = self._decoded.reserved(slots, self._width_of(longest))
+        return reserved_slots * capacity * heads * dims
+
+    def has_spare(self, slots: int, longest: int) -> bool:
+        """Whether the decoded copy is much larger than so many sequences need."""
+        return 4 * slots * self._width_of(longest) < self._decoded.slots * self._decoded.capacity
+
+    # --- what the model calls ---
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store one new row [slots, kv_heads, 1, dim] behind each sequence; return all rows as attention is to see
+        them, [slots, kv_heads, rows, dim], in the same types. The mask hides the rows that are not a sequence's own.
+        """
+        if keys.shape[2] != 1:
+            raise ValueError(f"a batch decodes one token of each sequence, not {keys.shape[2]}")
+        rows = self._encode(keys, values)
+        self._store(rows)
+        slots, width = len(self._now.sequences), self._width
+        if not self._keeps_decoded:
+            return self._decoded_on_read(keys.dtype, values.dtype)
+        new = self._decode(rows, keys.dtype, values.dtype)
+        self._decoded.reserve(slots, width, new)
+        for slot, is_decoded in enumerate(self._is_decoded):
+            if not is_decoded:
+                self._fill(self._decoded, slot, 0, keys.dtype, values.dtype)
+                self._is_decoded[slot] = True
+        self._decoded.put_each([self._place(length) for length in self._now.lengths], new)
+        read_keys, read_values = self._split(self._decoded.read(slots, width))
+        return read_keys, read_values
+
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        """Which rows the new token of each sequence may attend to, bool [slots, 1, 1, rows]. None for every row."""
+        if count != 1:
+            raise ValueError(f"a batch decodes one token of each sequence, not {count}")
+        lengths, width, seen = self._now.lengths, self._width, self.offset[:, None, None, None]
+        if not self._window:
+            if window_size is not None:
+                raise ValueError("a layer with a window cannot use a KV that keeps all tokens")
+            is_whole = min(lengths) + 1 == width and not return_array
+            return None if is_whole else mx.arange(width)[None, None, None] <= seen
+        window = min(window_size or self._window, self._window)
+        is_whole = min(min(lengths) + 1, self._window) == width and window == self._window
+        if is_whole and not return_array:
+            return None
+        places = mx.arange(width)
+        age = (seen - places) % self._window
+        return (age < mx.minimum(seen + 1, window)) & (places < self._window)
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens that each sequence has stored, int32 [slots]."""
+        return self._now.offsets
+
+    # --- rows ---
+
+    @property
+    def _now(self) -> DecodeStep:
+        assert self._step is not None
+        return self._step
+
+    @property
+    def _width(self) -> int:
+        return self._width_of(max(self._now.lengths))
+
+    def _width_of(self, longest: int) -> int:
+        """Rows that attention sums over, after one more token."""
+        return attention_width(min(longest + 1, self._window) if self._window else longest + 1)
+
+    def _place(self, position: int) -> int:
+        """Where a position's row lies in the decoded copy."""
+        return position % self._window if self._window else position
+
+    def _encode(self, keys: mx.array, values: mx.array) -> EncodedRows:
+        if self._is_stacked:
+            return self._keys.encode(mx.concatenate([keys, values], axis=1))
+        return (*self._keys.encode(keys), *self._values.encode(values))
+
+    def _store(self, rows: EncodedRows) -> None:
+        slots, group = len(self._now.sequences), self._now.groups[self._group]
+        units = mx.concatenate([part.view(UNIT).reshape(slots, -1) for part in rows], axis=1)
+        self._pool.write_rows(self._layer, group.pages, group.columns(*self._columns), units)
+
+    def _decode(self, rows: EncodedRows, key_type: mx.Dtype, value_type: mx.Dtype) -> EncodedRows:
+        """Values of rows that were encoded together, as the decoded copy holds them."""
+        if self._is_stacked:
+            return (self._keys.decode(rows, key_type),)
+        split = self._keys.part_count
+        return self._keys.decode(rows[:split], key_type), self._values.decode(rows[split:], value_type)
+
+    def _split(self, decoded: EncodedRows) -> EncodedRows:
+        """Keys and values."""
+        if not self._is_stacked:
+            return decoded
+        heads = self._pool.formats[self._layer].key.kv_heads
+        return decoded[0][:, :heads], decoded[0][:, heads:]
+
+    def _fill(self, target: SlotArrays, slot: int, more: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
+        """Decode a sequence's stored rows, and `more` behind them, into its slot of `target`."""
+        kv = self._now.sequences[slot]
+        stop = kv.length + more
+        start = max(0, stop - self._window) if self._window else 0
+        # Rows before what the next token sees may be gone; the new row takes the place of the one before them.
+        start = max(start, kv.length - self._window + 1) if self._window else start
+        rows = kv.rows(self._layer, start, stop)
+        if rows is None:
+            return
+        split = self._keys.part_count
+        values = (self._keys.decode(rows[:split], key_type), self._values.decode(rows[split:], value_type))
+        decoded = (mx.concatenate(list(values), axis=1),) if self._is_stacked else values
+        place, count = self._place(start), stop - start
+        until_end = min(count, self._window - place) if self._window else count
+        target.put(slot, place, tuple(part[:, :, :until_end] for part in decoded))
+        if until_end < count:
+            target.put(slot, 0, tuple(part[:, :, until_end:] for part in decoded))
+
+    def _decoded_on_read(self, key_type: mx.Dtype, value_type: mx.Dtype) -> tuple[mx.array, mx.array]:
+        slots, copies = len(self._now.sequences), SlotArrays()
+        page_format, width = self._pool.formats[self._layer], self._width
+        shapes = [(page_format.key, key_type), (page_format.value, value_type)]
+        like = [mx.zeros((1, rows.kv_heads, 1, rows.dim), dtype=dtype) for rows, dtype in shapes]
+        copies.reserve(slots, width, (mx.concatenate(like, axis=1),) if self._is_stacked else tuple(like))
+        for slot in range(slots):
+            self._fill(copies, slot, 1, key_type, value_type)
+        keys, values = self._split(copies.read(slots, width))
+        return keys, values

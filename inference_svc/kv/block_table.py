@@ -1,0 +1,64 @@
+"""One sequence's pages in one group of layers, by block index. Pure: pages are numbers here.
+
+A table of layers that keep all tokens has a page for each block. A table of a window keeps the pages that its window
+touches, at the sequence's length and at each length that it may go back to; the other entries are missing.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from inference_svc.kv.page import PAGE_TOKENS
+
+
+def blocks_of(tokens: int) -> int:
+    """Blocks that hold so many tokens, the last one perhaps in part."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def window_start(window: int, length: int) -> int:
+    """The first position that the token at position `length` sees; `window` 0: it sees all."""
+    return max(0, length - window + 1) if window else 0
+
+
+def needed_blocks(window: int, length: int) -> range:
+    """Blocks that a sequence of `length` tokens needs to go on."""
+    return range(window_start(window, length) // PAGE_TOKENS, blocks_of(length))
+
+
+def most_window_blocks(window: int) -> int:
+    """The most blocks that a window touches at any length."""
+    return blocks_of(max(0, window - 2)) + 1
+
+
+@dataclass
+class BlockTable:
+    """`pages` by block index. `window` 0: the layers keep all tokens.
+
+    Positions before `valid_from` are not in the pages, except for what the lengths of `restored_at` need.
+    """
+
+    window: int
+    pages: dict[int, int] = field(default_factory=dict)
+    valid_from: int = 0
+    restored_at: frozenset[int] = frozenset()
+
+    def can_go_on_from(self, length: int) -> bool:
+        """Whether every row that the token at position `length` sees is here."""
+        is_valid = window_start(self.window, length) >= self.valid_from or length in self.restored_at
+        return is_valid and all(block in self.pages for block in needed_blocks(self.window, length))
+
+    def held(self, blocks: range) -> list[int]:
+        """The pages of these blocks, which must be here."""
+        return [self.pages[block] for block in blocks]
+
+    def padded(self, width: int) -> list[int]:
+        """The pages of blocks 0 to `width` - 1, as a kernel takes them; 0 for those that are missing."""
+        return [self.pages.get(block, 0) for block in range(width)]
+
+    def unneeded(self, lengths: Collection[int]) -> Iterator[int]:
+        """Blocks that none of these lengths needs. Without a window: those behind the last length."""
+        needed = {block for length in lengths for block in needed_blocks(self.window, length)}
+        return (block for block in list(self.pages) if block not in needed)
+
+    def copy(self) -> "BlockTable":
+        return BlockTable(self.window, dict(self.pages), self.valid_from, self.restored_at)

@@ -1,0 +1,78 @@
+"""Which pages are free and how many tables hold each of the others. Pure bookkeeping: no tensors.
+
+free + private + shared = total, always. A page is private while one table holds it, and shared while several do. Only
+the holder of a private page may write it.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from kvasir.errors import ResourceExhausted
+
+
+class PageAllocator:
+    """Pages 0 to `total` - 1. Pages that were used before are given out first, so that few are ever touched."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._holders: dict[int, int] = {}
+        self._returned: list[int] = []
+        self._never_used = 0  # the first page that nobody had yet
+
+    @property
+    def used(self) -> int:
+        return len(self._holders)
+
+    @property
+    def free(self) -> int:
+        return self.total - self.used
+
+    @property
+    def shared(self) -> int:
+        return sum(holders > 1 for holders in self._holders.values())
+
+    @property
+    def touched(self) -> int:
+        """Pages 0 to `touched` - 1 were given out at least once."""
+        return self._never_used
+
+    def holders(self, page: int) -> int:
+        """How many tables hold the page; 0 if it is free."""
+        return self._holders.get(page, 0)
+
+    def take(self, count: int) -> list[int]:
+        """Give out free pages, each private. Raises ResourceExhausted, and takes none, if there are not so many."""
+        if count > self.free:
+            raise ResourceExhausted(
+                f"KV memory: {count} pages are needed, {self.free} of {self.total} are free",
+                reason="MEMORY_EXCEEDED",
+                metadata={"needed_pages": str(count), "free_pages": str(self.free)},
+            )
+        again = [self._returned.pop() for _ in range(min(count, len(self._returned)))]
+        new = range(self._never_used, self._never_used + count - len(again))
+        self._never_used = new.stop
+        taken = [*again, *new]
+        self._holders.update(dict.fromkeys(taken, 1))
+        return taken
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more table holds each of these pages, which must be in use."""
+        for page in pages:
+            self._holders[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One table less holds each of these pages. A page without a holder is free."""
+        for page in pages:
+            holders = self._holders[page] - 1
+            if holders:
+                self._holders[page] = holders
+            else:
+                del self._holders[page]
+                self._returned.append(page)
+
+    def freed_by(self, tables: Iterable[Sequence[int]]) -> int:
+        """How many pages would become free if these tables were released together. Changes nothing."""
+        held: dict[int, int] = {}
+        for table in tables:
+            for page in table:
+                held[page] = held.get(page, 0) + 1
+        return sum(holders == self._holders.get(page) for page, holders in held.items())

@@ -1,0 +1,117 @@
+"""The pool: all KV of one model, in pages that sequences share by number.
+
+For each layer of a group there is one array of pages, and a page number means the same block in all of them. As far as
+Python can see, nothing is written in place: a write makes a new array. MLX reuses the old array's memory because
+nothing else holds it, so nobody may keep a reference to `arrays` while something is written. Lives on the MLX thread.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+
+from inference_svc.kv.block_table import blocks_of, most_window_blocks
+from inference_svc.kv.codec import layer_codecs
+from inference_svc.kv.groups import Group, groups_of
+from inference_svc.kv.page import UNIT_BYTES, PageFormat
+from inference_svc.kv.page_allocator import PageAllocator
+from inference_svc.kv.page_rows import UNIT
+
+_FIRST_PAGES = 8  # of a pool that grows
+# A window's pages are kept at the sequence's end and at two lengths that it may go back to.
+_WINDOW_PLACES = 3
+
+
+class KvPool:
+    """Pages of `identity`'s layout and policy, at most `budget_bytes` of them, and not less than one.
+
+    `is_allocated`: take the memory now, so that it stays flat; else it grows with use, by copying.
+    Raises InvalidArgument for a policy that this engine cannot do.
+    """
+
+    def __init__(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> None:
+        self.identity = identity
+        self.groups = groups_of(identity.layers)
+        self.formats = {index: PageFormat.of(identity, index) for group in self.groups for index in group.layers}
+        self.codecs = {index: layer_codecs(identity.policy, index) for index in self.formats}
+        self._units = [
+            max(self.formats[group.layers[slot]].units for group in self.groups if slot < len(group.layers))
+            for slot in range(max((len(group.layers) for group in self.groups), default=0))
+        ]
+        self.page_bytes = sum(self._units) * UNIT_BYTES
+        self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
+        self.arrays: list[mx.array] = []
+        self._place = {layer: (group, slot) for group in self.groups for slot, layer in enumerate(group.layers)}
+        self._allocate(self.allocator.total if is_allocated else min(_FIRST_PAGES, self.allocator.total))
+
+    # --- counting ---
+
+    def pages_for(self, tokens: int) -> int:
+        """The most pages that a sequence of so many tokens holds, with the window pages of its rewind points."""
+        blocks = blocks_of(tokens)
+        return sum(
+            min(blocks, _WINDOW_PLACES * most_window_blocks(group.window)) if group.window else blocks
+            for group in self.groups
+        )
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(array.nbytes for array in self.arrays)
+
+    # --- pages ---
+
+    def group_of(self, layer: int) -> Group:
+        return self._place[layer][0]
+
+    def slot_of(self, layer: int) -> int:
+        """The array that holds the layer's pages."""
+        return self._place[layer][1]
+
+    def take(self, count: int) -> list[int]:
+        """Free pages; their bytes are whatever they were. Raises ResourceExhausted if there are not so many."""
+        taken = self.allocator.take(count)
+        if self.arrays and self.allocator.touched > self.arrays[0].shape[0]:
+            self._allocate(min(self.allocator.total, max(self.allocator.touched, 2 * self.arrays[0].shape[0])))
+        return taken
+
+    def pages_of(self, layer: int, pages: Sequence[int] | mx.array) -> mx.array:
+        """One layer's pages [n, units], a copy."""
+        numbers = pages if isinstance(pages, mx.array) else mx.array(list(pages), dtype=mx.int32)
+        array = self.arrays[self.slot_of(layer)][numbers]
+        units = self.formats[layer].units
+        return array if array.shape[1] == units else array[:, :units]
+
+    def write_pages(self, layer: int, pages: Sequence[int], content: mx.array) -> None:
+        """Write one layer's pages [n, units], which must be private."""
+        slot, units = self.slot_of(layer), content.shape[1]
+        if units == self._units[slot]:
+            self.arrays[slot][mx.array(list(pages), dtype=mx.int32)] = content
+        else:
+            self.arrays[slot][mx.array(list(pages), dtype=mx.int32), :units] = content
+
+    def write_rows(self, layer: int, pages: mx.array, columns: mx.array, rows: mx.array) -> None:
+        """Write a row of one layer in each of the pages [n], which must be private: units [n, m] at columns [n, m]."""
+        self.arrays[self.slot_of(layer)][pages[:, None], columns] = rows
+
+    def copy_pages(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy pages in all arrays; the targets must be private."""
+        if sources:
+            source, target = (mx.array(list(pages), dtype=mx.int32) for pages in (sources, targets))
+            for array in self.arrays:
+                array[target] = array[source]
+
+    def release(self, pages: Iterable[int]) -> None:
+        self.allocator.release(pages)
+
+    def _allocate(self, pages: int) -> None:
+        """Have so many pages in each array; what they hold stays."""
+        for slot, units in enumerate(self._units):
+            made = mx.zeros((pages, units), dtype=UNIT)
+            if self.arrays and slot < len(self.arrays):
+                old = self.arrays[slot]
+                made[: old.shape[0]] = old
+                self.arrays[slot] = made
+            else:
+                self.arrays.append(made)
+            mx.eval(self.arrays[slot])
