@@ -80,6 +80,11 @@ class Sampler:
         return self._constraint is not None
 
     @property
+    def waits_for_last_token(self) -> bool:
+        """Whether the last token must be known before the next can be drawn."""
+        return self._constraint is not None or self._recent is not None
+
+    @property
     def _is_greedy(self) -> bool:
         return self._params.temperature < _LEAST_TEMPERATURE
 
@@ -152,27 +157,49 @@ class _PlannedDraw:
         return TokenLogprobs(value, tuple(top))
 
 
-def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | KvasirError]:
-    """The next token of each row of logits [rows, vocabulary], one sampler each. Evaluates, once.
+class Draws:
+    """The draws of one step: arrays that the device computes, until `read` waits for them."""
 
-    A row without a valid draw (its logits are not finite, or its constraint fails) gives its error in its place, and no
-    other row fails with it. Rows beyond the samplers are idle and are ignored.
-    """
-    logits = logits[: len(samplers)]
-    if any(sampler.is_constrained for sampler in samplers):
-        mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
-    likeliest = mx.argmax(logits, axis=-1)
-    # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps.
-    top = logits.max(axis=-1)
-    is_sound = mx.isfinite(top)
-    planned = [None if sampler.is_plain else _planned(sampler, logits[row]) for row, sampler in enumerate(samplers)]
-    mx.eval(likeliest, is_sound, [row.arrays for row in planned if isinstance(row, _PlannedDraw)])
-    tokens: Any = likeliest.tolist()
-    sound: Any = is_sound.tolist()
-    return [
-        _drawn(sampler, token, is_fine, row)
-        for sampler, token, is_fine, row in zip(samplers, tokens, sound, planned, strict=True)
-    ]
+    def __init__(self, samplers: Sequence[Sampler], logits: mx.array) -> None:
+        """One sampler for each row of logits [rows, vocabulary]. Begins to compute and does not wait. Rows beyond the
+        samplers are idle and are ignored.
+        """
+        logits = logits[: len(samplers)]
+        if any(sampler.is_constrained for sampler in samplers):
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]  # the model computes while constraints say what may come
+        self._samplers = samplers
+        self._likeliest = mx.argmax(logits, axis=-1).astype(mx.uint32)
+        # If the maximum is NaN or infinite, the row's arg max and draws mean nothing, now and in later steps.
+        self._is_sound = mx.isfinite(logits.max(axis=-1))
+        self._planned = [
+            None if sampler.is_plain else _planned(sampler, logits[row]) for row, sampler in enumerate(samplers)
+        ]
+        self.tokens = self._chosen()
+        arrays = [array for row in self._planned if isinstance(row, _PlannedDraw) for array in row.arrays]
+        mx.async_eval(self.tokens, self._is_sound, *arrays)  # type: ignore[no-untyped-call]
+
+    def read(self) -> list[Drawn | KvasirError]:
+        """The next token of each row. Waits. A row without a valid draw (its logits are not finite, or its constraint
+        fails) gives its error in its place, and no other row fails with it.
+        """
+        tokens: Any = self.tokens.tolist()
+        sound: Any = self._is_sound.tolist()
+        return [
+            _drawn(sampler, token, is_fine, row)
+            for sampler, token, is_fine, row in zip(self._samplers, tokens, sound, self._planned, strict=True)
+        ]
+
+    def _chosen(self) -> mx.array:
+        """The token of each row, uint32 [rows]; of a row without a draw any token."""
+        if not any(isinstance(row, _PlannedDraw) for row in self._planned):
+            return self._likeliest
+        drawn = [row.token if isinstance(row, _PlannedDraw) else None for row in self._planned]
+        return mx.stack([self._likeliest[row] if token is None else token for row, token in enumerate(drawn)])
+
+
+def sample(samplers: Sequence[Sampler], logits: mx.array) -> list[Drawn | KvasirError]:
+    """The next token of each row of logits [rows, vocabulary], as `Draws` gives it. Waits."""
+    return Draws(samplers, logits).read()
 
 
 def _planned(sampler: Sampler, row: mx.array) -> _PlannedDraw | KvasirError:

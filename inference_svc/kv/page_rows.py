@@ -46,12 +46,12 @@ def rows_of_pages(page_format: PageFormat, pages: mx.array, start: int, stop: in
     return tuple(parts)
 
 
-def row_columns(page_format: PageFormat, order: Sequence[int] | None = None) -> tuple[mx.array, mx.array]:
+def row_columns(page_format: PageFormat, order: Sequence[int]) -> tuple[mx.array, mx.array]:
     """Where one token's row lies in its page: for each of its units the column of row 0, and the step from row to row,
-    int32 [units of a row] each. `order`: the order in which the parts come; None: their own.
+    int32 [units of a row] each. `order`: the order in which the parts come.
     """
     columns, steps = [], []
-    for number in order if order is not None else range(len(page_format.parts)):
+    for number in order:
         part = page_format.parts[number]
         heads = mx.arange(part.kv_heads)[:, None] * (PAGE_TOKENS * part.units)
         columns.append((part.offset + heads + mx.arange(part.units)[None]).reshape(-1))

@@ -7,31 +7,47 @@ from functools import cached_property
 import mlx.core as mx
 
 from inference_svc.kv.block_table import BlockTable, blocks_of
-from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat
+from inference_svc.kv.page_rows import row_columns
 from inference_svc.kv.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 _TABLE_STEP = 8  # block tables grow by so many blocks, so that few widths occur
 
 
+@dataclass(frozen=True)
+class RowPlaces:
+    """Where a token's row lies in a page (`page_rows.row_columns`), its parts in this order."""
+
+    page_format: PageFormat
+    order: tuple[int, ...]
+
+    @cached_property
+    def columns(self) -> tuple[mx.array, mx.array]:
+        return row_columns(self.page_format, self.order)
+
+
 class GroupRows:
     """One group of layers in one step: the page of each sequence's new row, private since this was made."""
 
-    def __init__(self, pool: KvPool, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int]) -> None:
+    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int]) -> None:
         self.pages = mx.array(pages, dtype=mx.int32)
         self.rows_in_page = mx.array([length % PAGE_TOKENS for length in lengths], dtype=mx.int32)
         self._tables = tables
         self._width = -(-blocks_of(max(lengths) + 1) // _TABLE_STEP) * _TABLE_STEP
-        self._pool = pool
+        self._columns: dict[RowPlaces, mx.array] = {}
 
     @cached_property
     def block_table(self) -> mx.array:
         """Pages by sequence and block, int32 [slots, width]; 0 where there is none."""
         return mx.array([table.padded(self._width) for table in self._tables], dtype=mx.int32)
 
-    def columns(self, first: mx.array, step: mx.array) -> mx.array:
-        """Where in its page the units of each sequence's new row go (`page_rows.row_columns`), [slots, units]."""
-        return first[None] + step[None] * self.rows_in_page[:, None]
+    def columns(self, places: RowPlaces) -> mx.array:
+        """Where in its page the units of each sequence's new row go, [slots, units]. Made once for equal layers."""
+        if places not in self._columns:
+            first, step = places.columns
+            self._columns[places] = first[None] + step[None] * self.rows_in_page[:, None]
+        return self._columns[places]
 
 
 @dataclass(frozen=True)
@@ -56,7 +72,7 @@ class DecodeStep:
                 if shared is not None:
                     sources.append(shared)
                     targets.append(page)
-            groups.append(GroupRows(pool, tables, lengths, pages))
+            groups.append(GroupRows(tables, lengths, pages))
         pool.copy_pages(sources, targets)
         return cls(tuple(sequences), lengths, tuple(groups))
 
@@ -64,3 +80,8 @@ class DecodeStep:
     def offsets(self) -> mx.array:
         """Tokens that each sequence has stored, int32 [slots]."""
         return mx.array(list(self.lengths), dtype=mx.int32)
+
+    @cached_property
+    def stored(self) -> mx.array:
+        """Tokens that each sequence has stored, the new one included, int32 [slots]."""
+        return self.offsets + 1

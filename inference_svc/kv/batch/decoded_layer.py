@@ -8,10 +8,10 @@ alone. Without the copy (`keeps_decoded`) the rows are decoded for each step; at
 
 import mlx.core as mx
 
-from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
 from inference_svc.kv.batch.slot_arrays import SlotArrays
 from inference_svc.kv.codec import EncodedRows
-from inference_svc.kv.page_rows import UNIT, row_columns
+from inference_svc.kv.page_rows import UNIT
 from inference_svc.kv.pool import KvPool
 from inference_svc.kv.row_exact import attention_width
 
@@ -31,8 +31,10 @@ class DecodedLayer:
         # Where K and V are stored alike they are worked on as one array, V's heads behind those of K.
         page_format = pool.formats[layer]
         self._is_stacked = self._keys == self._values and page_format.key.dim == page_format.value.dim
-        order = [0, 3, 1, 4, 2, 5] if self._is_stacked and self._keys.part_count == 3 else None
-        self._columns = row_columns(page_format, order)
+        parts = self._keys.part_count
+        order = range(parts + self._values.part_count)
+        stacked_order = (number for part in range(parts) for number in (part, parts + part))
+        self._places = RowPlaces(page_format, tuple(stacked_order if self._is_stacked else order))
         self._decoded = SlotArrays()
         self._is_decoded: list[bool] = []
         self._keeps_decoded = True
@@ -151,7 +153,7 @@ class DecodedLayer:
     def _store(self, rows: EncodedRows) -> None:
         slots, group = len(self._now.sequences), self._now.groups[self._group]
         units = mx.concatenate([part.view(UNIT).reshape(slots, -1) for part in rows], axis=1)
-        self._pool.write_rows(self._layer, group.pages, group.columns(*self._columns), units)
+        self._pool.write_rows(self._layer, group.pages, group.columns(self._places), units)
 
     def _decode(self, rows: EncodedRows, key_type: mx.Dtype, value_type: mx.Dtype) -> EncodedRows:
         """Values of rows that were encoded together, as the decoded copy holds them."""

@@ -1,0 +1,42 @@
+"""How mlx-lm's models are led to attention over pages: the one place that changes anything of mlx-lm's.
+
+mlx-lm 0.32 computes attention through `scaled_dot_product_attention` of `mlx_lm.models.base`, which each model's module
+imports by name, and which looks at the cache for an attribute `bits` alone. The hook takes that name's place in these
+modules. It serves caches that are a `FusedLayer`, and hands all others on. A model that computes attention otherwise
+never calls it: the probe (`layout`) finds that out, and the model's rows are de-quantized for it instead.
+"""
+
+import sys
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from inference_svc.kv.batch.fused_layer import FusedLayer
+
+_NAME = "scaled_dot_product_attention"
+_MODELS = "mlx_lm.models."
+_upstream: Any = getattr(base, _NAME)
+
+
+def install() -> None:
+    """Take the place of mlx-lm's attention in the modules of models that are loaded. Idempotent."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(_MODELS) and getattr(module, _NAME, None) is _upstream:
+            setattr(module, _NAME, attention)
+
+
+def attention(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """As mlx-lm's function of this place, but over pages if the cache is a `FusedLayer`."""
+    if isinstance(cache, FusedLayer):
+        return cache.attend(queries, scale, mask, sinks)
+    attended: mx.array = _upstream(queries, keys, values, cache, scale, mask, sinks)
+    return attended

@@ -1,0 +1,86 @@
+"""One layer of several sequences, decoded together, whose rows attention reads from the pages where they lie."""
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.paged import paged_attention
+from inference_svc.kv.attention.quantize_rows import quantize_rows
+from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
+from inference_svc.kv.pool import KvPool
+
+
+class FusedLayer:
+    """K and V of one layer, in the part of mlx-lm's cache protocol that its models call, and `attend`, which the hook
+    of `attention_hook` calls instead of mlx-lm's attention. No attribute may be called `bits`.
+    """
+
+    def __init__(self, pool: KvPool, layer: int) -> None:
+        self._pool = pool
+        self._layer = layer
+        self._format = pool.formats[layer]
+        self._group = pool.groups.index(pool.group_of(layer))
+        self._window = pool.group_of(layer).window
+        self._places = RowPlaces(self._format, tuple(range(len(self._format.parts))))
+        self._step: DecodeStep | None = None
+
+    # --- what the batch calls ---
+
+    def begin(self, step: DecodeStep, *, keeps_decoded: bool) -> None:  # noqa: ARG002 - nothing is decoded here
+        """The next pass computes one token of each sequence of `step`."""
+        self._step = step
+
+    def leave(self, slot: int, last: int, last_length: int) -> None:
+        """Without effect: a sequence's rows lie in its pages alone."""
+
+    def forget_decoded(self) -> None:
+        """Without effect: there is no copy."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        return 0
+
+    def decoded_values(self, slots: int, longest: int) -> int:  # noqa: ARG002
+        return 0
+
+    def has_spare(self, slots: int, longest: int) -> bool:  # noqa: ARG002
+        return False
+
+    # --- what the model calls ---
+
+    @property
+    def offset(self) -> mx.array:
+        """Tokens that each sequence has stored, int32 [slots]."""
+        return self._now.offsets
+
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """No mask: `attend` knows how long each sequence is, and the layer's window."""
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store one new row [slots, kv_heads, 1, dim] behind each sequence, and return it: `attend` reads the rest."""
+        group = self._now.groups[self._group]
+        rows = quantize_rows(keys, values, self._format)[:, 0]
+        self._pool.write_rows(self._layer, group.pages, group.columns(self._places), rows)
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
+        """Attention of queries [slots, heads, 1, dim] over each sequence's rows, the new one among them. Raises
+        ValueError for a mask: it is not the one of `make_mask`, so the model adds scores of its own.
+        """
+        if mask is not None:
+            raise ValueError("attention over pages takes no mask")
+        now = self._now
+        attended: mx.array = paged_attention(
+            queries,
+            self._pool.arrays[self._pool.slot_of(self._layer)],
+            self._format,
+            now.groups[self._group].block_table,
+            now.stored,
+            scale=scale,
+            window=self._window or None,
+            sinks=sinks,
+        )
+        return attended
+
+    @property
+    def _now(self) -> DecodeStep:
+        assert self._step is not None
+        return self._step
