@@ -34,17 +34,16 @@ def most_window_blocks(window: int) -> int:
 class BlockTable:
     """`pages` by block index. `window` 0: the layers keep all tokens.
 
-    Positions before `valid_from` are not in the pages, except for what the lengths of `restored_at` need.
+    Of the positions before `valid_from` the pages have those that a rewind point needs, and perhaps no others.
     """
 
     window: int
     pages: dict[int, int] = field(default_factory=dict)
     valid_from: int = 0
-    restored_at: frozenset[int] = frozenset()
 
     def can_go_on_from(self, length: int) -> bool:
-        """Whether every row that the token at position `length` sees is here."""
-        is_valid = window_start(self.window, length) >= self.valid_from or length in self.restored_at
+        """Whether every row that the token at position `length` sees is here, be it a rewind point or not."""
+        is_valid = window_start(self.window, length) >= self.valid_from
         return is_valid and all(block in self.pages for block in needed_blocks(self.window, length))
 
     def held(self, blocks: range) -> list[int]:
@@ -61,4 +60,4 @@ class BlockTable:
         return (block for block in list(self.pages) if block not in needed)
 
     def copy(self) -> "BlockTable":
-        return BlockTable(self.window, dict(self.pages), self.valid_from, self.restored_at)
+        return BlockTable(self.window, dict(self.pages), self.valid_from)

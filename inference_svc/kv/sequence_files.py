@@ -167,7 +167,7 @@ def _take_span(kv: SequenceKV, number: int, tokens: int) -> range:
     blocks = range(start // PAGE_TOKENS, blocks_of(tokens))
     missing = [block for block in blocks if block not in table.pages]
     table.pages |= dict(zip(missing, kv.pool.take(len(missing)), strict=True))
-    table.valid_from, table.restored_at = start, table.restored_at | {tokens}
+    table.valid_from = start
     return blocks
 
 

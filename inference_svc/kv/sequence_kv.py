@@ -119,6 +119,9 @@ class SequenceKV:
                 self._write(layer, table, blocks, pages, rows[layer])
         for table, blocks, pages in zip(self.tables, spans, own, strict=True):
             self._replace(table, dict(zip(blocks, pages, strict=True)))
+            if self.length % PAGE_TOKENS and blocks.start * PAGE_TOKENS > self.length:
+                # The block that these rows begin in may stay for a rewind point, without them.
+                table.valid_from = blocks.start * PAGE_TOKENS
         self.advanced(count)
 
     def writable_page(self, table: BlockTable) -> tuple[int, int | None]:
@@ -204,8 +207,10 @@ class SequenceKV:
 
     def can_go_on_from(self, length: int) -> bool:
         """Whether after `trim_to(length)` the next token can be computed."""
-        has_states = not length or length in self.rewind_points or self._has_states_of(length)
-        return length <= self.length and has_states and all(table.can_go_on_from(length) for table in self.tables)
+        if not length or length in self.rewind_points:
+            return length <= self.length
+        is_here = length <= self.length and all(table.can_go_on_from(length) for table in self.tables)
+        return is_here and self._has_states_of(length)
 
     def start_before(self, length: int) -> int:
         """The largest length, at most `length`, from which the next token can be computed: `length` itself, a rewind
@@ -219,6 +224,9 @@ class SequenceKV:
         """Forget everything behind `length` tokens. States go back to the last rewind point at or before it. Unless
         `can_go_on_from(length)`, the sequence cannot be continued then before it is trimmed further.
         """
+        if self.can_go_on_from(length):
+            for table in self.tables:
+                table.valid_from = min(table.valid_from, window_start(table.window, length))
         self._points = [point for point in self._points if point.tokens <= length]
         if not self._has_states_of(length):
             self._become(self._points[-1].states if self._points else [s.empty_like() for s in self.states.values()])
