@@ -124,16 +124,13 @@ class SequenceKV:
                 table.valid_from = blocks.start * PAGE_TOKENS
         self.advanced(count)
 
-    def writable_page(self, table: BlockTable) -> tuple[int, int | None]:
-        """The private page of the next single row, and the page whose rows must be copied to it first, if any."""
-        block = self.length // PAGE_TOKENS
-        page = table.pages.get(block)
-        if page is not None and self.pool.allocator.holders(page) == 1:
-            return page, None
-        [own] = self.pool.take(1)
-        # The shared page is released after its rows were copied, in the order in which MLX computes.
-        self._replace(table, {block: own})
-        return own, page
+    def last_page(self, table: BlockTable) -> int | None:
+        """The page that the next row belongs to; None if no row before it does."""
+        return table.pages.get(self.length // PAGE_TOKENS)
+
+    def put_last_page(self, table: BlockTable, page: int) -> None:
+        """Hold this page for the next row. It must have the rows that are before it in its block."""
+        self._replace(table, {self.length // PAGE_TOKENS: page})
 
     def advanced(self, count: int) -> None:
         """So many more rows are stored. Window pages that neither the length nor a rewind point needs are released."""

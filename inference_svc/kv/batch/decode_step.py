@@ -60,20 +60,15 @@ class DecodeStep:
 
     @classmethod
     def of(cls, pool: KvPool, sequences: Sequence[SequenceKV]) -> "DecodeStep":
-        """Give each sequence a private page for its new row. Raises ResourceExhausted if the pool has no room."""
+        """Give each sequence a private page for its new row. Raises ResourceExhausted, and has changed nothing, if the
+        pool has no room.
+        """
         lengths = tuple(kv.length for kv in sequences)
-        groups, sources, targets = [], [], []
+        slots, groups = len(sequences), []
+        pages = _writable_pages(pool, sequences)
         for number in range(len(pool.groups)):
             tables = [kv.tables[number] for kv in sequences]
-            pages = []
-            for kv, table in zip(sequences, tables, strict=True):
-                page, shared = kv.writable_page(table)
-                pages.append(page)
-                if shared is not None:
-                    sources.append(shared)
-                    targets.append(page)
-            groups.append(GroupRows(tables, lengths, pages))
-        pool.copy_pages(sources, targets)
+            groups.append(GroupRows(tables, lengths, pages[number * slots : (number + 1) * slots]))
         return cls(tuple(sequences), lengths, tuple(groups))
 
     @cached_property
@@ -85,3 +80,29 @@ class DecodeStep:
     def stored(self) -> mx.array:
         """Tokens that each sequence has stored, the new one included, int32 [slots]."""
         return self.offsets + 1
+
+
+def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
+    """The private page of each sequence's next row, group by group. Who shares a page with others gets a copy."""
+    places = [(kv, kv.tables[number]) for number in range(len(pool.groups)) for kv in sequences]
+    held = [kv.last_page(table) for kv, table in places]
+    is_own = _are_own(pool, held)
+    # All or none: a sequence with a new page that its rows were not copied to would have lost them.
+    new = iter(pool.take(is_own.count(False)))
+    pages = [page if page is not None and own else next(new) for page, own in zip(held, is_own, strict=True)]
+    copied = [(old, page) for old, page in zip(held, pages, strict=True) if old is not None and old != page]
+    pool.copy_pages([old for old, _ in copied], [page for _, page in copied])
+    for (kv, table), page in zip(places, pages, strict=True):
+        kv.put_last_page(table, page)
+    return pages
+
+
+def _are_own(pool: KvPool, pages: Sequence[int | None]) -> list[bool]:
+    """Whether each may be written by its holder once those before it have copies of the pages that they share."""
+    holders = {page: pool.allocator.holders(page) for page in pages if page is not None}
+    own = []
+    for page in pages:
+        own.append(page is not None and holders[page] == 1)
+        if page is not None:
+            holders[page] -= 1
+    return own
