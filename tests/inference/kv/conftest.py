@@ -5,13 +5,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import settings
 
 from inference_svc.kv import row_exact
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.loading import load
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.inference.kv.sequences import empty_rows, four_bits
+from tests.inference.kv.sequences import full, pool_of
+
+# A busy machine is no failure.
+settings.register_profile("unhurried", deadline=None)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
@@ -22,15 +27,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return loaded
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def new_kv(model: Any) -> Callable[[], SequenceKV]:
-    policy = four_bits()
-    return lambda: empty_rows(policy, len(model.layers))
+    """Empty sequences of the model in one pool, whose free pages are poisoned."""
+    pool = pool_of([full()] * len(model.layers))
+    return lambda: SequenceKV(pool)
 
 
-@pytest.fixture(autouse=True, params=[None, 384])
+@pytest.fixture(params=[None, 384])
 def attention_step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's own, and that of one whose kernels cut their sums in blocks."""
+    """This machine's own, and that of one whose kernels cut their sums in blocks. For tests that decode in batches."""
     if request.param is not None:
         monkeypatch.setattr(row_exact, "_attention_step", lambda: request.param)
 

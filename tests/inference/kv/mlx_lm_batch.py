@@ -1,75 +1,122 @@
-"""mlx-lm's batch protocol over our batched KV, so that mlx-lm's unmodified BatchGenerator can judge it.
+"""mlx-lm's batch protocol over our sequences and our batch, so that mlx-lm's unmodified BatchGenerator can judge them.
 
-The engine decodes one token of each sequence and computes prompts alone. mlx-lm also computes prompts in a batch,
-padded on the right; that, and its words for joining and leaving, live here.
+mlx-lm has a cache for each layer, so each layer is a sequence in a pool of its own. The engine decodes one token of
+each sequence and computes prompts alone; mlx-lm also computes prompts in a batch, padded on the right. That, and its
+words for joining and leaving, live here.
 """
 
-import copy
-from collections.abc import Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.batch.batch_kv import BatchLayerKV
-from inference_svc.kv.batch.batch_window import BatchWindowKV
-from inference_svc.kv.batch.batched_rows import BatchedRows
-from inference_svc.kv.codec import EncodedRows
-from inference_svc.kv.layer_kv import LayerKV
-from inference_svc.kv.layers import AnyLayerKV
+from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.prefill_layer import PrefillLayer
 from inference_svc.kv.row_exact import attention_width
-from inference_svc.kv.window_kv import WindowKV
-
-RowT = TypeVar("RowT", bound=LayerKV | WindowKV)
-
-
-class JudgedLayerKV(LayerKV):
-    """A layer that mlx-lm can put into a batch."""
-
-    def merge(self, caches: Sequence[LayerKV]) -> "JudgedBatchKV":
-        return JudgedBatchKV.merge(caches)
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
+from tests.inference.kv.sequences import ANY_BYTES, PoisonedPool
 
 
-class JudgedWindowKV(WindowKV):
-    """A window that mlx-lm can put into a batch."""
+class JudgedLayer(StandaloneLayer):
+    """A layer that mlx-lm can put into a batch. Its pool is shared with the same layer of other sequences."""
 
-    def merge(self, caches: Sequence[WindowKV]) -> "JudgedBatchWindowKV":
-        return JudgedBatchWindowKV.merge(caches)
+    def __init__(self, kv: SequenceKV) -> None:
+        self.kv = kv
 
+    @property
+    def window(self) -> int:
+        return self.kv.tables[0].window
 
-def judged(layer: AnyLayerKV) -> Any:
-    """A fork of a layer that mlx-lm can put into a batch."""
-    forked: Any = layer.fork()
-    forked.__class__ = JudgedLayerKV if isinstance(layer, LayerKV) else JudgedWindowKV
-    return forked
+    @property
+    def nbytes(self) -> int:
+        return self.kv.allocated_bytes
 
+    def is_trimmable(self) -> bool:
+        return not self.window
 
-def judged_layers(layers: Sequence[AnyLayerKV]) -> list[Any]:
-    return [judged(layer) for layer in layers]
-
-
-class JudgedBatch(BatchedRows[RowT], Generic[RowT]):
-    """What both kinds of layers have in common."""
-
-    _unread: list[int] | None = None  # while a right-padded prompt is computed: tokens left, by slot
-
-    @classmethod
-    def merge(cls, caches: Sequence[RowT]) -> Self:
+    def merge(self, caches: Sequence["JudgedLayer"]) -> "JudgedBatch":
         """A batch of sequences that go on alone as well; neither side sees what the other writes."""
-        return cls([judged(cache) for cache in caches])
+        return JudgedBatch(self.kv.pool, [cache.kv.fork() for cache in caches])
 
-    def extend(self, other: Self) -> None:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JudgedLayer":
+        return JudgedLayer(self.kv.fork())
+
+
+def judged_layers(identity: identity_pb2.KvIdentity) -> Callable[[], list[JudgedLayer]]:
+    """Makes the layers of a new, empty sequence."""
+    alone = [standalone_identity(identity, index) for index in range(len(identity.layers))]
+    pools = [PoisonedPool(each, ANY_BYTES) for each in alone]
+    return lambda: [JudgedLayer(SequenceKV(pool)) for pool in pools]
+
+
+class JudgedBatch:
+    """One layer of several sequences."""
+
+    def __init__(self, pool: KvPool, rows: Sequence[SequenceKV], *, keeps_decoded: bool = True) -> None:
+        self.pool = pool
+        self.rows = list(rows)
+        self.keeps_decoded = keeps_decoded
+        self._layer = DecodedLayer(pool, 0)
+        self._step: DecodeStep | None = None  # of the next token, once it was asked for
+        self._unread: list[int] | None = None  # while a right-padded prompt is computed: tokens left, by slot
+
+    # --- what the model calls ---
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self._is_prompt(keys.shape[2]):
+            return self._prompt_rows(keys, values)
+        self._begin()
+        seen = self._layer.update_and_fetch(keys, values)
+        self._step = None
+        for kv in self.rows:
+            kv.advanced(1)
+        return seen
+
+    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
+        if not self._is_prompt(count):
+            self._begin()
+            return self._layer.make_mask(count, return_array, window_size)
+        lengths = mx.array(self.lengths)[:, None, None, None]
+        if not self.window:
+            last = lengths + mx.arange(count)[None, None, :, None]
+            return mx.arange(attention_width(max(self.lengths) + count))[None, None, None] <= last
+        kept = mx.minimum(lengths, self.window - 1)
+        rows = mx.arange(min(max(self.lengths), self.window - 1) + count)[None, None, None]
+        last = kept + mx.arange(count)[None, None, :, None]
+        return (rows <= last) & (rows > last - min(window_size or self.window, self.window))
+
+    @property
+    def offset(self) -> mx.array:
+        return mx.array(self.lengths)
+
+    # --- what mlx-lm's engine calls ---
+
+    def extend(self, other: "JudgedBatch") -> None:
         """Add the sequences of another batch, which must not be used any more."""
-        for row in other._flush_all():
-            self.join(row)
+        self.rows += other.rows
+        self._step = None
 
     def filter(self, batch_indices: Sequence[int] | mx.array) -> None:
         """Keep the sequences of these slots, in this order."""
         kept: Any = batch_indices.tolist() if isinstance(batch_indices, mx.array) else batch_indices
-        self.__init__([self.flush(slot) for slot in kept], keeps_decoded=self.keeps_decoded)  # type: ignore[misc]
+        self.__init__(self.pool, [self.rows[slot] for slot in kept], keeps_decoded=self.keeps_decoded)  # type: ignore[misc]
 
-    def extract(self, slot: int) -> Any:
+    def extract(self, slot: int) -> JudgedLayer:
         """A sequence as it would be alone; the batch keeps its own."""
-        return judged(self.flush(slot))
+        return JudgedLayer(self.rows[slot].fork())
+
+    def leave(self, slot: int) -> SequenceKV:
+        """Take a sequence out, as the engine does. The last slot takes its place."""
+        last, left = len(self.rows) - 1, self.rows[slot]
+        self._layer.leave(slot, last, self.rows[last].length)
+        self.rows[slot] = self.rows[last]
+        self.rows.pop()
+        self._step = None
+        return left
 
     def prepare(
         self,
@@ -90,106 +137,79 @@ class JudgedBatch(BatchedRows[RowT], Generic[RowT]):
     def empty(self) -> bool:
         return not any(self.lengths)
 
+    def is_trimmable(self) -> bool:
+        return not self.window
+
+    def trim(self, count: int) -> int:
+        """Forget the last rows of every sequence, at most as many as the shortest has; returns how many. Raises
+        ValueError if a window cannot go back so far, and changes nothing then.
+        """
+        count = min(count, *self.lengths)
+        if not all(kv.can_go_on_from(kv.length - count) for kv in self.rows):
+            raise ValueError(f"not every window can go back {count} tokens")
+        for kv in self.rows:
+            kv.trim_to(kv.length - count)
+        # A ring has written over what the tokens before see.
+        self._layer.forget_decoded()
+        self._step = None
+        return count
+
+    @property
+    def window(self) -> int:
+        return self.pool.groups[0].window
+
+    @property
+    def lengths(self) -> list[int]:
+        return [kv.length for kv in self.rows]
+
+    @property
+    def state(self) -> list[mx.array]:
+        return list(self.pool.arrays)
+
     @property
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows) + self.scratch_bytes
+        return sum(kv.allocated_bytes for kv in self.rows) + self._layer.scratch_bytes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        copied = type(self)([self.extract(slot) for slot in range(len(self.rows))], keeps_decoded=self.keeps_decoded)
-        copied._unread = copy.copy(self._unread)
+    def __deepcopy__(self, memo: dict[int, Any]) -> "JudgedBatch":
+        copied = JudgedBatch(self.pool, [kv.fork() for kv in self.rows], keeps_decoded=self.keeps_decoded)
+        copied._unread = None if self._unread is None else list(self._unread)
         return copied
+
+    # --- prompts ---
+
+    def _begin(self) -> None:
+        if self._step is None:
+            self._step = DecodeStep.of(self.pool, self.rows)
+            self._layer.begin(self._step, keeps_decoded=self.keeps_decoded)
 
     def _is_prompt(self, count: int) -> bool:
         return count > 1 or self._unread is not None
 
-    def _write_own(self, codes: EncodedRows) -> None:
-        """Write the rows that are each sequence's own, and none of the padding."""
-        count = codes[0].shape[2]
+    def _prompt_rows(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Store the rows that are each sequence's own, and none of the padding; return what all of them see."""
+        count, width = keys.shape[2], attention_width(max(self.lengths) + keys.shape[2])
+        if self.window:
+            width = min(max(self.lengths), self.window - 1) + count
         taken = [count] * len(self.rows)
         if self._unread is not None:
             taken = [min(count, left) for left in self._unread]
             self._unread = [left - took for left, took in zip(self._unread, taken, strict=True)]
-        for slot, rows in enumerate(taken):
-            if rows:
-                self.flush(slot).append(self._unstacked(tuple(part[slot : slot + 1, :, :rows] for part in codes)))
-        self._forget_decoded()
-
-
-class JudgedBatchKV(JudgedBatch[LayerKV], BatchLayerKV):
-    """Layers that keep all tokens."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        if not self._is_prompt(keys.shape[2]):
-            return super().update_and_fetch(keys, values)
-        width = attention_width(max(self.lengths) + keys.shape[2])
-        self._write_own(self._encode(keys, values))
-        decoded = [row.decoded(keys.dtype, values.dtype) for row in self.rows]
-        seen_keys, seen_values = (
-            mx.concatenate([padded(part, width) for part in parts]) for parts in zip(*decoded, strict=True)
-        )
-        return seen_keys, seen_values
-
-    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        if not self._is_prompt(count):
-            return super().make_mask(count, return_array, window_size)
-        positions = mx.arange(attention_width(max(self.lengths) + count))
-        last = mx.array(self.lengths)[:, None] + mx.arange(count)
-        return positions[None, None, None] <= last[:, None, :, None]
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, count: int) -> int:
-        """Forget the last rows of every sequence, at most as many as the shortest has; returns how many."""
-        count = min(count, *self.lengths)
-        for row in self._flush_all():
-            row.trim(count)
-        return count
-
-
-class JudgedBatchWindowKV(JudgedBatch[WindowKV], BatchWindowKV):
-    """Sliding-window layers: a single token sees a ring; several see the rows before them and themselves, in order."""
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        count = keys.shape[2]
-        if not self._is_prompt(count):
-            return super().update_and_fetch(keys, values)
-        codes = self._encode(keys, values)
-        new = self._unstacked(self._decode(codes, keys.dtype, values.dtype))
-        kept = [self.flush(slot).kept_rows for slot in range(len(self.rows))]
         seen = []
-        for slot, row in enumerate(self.rows):
-            parts = [part[slot : slot + 1] for part in new]
-            if kept[slot]:
-                before = row.decoded(kept[slot], keys.dtype, values.dtype)
-                parts = [mx.concatenate([old, part], axis=2) for old, part in zip(before, parts, strict=True)]
-            seen.append([padded(part, max(kept) + count) for part in parts])
-        self._write_own(codes)
+        for slot, kv in enumerate(self.rows):
+            new = [part[slot : slot + 1] for part in (keys, values)]
+            seen.append([padded(part, width) for part in _seen_and_stored(kv, new, taken[slot])])
+        self._layer.forget_decoded()
         seen_keys, seen_values = (mx.concatenate(list(parts)) for parts in zip(*seen, strict=True))
         return seen_keys, seen_values
 
-    def make_mask(self, count: int, return_array: bool = False, window_size: int | None = None) -> mx.array | None:
-        if not self._is_prompt(count):
-            return super().make_mask(count, return_array, window_size)
-        kept = mx.minimum(mx.array(self.lengths)[:, None, None, None], self._window - 1)
-        rows = mx.arange(min(max(self.lengths), self._window - 1) + count)[None, None, None]
-        last = kept + mx.arange(count)[None, None, :, None]
-        return (rows <= last) & (rows > last - min(window_size or self._window, self._window))
 
-    def is_trimmable(self) -> bool:
-        return all(row.is_trimmable() for row in self.rows)
-
-    def trim(self, count: int) -> int:
-        """As above. Raises ValueError when what came before them was dropped, and changes nothing then."""
-        count = min(count, *self.lengths)
-        rows = self._flush_all()
-        if not all(row.can_trim_to(row.offset - count) for row in rows):
-            raise ValueError(f"not every window can go back {count} tokens")
-        for row in rows:
-            row.trim(count)
-        # A ring has written over what the tokens before see.
-        self._forget_decoded()
-        return count
+def _seen_and_stored(kv: SequenceKV, new: Sequence[mx.array], own: int) -> Sequence[mx.array]:
+    """What these rows see, padding included; the first `own` of them are stored."""
+    layer = PrefillLayer(kv, 0)
+    seen = layer.update_and_fetch(*new)
+    if own:
+        kv.append({0: tuple(part[:, :, :own] for part in layer.new_rows)})
+    return seen
 
 
 def padded(rows: mx.array, width: int) -> mx.array:

@@ -9,20 +9,37 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from kvasir.errors import ResourceExhausted
 
-from inference_svc.kv.batch.batch_kv import BatchLayerKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.layer_kv import LayerKV
+from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.loading import device
 from tests.inference.engine.tiny_models import VOCABULARY
-from tests.inference.kv.mlx_lm_batch import JudgedBatchKV, judged_layers
+from tests.inference.kv.mlx_lm_batch import JudgedLayer, judged_layers
+from tests.inference.kv.sequences import (
+    fed,
+    full,
+    identity_of,
+    page_bytes,
+    poison_behind,
+    pool_of,
+    random_rows,
+    stored,
+)
 
 NewKv = Callable[[], SequenceKV]
+NewLayers = Callable[[], list[JudgedLayer]]
 BORDERS = (1, 2, 63, 64, 65, 255, 256, 257, 300)
 ROOMY, NONE = 1 << 40, 0  # budgets of decoded values: a copy of every row, or decoding on read
 IS_MKL = device() == "cpu" and "mkl" in (load_optimized_blas() or "")
+
+pytestmark = pytest.mark.usefixtures("attention_step")
 
 
 def tokens_of(count: int, seed: int) -> list[int]:
@@ -31,9 +48,22 @@ def tokens_of(count: int, seed: int) -> list[int]:
 
 def prefilled(model: Any, kv: SequenceKV, token_ids: Sequence[int]) -> SequenceKV:
     for start in range(0, len(token_ids), 256):
-        model(mx.array([token_ids[start : start + 256]]), cache=kv.layers)
-        mx.eval(kv.state)
+        computed(model, kv, token_ids[start : start + 256])
     return kv
+
+
+def computed(model: Any, kv: SequenceKV, token_ids: Sequence[int]) -> None:
+    layers = prefill_layers(kv)
+    model(mx.array([token_ids]), cache=layers)
+    commit(kv, layers, len(token_ids))
+
+
+def judged_prefilled(model: Any, layers: list[JudgedLayer], token_ids: Sequence[int]) -> list[JudgedLayer]:
+    """Over caches of mlx-lm's protocol, one a layer."""
+    for start in range(0, len(token_ids), 256):
+        model(mx.array([token_ids[start : start + 256]]), cache=layers)
+        mx.eval([layer.state for layer in layers])
+    return layers
 
 
 def forward(model: Any) -> Callable[[mx.array, list[Any]], mx.array]:
@@ -43,8 +73,8 @@ def forward(model: Any) -> Callable[[mx.array, list[Any]], mx.array]:
 class Greedy:
     """Sequences that decode, greedily, in one batch or each in its own."""
 
-    def __init__(self, model: Any, budget: int) -> None:
-        self.batch = DecodeBatch(forward(model), budget)
+    def __init__(self, model: Any, pool: KvPool, budget: int = ROOMY) -> None:
+        self.batch = DecodeBatch(pool, forward(model), budget)
         self.last: dict[int, int] = {}
         self.logits: dict[int, list[np.ndarray]] = {}
         self.names: dict[int, SequenceKV] = {}
@@ -69,7 +99,7 @@ class Greedy:
 
 
 def alone(model: Any, kv: SequenceKV, first: int, steps: int, budget: int = ROOMY) -> list[np.ndarray]:
-    single = Greedy(model, budget)
+    single = Greedy(model, kv.pool, budget)
     single.join(0, kv, first)
     for _ in range(steps):
         single.step()
@@ -84,14 +114,14 @@ def assert_same(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> 
             assert np.array_equal(ours, theirs), f"step {step} differs by {abs(ours - theirs).max()}"
 
 
-def stored(kv: SequenceKV) -> list[bytes]:
-    return [data for layer in kv.layers for buffer in layer.buffers for data in buffer.to_bytes(0, layer.offset)]
+def layers_of(batch: DecodeBatch) -> list[DecodedLayer]:
+    return list(batch._layers.values())
 
 
 @pytest.mark.parametrize("budget", [ROOMY, NONE])
 def test_a_batch_computes_what_each_computes_alone(model: Any, new_kv: NewKv, budget: int) -> None:
     prompts = {n: tokens_of(n, n) for n in BORDERS}
-    together = Greedy(model, budget)
+    together = Greedy(model, new_kv().pool, budget)
     for n, prompt in prompts.items():
         together.join(n, prefilled(model, new_kv(), prompt), prompt[-1])
     for _ in range(12):
@@ -103,7 +133,7 @@ def test_a_batch_computes_what_each_computes_alone(model: Any, new_kv: NewKv, bu
 
 
 def test_joins_and_leaves_at_every_offset_around_a_blocks_border_change_nobody(model: Any, new_kv: NewKv) -> None:
-    together = Greedy(model, ROOMY)
+    together = Greedy(model, new_kv().pool)
     steps = {name: 4 + name % 7 for name in range(20)}
     prompts = {name: tokens_of(246 + name, name) for name in range(20)}
     finished: dict[int, list[bytes]] = {}
@@ -134,48 +164,45 @@ def test_decoding_on_read_and_from_the_decoded_copy_give_the_same_bits(model: An
     assert np.array_equal(alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 20, NONE), expected)
 
 
-def test_extracting_from_a_merge_gives_back_the_same_bits(model: Any, new_kv: NewKv) -> None:
-    kvs = [prefilled(model, new_kv(), tokens_of(n, n)) for n in BORDERS]
-    before = [stored(kv) for kv in kvs]
-    for layer in range(len(model.layers)):
-        merged = JudgedBatchKV.merge([kv.row_layers[layer] for kv in kvs])
+def test_extracting_from_a_merge_gives_back_the_same_bits(model: Any) -> None:
+    new_layers = judged_layers(identity_of([full()] * len(model.layers)))
+    sequences = [judged_prefilled(model, new_layers(), tokens_of(n, n)) for n in BORDERS]
+    before = [[stored(layer.kv) for layer in layers] for layers in sequences]
+    for number in range(len(model.layers)):
+        merged = sequences[0][number].merge([layers[number] for layers in sequences])
         merged.filter([8, 0, 3])
         assert [merged.extract(i).offset for i in range(3)] == [300, 1, 64]
-        assert merged.extract(0).buffers[0].to_bytes(0, 300) == kvs[8].layers[layer].buffers[0].to_bytes(0, 300)
-        assert merged.extract(2).buffers[1].to_bytes(0, 64) == kvs[3].layers[layer].buffers[1].to_bytes(0, 64)
-    assert [stored(kv) for kv in kvs] == before
+        for slot, name in enumerate((8, 0, 3)):
+            assert stored(merged.extract(slot).kv) == before[name][number]
+    assert [[stored(layer.kv) for layer in layers] for layers in sequences] == before
 
 
-def test_a_concurrent_merge_mixes_no_rows(model: Any, new_kv: NewKv) -> None:
+def test_a_concurrent_merge_mixes_no_rows(model: Any) -> None:
     """(LESSONS 2)"""
-    kvs = [prefilled(model, new_kv(), tokens_of(40 + n, n)) for n in range(8)]
-    halves = [JudgedBatchKV.merge([kv.row_layers[0] for kv in half]) for half in (kvs[:3], kvs[3:])]
+    new_layers = judged_layers(identity_of([full()] * len(model.layers)))
+    layers = [judged_prefilled(model, new_layers(), tokens_of(40 + n, n))[0] for n in range(8)]
+    halves = [half[0].merge(half) for half in (layers[:3], layers[3:])]
     halves[0].extend(halves[1])
     halves[0].filter(mx.array([7, 2, 5]))
     for slot, name in enumerate((7, 2, 5)):
-        row = halves[0].extract(slot)
-        assert [b.to_bytes(0, row.offset) for b in row.buffers] == [
-            b.to_bytes(0, 40 + name) for b in kvs[name].layers[0].buffers
-        ]
+        assert stored(halves[0].extract(slot).kv) == stored(layers[name].kv)
 
 
 def test_a_trim_leaves_no_stale_tail_that_is_attended_to(model: Any, new_kv: NewKv) -> None:
-    """Freed rows are poisoned: NaN behind the valid rows, large finite values where others' rows are masked
-    (LESSONS 1).
+    """Freed rows are poisoned: NaN behind the valid rows of the last page and in free pages, large finite values where
+    others' rows are masked (LESSONS 1).
     """
     prompt = tokens_of(270, 3)
     expected = alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 8)
-    kv = prefilled(model, new_kv(), [*prompt, *tokens_of(30, 4)])
+    kv = prefilled(model, new_kv(), [*prompt, *tokens_of(330, 4)])
     kv.trim_to(270)
-    for layer in kv.layers:
-        for buffer in layer.buffers:
-            poison_behind(buffer, 270)
+    poison_behind(kv)
     long = prefilled(model, new_kv(), tokens_of(400, 5))
-    together = Greedy(model, ROOMY)
+    together = Greedy(model, kv.pool)
     together.join(1, long, 9)
     together.join(0, kv, prompt[-1])
     together.step()
-    for layer in together.batch._layers:
+    for layer in layers_of(together.batch):
         for array in layer._decoded.arrays:
             array[1:2, :, 271:] = 1e30
     for _ in range(7):
@@ -183,17 +210,9 @@ def test_a_trim_leaves_no_stale_tail_that_is_attended_to(model: Any, new_kv: New
     assert_same(together.logits[0], expected)
 
 
-def poison_behind(buffer: Any, rows: int) -> None:
-    codes, scales, biases = buffer.parts
-    for part in (scales, biases):
-        part[:, :, rows:] = float("nan")
-    codes[:, :, rows:] = 0xFFFFFFFF
-    buffer.parts = (codes, scales, biases)
-
-
 def test_a_slot_that_is_used_again_shows_nothing_of_who_left_it(model: Any, new_kv: NewKv) -> None:
     """(LESSONS 15)"""
-    together = Greedy(model, ROOMY)
+    together = Greedy(model, new_kv().pool)
     together.join(0, prefilled(model, new_kv(), tokens_of(500, 1)), 5)
     together.join(1, prefilled(model, new_kv(), tokens_of(20, 2)), 6)
     for _ in range(3):
@@ -208,7 +227,7 @@ def test_a_slot_that_is_used_again_shows_nothing_of_who_left_it(model: Any, new_
 
 def test_a_sequence_that_takes_a_slot_before_its_first_step_sees_its_own_rows(model: Any, new_kv: NewKv) -> None:
     """The slot's decoded rows are of the sequence that left (LESSONS 15)."""
-    together = Greedy(model, ROOMY)
+    together = Greedy(model, new_kv().pool)
     together.join(0, prefilled(model, new_kv(), tokens_of(200, 1)), 5)
     together.join(1, prefilled(model, new_kv(), tokens_of(190, 2)), 6)
     together.step()
@@ -225,8 +244,8 @@ def test_forks_do_not_alias(model: Any, new_kv: NewKv) -> None:
     prompt = tokens_of(255, 8)
     kv = prefilled(model, new_kv(), prompt)
     before = stored(kv)
-    fork = kv.fork()
-    together = Greedy(model, ROOMY)
+    fork, untouched = kv.fork(), kv.fork()
+    together = Greedy(model, kv.pool)
     together.join(0, kv, 10)
     together.join(1, fork, 11)
     for _ in range(5):
@@ -236,36 +255,94 @@ def test_forks_do_not_alias(model: Any, new_kv: NewKv) -> None:
     assert stored(left) != stored(right)
     left.trim_to(255)
     right.trim_to(255)
-    assert stored(left) == stored(right) == before
+    assert stored(left) == stored(right) == stored(untouched) == before
 
 
-def test_a_deep_copy_of_a_batch_goes_its_own_way(model: Any, new_kv: NewKv) -> None:
-    kv = prefilled(model, new_kv(), tokens_of(70, 8))
-    batches = [JudgedBatchKV.merge([layer]) for layer in kv.row_layers]
+def test_two_of_a_batch_that_share_their_last_page_write_a_page_each(model: Any, new_kv: NewKv) -> None:
+    """The first one copies it; the second is its only holder then and may write it, in the same step."""
+    prompt, firsts = tokens_of(100, 8), (10, 11, 12)
+    kv = prefilled(model, new_kv(), prompt)
+    forks = [kv, kv.fork(), kv.fork()]
+    together = Greedy(model, kv.pool)
+    for name, (one, first) in enumerate(zip(forks, firsts, strict=True)):
+        together.join(name, one, first)
+    for _ in range(4):
+        together.step()
+    assert kv.pool.allocator.shared == 0
+    for name, first in enumerate(firsts):
+        assert_same(together.logits[name], alone(model, prefilled(model, new_kv(), prompt), first, 4))
+
+
+def test_a_step_without_room_changes_nobody(model: Any) -> None:
+    """One of two got a page for its next row before the pool was found to be full."""
+    pool = pool_of([full()] * len(model.layers), pages=4)
+    prompt = tokens_of(100, 1)
+    sharing = prefilled(model, SequenceKV(pool), prompt)
+    memory = sharing.fork()  # its tail cannot be written by `sharing`
+    others = [prefilled(model, SequenceKV(pool), tokens_of(PAGE_TOKENS, seed)) for seed in (2, 3)]
+    before = [stored(kv) for kv in (sharing, memory, *others)]
+    together = Greedy(model, pool)
+    for name, kv in enumerate((sharing, *others)):
+        together.join(name, kv, 9)
+    assert pool.allocator.free == 1
+    with pytest.raises(ResourceExhausted):
+        together.step()
+    assert [stored(kv) for kv in (sharing, memory, *others)] == before
+    assert pool.allocator.free == 1
+    for name in (1, 2):
+        together.leave(name).release()
+    together.step()
+    roomy = prefilled(model, SequenceKV(pool_of([full()] * len(model.layers))), prompt)
+    assert_same(together.logits[0], alone(model, roomy, 9, 1))
+
+
+def test_a_step_writes_no_page_that_others_hold(model: Any, new_kv: NewKv) -> None:
+    memory = prefilled(model, new_kv(), tokens_of(300, 8))
+    held = page_bytes(memory.pool, memory.pages)
+    together = Greedy(model, memory.pool)
+    for name in range(3):
+        together.join(name, memory.fork([256, 260, 300][name]), 10 + name)
+    for _ in range(3):
+        together.step()
+    assert page_bytes(memory.pool, memory.pages) == held
+
+
+def test_a_deep_copy_of_a_batch_goes_its_own_way(model: Any) -> None:
+    layers = judged_prefilled(model, judged_layers(identity_of([full()] * len(model.layers)))(), tokens_of(70, 8))
+    batches = [layer.merge([layer]) for layer in layers]
     copies = copy.deepcopy(batches)
     model(mx.array([[3]]), cache=copies)
     model(mx.array([[4]]), cache=batches)
-    mx.eval([batch.state for batch in (*batches, *copies)])
     ours, theirs = batches[0].extract(0), copies[0].extract(0)
-    assert ours.buffers[0].to_bytes(0, 70) == theirs.buffers[0].to_bytes(0, 70)
-    assert ours.buffers[0].to_bytes(70, 71) != theirs.buffers[0].to_bytes(70, 71)
+    assert stored(ours.kv) != stored(theirs.kv)
+    ours.trim(1)
+    theirs.trim(1)
+    assert stored(ours.kv) == stored(theirs.kv) == stored(layers[0].kv)
 
 
-def test_the_offset_that_a_model_holds_never_changes(model: Any, new_kv: NewKv) -> None:
+def test_the_offset_that_a_model_holds_never_changes() -> None:
     """(LESSONS 4)"""
-    layer = prefilled(model, new_kv(), tokens_of(5, 1)).row_layers[0]
-    batch = BatchLayerKV([layer.fork(), layer.fork()])
-    held = batch.offset
-    rows = mx.ones((2, 2, 1, 64))
-    batch.update_and_fetch(rows, rows)
-    assert held.tolist() == [5, 5]
-    assert batch.offset.tolist() == [6, 6]
+    kv = fed(SequenceKV(pool_of([full()])), [5])
+    held: list[mx.array] = []
+
+    def forward(_tokens: mx.array, caches: list[Any]) -> mx.array:
+        held.append(caches[0].offset)
+        seen, _ = caches[0].update_and_fetch(*(mx.concatenate([part] * 2) for part in random_rows(1, 1)))
+        return mx.zeros((2, 1, 4)) + 0 * seen.sum()
+
+    batch = DecodeBatch(kv.pool, forward, ROOMY)
+    batch.join(kv.fork())
+    batch.join(kv.fork())
+    for _ in range(2):
+        mx.eval(batch.step([1, 1]))
+    assert [offset.tolist() for offset in held] == [[5, 5], [6, 6]]
 
 
-def test_a_row_extracted_while_right_padding_is_pending_holds_its_own_tokens_only(model: Any, new_kv: NewKv) -> None:
+def test_a_row_extracted_while_right_padding_is_pending_holds_its_own_tokens_only(model: Any) -> None:
     """(LESSONS 3)"""
     prompts = [tokens_of(7, 1), tokens_of(3, 2)]
-    batches = [JudgedBatchKV.merge([layer, layer]) for layer in new_kv().row_layers]
+    new_layers = judged_layers(identity_of([full()] * len(model.layers)))
+    batches = [layer.merge([layer, layer]) for layer in new_layers()]
     for batch in batches:
         batch.prepare(lengths=[7, 3], right_padding=[0, 4])
     padded = mx.array([prompts[0], prompts[1] + [0] * 4])
@@ -274,19 +351,21 @@ def test_a_row_extracted_while_right_padding_is_pending_holds_its_own_tokens_onl
     model(padded[:, 5:], cache=batches)
     for batch in batches:
         batch.finalize()
-    expected = prefilled(model, new_kv(), prompts[1])
-    assert stored(SequenceKV([batch.extract(1) for batch in batches])) == stored(expected)
+    expected = judged_prefilled(model, new_layers(), prompts[1])
+    for batch, layer in zip(batches, expected, strict=True):
+        assert stored(batch.extract(1).kv) == stored(layer.kv)
 
 
-def test_what_a_step_staged_is_computed_in_that_step(model: Any, new_kv: NewKv) -> None:
-    """Codes have no reader while the decoded copy is used: unevaluated, each step would hold the graph before it. Only
+def test_what_a_step_stored_is_computed_in_that_step(model: Any, new_kv: NewKv) -> None:
+    """Pages have no reader while the decoded copy is used: unevaluated, each step would hold the graph before it. Only
     evaluated arrays can be read on another thread.
     """
-    together = Greedy(model, ROOMY)
-    together.join(0, prefilled(model, new_kv(), tokens_of(60, 1)), 3)
+    kv = prefilled(model, new_kv(), tokens_of(60, 1))
+    together = Greedy(model, kv.pool)
+    together.join(0, kv, 3)
     for _ in range(70):
         together.step()
-    arrays = [array for layer in together.batch._layers for array in layer.state]
+    arrays = [*kv.pool.arrays, *(array for layer in layers_of(together.batch) for array in layer._decoded.arrays)]
     with ThreadPoolExecutor(1) as other:
         for array in arrays:
             other.submit(np.array, array).result(60)
@@ -296,29 +375,44 @@ def test_the_decoded_copy_takes_no_more_room_than_it_may(model: Any, new_kv: New
     """Also room that who left has made: it is given back when it is too much."""
     per_row = len(model.layers) * 2 * 2 * 64
     budget = 5 * 768 * per_row
-    together = Greedy(model, budget)
+    together = Greedy(model, new_kv().pool, budget)
     for name in range(8):
         together.join(name, prefilled(model, new_kv(), tokens_of(20 + 60 * name, name)), 5)
     for name in range(8):
         for _ in range(3):
             together.step()
-            decoded = [array for layer in together.batch._layers for array in layer._decoded.arrays]
+            decoded = [array for layer in layers_of(together.batch) for array in layer._decoded.arrays]
             assert sum(array.size for array in decoded) <= budget
+            assert together.batch.scratch_bytes == sum(array.nbytes for array in decoded)
         if name < 7:
             together.leave(name)
     assert decoded, "one row is within any budget"
 
 
+def test_a_failed_step_is_forgotten_with_its_scratch(model: Any, new_kv: NewKv) -> None:
+    """Its sequences go on in another batch as if it had not been tried."""
+    prompt = tokens_of(80, 1)
+    kv = prefilled(model, new_kv(), prompt)
+    failing = DecodeBatch(kv.pool, lambda _tokens, _caches: mx.zeros((1 // 0,)), ROOMY)
+    failing.join(kv)
+    with pytest.raises(ZeroDivisionError):
+        failing.step([5])
+    assert (failing.discard(), len(failing), failing.scratch_bytes) == ([kv], 0, 0)
+    assert_same(alone(model, kv, prompt[-1], 3), alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 3))
+
+
 class TestUnmodifiedBatchGenerator:
     """mlx-lm's own engine is the best independent judge of its cache protocol."""
 
-    def run(self, model: Any, new_kv: NewKv, prompts: list[list[int]], max_tokens: list[int], **kw: Any) -> list[Any]:
+    def run(
+        self, model: Any, new_layers: NewLayers, prompts: list[list[int]], max_tokens: list[int], **kw: Any
+    ) -> list[tuple[list[int], list[JudgedLayer]]]:
         from mlx_lm.generate import BatchGenerator
 
         generator = BatchGenerator(model, stop_tokens=[], prefill_step_size=64, **kw)
-        uids = generator.insert(prompts, max_tokens, caches=[judged_layers(new_kv().layers) for _ in prompts])
+        uids = generator.insert(prompts, max_tokens, caches=[new_layers() for _ in prompts])
         tokens: dict[int, list[int]] = {uid: [] for uid in uids}
-        caches: dict[int, list[LayerKV]] = {}
+        caches: dict[int, list[JudgedLayer]] = {}
         while len(caches) < len(uids):
             for response in generator.next()[1]:
                 tokens[response.uid].append(response.token)
@@ -327,20 +421,22 @@ class TestUnmodifiedBatchGenerator:
         generator.close()
         return [(tokens[uid], caches[uid]) for uid in uids]
 
-    def test_ragged_prompts_joins_and_leaves_give_what_each_gives_alone(self, model: Any, new_kv: NewKv) -> None:
+    def test_ragged_prompts_joins_and_leaves_give_what_each_gives_alone(self, model: Any) -> None:
+        new_layers = judged_layers(identity_of([full()] * len(model.layers)))
         prompts = [tokens_of(n, n) for n in (3, 64, 130, 17, 200, 65, 5)]
         limits = [9, 20, 5, 14, 11, 3, 30]
-        found = self.run(model, new_kv, prompts, limits, completion_batch_size=4, prefill_batch_size=3)
+        found = self.run(model, new_layers, prompts, limits, completion_batch_size=4, prefill_batch_size=3)
         for prompt, limit, (tokens, cache) in zip(prompts, limits, found, strict=True):
-            [(expected, _)] = self.run(model, new_kv, [prompt], [limit])
+            [(expected, _)] = self.run(model, new_layers, [prompt], [limit])
             assert tokens == expected
             assert [layer.offset for layer in cache] == [len(prompt) + limit] * len(cache)
 
     def test_an_extracted_cache_is_resumed_with_new_tokens_only(self, model: Any, new_kv: NewKv) -> None:
         from mlx_lm.generate import BatchGenerator
 
+        new_layers = judged_layers(identity_of([full()] * len(model.layers)))
         prompts = [tokens_of(30, 1), tokens_of(41, 2)]
-        first = self.run(model, new_kv, prompts, [6, 6])
+        first = self.run(model, new_layers, prompts, [6, 6])
         generator = BatchGenerator(model, stop_tokens=[])
         uids = generator.insert([[7, 8], [9]], [5, 5], caches=[cache for _, cache in first])
         tokens: dict[int, list[int]] = {uid: [] for uid in uids}
@@ -350,14 +446,25 @@ class TestUnmodifiedBatchGenerator:
         generator.close()
         for (said, _), prompt, more, uid in zip(first, prompts, ([7, 8], [9]), uids, strict=True):
             kv = prefilled(model, new_kv(), prompt)
-            for token in said:
-                model(mx.array([[token]]), cache=kv.layers)
-            for token in more[:-1]:
-                model(mx.array([[token]]), cache=kv.layers)
+            for token in (*said, *more[:-1]):
+                computed(model, kv, [token])
             assert tokens[uid] == [int(row.argmax()) for row in alone(model, kv, more[-1], 5)]
 
 
 def test_several_tokens_of_a_sequence_at_once_are_refused_and_not_cut() -> None:
-    rows = mx.zeros((1, 2, 3, 64))
+    kv = fed(SequenceKV(pool_of([full()])), [5])
+    layer = DecodedLayer(kv.pool, 0)
+    layer.begin(DecodeStep.of(kv.pool, [kv]), keeps_decoded=True)
     with pytest.raises(ValueError, match="one token"):
-        BatchLayerKV().update_and_fetch(rows, rows)
+        layer.update_and_fetch(*random_rows(3, 1))
+    with pytest.raises(ValueError, match="one token"):
+        layer.make_mask(3)
+
+
+def test_a_layer_that_keeps_all_tokens_refuses_to_be_a_window() -> None:
+    kv = fed(SequenceKV(pool_of([full()])), [5])
+    layer = DecodedLayer(kv.pool, 0)
+    layer.begin(DecodeStep.of(kv.pool, [kv]), keeps_decoded=True)
+    for cache, count in ((layer, 1), (prefill_layers(kv)[0], 5)):
+        with pytest.raises(ValueError, match="window"):
+            cache.make_mask(count, window_size=3)  # type: ignore[union-attr, call-arg]

@@ -12,12 +12,12 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import FailedPrecondition
 from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from inference_svc.kv.batch.decode_batch import batched_form
-from inference_svc.kv.layers import AnyLayerKV, new_layer
+from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import Layout, probed_layout
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.state_kv import StateKV
 from inference_svc.model.loading import load
 from tests.inference.engine.families import (
     DEEPSEEK_V3,
@@ -29,9 +29,9 @@ from tests.inference.engine.families import (
     write_family,
 )
 from tests.inference.kv import test_backends
-from tests.inference.kv.sequences import four_bits
-from tests.inference.kv.test_backends import tokens_of
-from tests.inference.kv.test_window_kv import Unrounded
+from tests.inference.kv.mlx_lm_batch import judged_layers
+from tests.inference.kv.sequences import identity_of, pool_of, stored, unrounded_pool
+from tests.inference.kv.test_backends import ROOMY, tokens_of
 
 ALL = {**FAMILIES, "deepseek_v3": DEEPSEEK_V3, "falcon_h1": FALCON_H1, "jamba": JAMBA}
 KINDS = {
@@ -55,21 +55,26 @@ class Family:
         self.model: Any = load(write_family(directory, config, seed=1), "float32").model
         make_row_exact(self.model)
         self.layout: Layout = probed_layout(self.model)
-        self.identity = identity_pb2.KvIdentity(layers=self.layout.entries, policy=four_bits())
 
-    def new(self) -> list[AnyLayerKV]:
-        return [new_layer(self.identity, index) for index in range(len(self.layout.entries))]
+    def pool(self) -> KvPool:
+        return pool_of(self.layout.entries)
 
-    def logits(self, layers: Any, tokens: list[list[int]]) -> np.ndarray:
-        logits = self.layout.forward(self.model, mx.array(tokens), layers)[:, -1]
-        mx.eval(logits, [layer.state for layer in layers])
+    def computed(self, kv: SequenceKV, tokens: list[int]) -> np.ndarray:
+        """Logits after these tokens, which are stored."""
+        layers = prefill_layers(kv)
+        logits = self.layout.forward(self.model, mx.array([tokens]), layers)[:, -1]
+        commit(kv, layers, len(tokens))
         return np.array(logits)
 
-    def prefilled(self, tokens: list[int]) -> tuple[list[AnyLayerKV], int]:
-        layers = self.new()
+    def prefilled(self, pool: KvPool, tokens: list[int]) -> tuple[SequenceKV, int]:
+        """A sequence, and the token that the model would say next."""
+        kv = SequenceKV(pool)
         for start in range(0, len(tokens), 256):
-            logits = self.logits(layers, [tokens[start : start + 256]])
-        return layers, int(logits[0].argmax())
+            logits = self.computed(kv, tokens[start : start + 256])
+        return kv, int(logits[0].argmax())
+
+    def batch(self, pool: KvPool) -> DecodeBatch:
+        return DecodeBatch(pool, lambda tokens, layers: self.layout.forward(self.model, tokens, layers), ROOMY)
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +105,10 @@ def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches
 ) -> None:
     """Prompts in cells and tokens, past the window; sinks, latent rows and states are whatever its model makes them."""
     tiny = family(name)
-    ours = tiny.new()
-    for layer in ours:
-        if not isinstance(layer, StateKV):
-            layer.keys.codec = layer.values.codec = Unrounded()
+    ours = SequenceKV(unrounded_pool(tiny.layout.entries))
     theirs, tokens = make_prompt_cache(tiny.model), tokens_of(300, seed=2)
     for start, stop in ((0, 70), (70, 71), (71, 256), (256, 299), (299, 300)):
-        found = tiny.logits(ours, [tokens[start:stop]])
+        found = tiny.computed(ours, tokens[start:stop])
         expected = np.array(tiny.model(mx.array([tokens[start:stop]]), cache=theirs)[:, -1])
         assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max(), (start, stop)
 
@@ -115,38 +117,37 @@ def test_without_rounding_a_family_computes_what_it_does_with_mlx_lms_own_caches
 def test_sequences_of_every_layout_decode_in_a_batch_as_each_does_alone(
     name: str, family: Callable[[str], Family]
 ) -> None:
-    """Q4 rows, lengths around the window and a block, joining and leaving at different moments (LESSONS 2)."""
+    """Q4 rows, lengths around the window and a block, joining and leaving at different moments (LESSONS 2). Forks that
+    share all pages stay as they were.
+    """
     tiny = family(name)
     prompts = [tokens_of(length, seed=length) for length in (3, 95, 96, 130, 257)]
     expected = []
     for prompt in prompts:
-        layers, token = tiny.prefilled(prompt)
-        single, said = [batched_form(layer) for layer in layers], [token]
-        for batch, layer in zip(single, layers, strict=True):
-            batch.join(layer)  # type: ignore[arg-type]
+        kv, token = tiny.prefilled(tiny.pool(), prompt)
+        single, said = tiny.batch(kv.pool), [token]
+        single.join(kv)
         for _ in range(12):
-            said.append(int(tiny.logits(single, [[said[-1]]])[0].argmax()))
+            said.append(int(np.array(single.step([said[-1]]))[0].argmax()))
         expected.append(said)
-    started = [tiny.prefilled(prompt) for prompt in prompts]
-    batches = [batched_form(layer) for layer in started[0][0]]
-    said_together: dict[int, list[int]] = {}
-    slots: list[int] = []
+    pool = tiny.pool()
+    started = [tiny.prefilled(pool, prompt) for prompt in prompts]
+    kept = [kv.fork() for kv, _ in started]
+    before = [stored(kv) for kv in kept]
+    batch, numbers, said_together = tiny.batch(pool), {id(kv): number for number, (kv, _) in enumerate(started)}, {}
     for step in range(16):
         if step < len(prompts):
-            for batch, layer in zip(batches, started[step][0], strict=True):
-                batch.join(layer)  # type: ignore[arg-type]
-            slots.append(step)
+            batch.join(started[step][0])
             said_together[step] = [started[step][1]]
-        logits = tiny.logits(batches, [[said_together[name][-1]] for name in slots])
+        slots = [numbers[id(kv)] for kv in batch.sequences]
+        logits = np.array(batch.step([said_together[number][-1] for number in slots]))
         for slot, number in enumerate(slots):
             said_together[number].append(int(logits[slot].argmax()))
         for number in [number for number in slots if len(said_together[number]) == 13]:
-            for batch in batches:
-                batch.leave(slots.index(number))
-            slots[slots.index(number)] = slots[-1]
-            slots.pop()
+            batch.leave(started[number][0])
     assert [said_together[number] for number in range(len(prompts))] == expected
     assert len({tuple(said) for said in expected}) == len(expected), "the models say something"
+    assert [stored(kv) for kv in kept] == before
 
 
 @pytest.mark.parametrize("config", [GEMMA3, GPT_OSS], ids=["gemma3", "gpt_oss"])
@@ -155,7 +156,7 @@ def test_another_window_gives_another_reply(config: dict[str, Any], tmp_path: Pa
     tokens, replies = tokens_of(200, seed=1), []
     for window in (96, 48):
         tiny = Family(tmp_path / str(window), {**config, "sliding_window": window})
-        replies.append(tiny.logits(tiny.new(), [tokens]))
+        replies.append(tiny.computed(SequenceKV(tiny.pool()), tokens))
     assert not np.allclose(*replies, atol=1e-3)
 
 
@@ -212,13 +213,11 @@ def test_mlx_lms_own_batches_run_on_windows_unmodified(name: str, family: Callab
     """Ragged prompts, right padding past the window, joins and leaves: each row says what it says alone."""
     tiny, judge = family(name), test_backends.TestUnmodifiedBatchGenerator()
 
-    def new_kv() -> SequenceKV:
-        return SequenceKV(tiny.new())
-
+    new_layers = judged_layers(identity_of(tiny.layout.entries))
     prompts = [tokens_of(n, n) for n in (3, 96, 130, 17, 200)]
     limits = [9, 20, 5, 14, 11]
-    found = judge.run(tiny.model, new_kv, prompts, limits, completion_batch_size=3, prefill_batch_size=2)
+    found = judge.run(tiny.model, new_layers, prompts, limits, completion_batch_size=3, prefill_batch_size=2)
     for prompt, limit, (said, cache) in zip(prompts, limits, found, strict=True):
-        [(expected, _)] = judge.run(tiny.model, new_kv, [prompt], [limit])
+        [(expected, _)] = judge.run(tiny.model, new_layers, [prompt], [limit])
         assert said == expected
         assert [layer.offset for layer in cache] == [len(prompt) + limit] * len(cache)
