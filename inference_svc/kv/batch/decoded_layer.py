@@ -52,6 +52,7 @@ class DecodedLayer:
 
     def leave(self, slot: int, last: int, last_length: int) -> None:
         """The sequence of `slot` is gone; that of the last slot, of so many tokens, takes its place."""
+        self._step = None  # which holds the sequence, and so its pages
         if last < len(self._is_decoded):
             if slot != last and self._is_decoded[last]:
                 self._decoded.move(last, slot, min(last_length, self._window or last_length))
@@ -62,6 +63,7 @@ class DecodedLayer:
 
     def forget_decoded(self) -> None:
         """Give the decoded copy's memory back."""
+        self._step = None
         self._decoded.clear()
         self._is_decoded = [False] * len(self._is_decoded)
 
