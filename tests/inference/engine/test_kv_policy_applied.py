@@ -30,8 +30,9 @@ def live_parts(driver: Driver, key: AgentKey, layer: int) -> tuple[EncodedRows, 
     def work(worker: EngineWorker) -> tuple[EncodedRows, EncodedRows]:
         memory = worker.memories.get(key)
         assert memory is not None
-        keys, values = memory.kv.layers[layer].buffers
-        return keys.read(0, len(PROMPT)), values.read(0, len(PROMPT))
+        rows, split = memory.kv.rows(layer, 0, len(PROMPT)), memory.kv.pool.codecs[layer][0].part_count
+        assert rows is not None
+        return rows[:split], rows[split:]
 
     return on_mlx(driver.engine, work)
 
@@ -149,9 +150,9 @@ def test_a_policy_that_is_said_and_not_stored_is_not_reported_as_applied(model_d
     """What is applied is read from live rows: an identity that says otherwise finds no layer."""
     runner = ModelRunner(load(model_dir, "float32").model)
     policies = {rung: policy_of(rung, "float32") for rung in LADDER}
-    real = ModelRunner.new_kv
+    real = ModelRunner.new_pool
     for said in LADDER:
         for stored in LADDER:
-            runner.new_kv = lambda _policy, stored=stored: real(runner, policies[stored])  # type: ignore[method-assign,misc]
+            runner.new_pool = lambda _policy, stored=stored: real(runner, policies[stored])  # type: ignore[method-assign,misc]
             applied = runner.applied_layers(kv_identity("d" * 64, runner.layers, policies[said]))
             assert applied == (LAYERS if said is stored else 0), (said, stored)

@@ -90,7 +90,8 @@ def fed(kv: SequenceKV, counts: Sequence[int], seed: int = 0) -> SequenceKV:
         layers = prefill_layers(kv)
         for index, layer in enumerate(layers):
             assert isinstance(layer, PrefillLayer)
-            layer.update_and_fetch(*random_rows(count, 1000 * seed + 10 * piece + index))
+            heads = kv.pool.formats[index].key.kv_heads
+            layer.update_and_fetch(*random_rows(count, 1000 * seed + 10 * piece + index, heads))
         commit(kv, layers, count)
     return kv
 
@@ -134,6 +135,15 @@ def poison_behind(kv: SequenceKV) -> None:
             shaped = units[0, part.offset : part.offset + part.size].reshape(part.kv_heads, PAGE_TOKENS, part.units)
             shaped[:, rows:] = POISON
         kv.pool.write_pages(layer, [page], mx.array(units))
+
+
+def poison_free_pages(pool: KvPool) -> None:
+    """Fill all pages that nobody holds."""
+    free = [page for page in range(pool.arrays[0].shape[0]) if not pool.allocator.holders(page)]
+    if free:
+        for array in pool.arrays:
+            array[mx.array(free)] = POISON
+        mx.eval(pool.arrays)
 
 
 def page_bytes(pool: KvPool, pages: Iterable[int]) -> dict[int, bytes]:

@@ -41,6 +41,8 @@ IS_MKL = device() == "cpu" and "mkl" in (load_optimized_blas() or "")
 
 pytestmark = pytest.mark.usefixtures("attention_step")
 
+in_blocks_too = pytest.mark.usefixtures("attention_step")  # as on a machine whose kernels sum in blocks
+
 
 def tokens_of(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(8, VOCABULARY), k=count)
@@ -118,6 +120,7 @@ def layers_of(batch: DecodeBatch) -> list[DecodedLayer]:
     return list(batch._layers.values())
 
 
+@in_blocks_too
 @pytest.mark.parametrize("budget", [ROOMY, NONE])
 def test_a_batch_computes_what_each_computes_alone(model: Any, new_kv: NewKv, budget: int) -> None:
     prompts = {n: tokens_of(n, n) for n in BORDERS}
@@ -132,6 +135,7 @@ def test_a_batch_computes_what_each_computes_alone(model: Any, new_kv: NewKv, bu
         assert stored(together.leave(n)) == stored(kv)
 
 
+@in_blocks_too
 def test_joins_and_leaves_at_every_offset_around_a_blocks_border_change_nobody(model: Any, new_kv: NewKv) -> None:
     together = Greedy(model, new_kv().pool)
     steps = {name: 4 + name % 7 for name in range(20)}
@@ -152,6 +156,7 @@ def test_joins_and_leaves_at_every_offset_around_a_blocks_border_change_nobody(m
         assert finished[name] == stored(kv)
 
 
+@in_blocks_too
 def test_decoding_on_read_and_from_the_decoded_copy_give_the_same_bits(model: Any, new_kv: NewKv) -> None:
     """Also when the budget is passed in the midst."""
     prompt = tokens_of(250, 1)
@@ -188,6 +193,7 @@ def test_a_concurrent_merge_mixes_no_rows(model: Any) -> None:
         assert stored(halves[0].extract(slot).kv) == stored(layers[name].kv)
 
 
+@in_blocks_too
 def test_a_trim_leaves_no_stale_tail_that_is_attended_to(model: Any, new_kv: NewKv) -> None:
     """Freed rows are poisoned: NaN behind the valid rows of the last page and in free pages, large finite values where
     others' rows are masked (LESSONS 1).
@@ -210,6 +216,7 @@ def test_a_trim_leaves_no_stale_tail_that_is_attended_to(model: Any, new_kv: New
     assert_same(together.logits[0], expected)
 
 
+@in_blocks_too
 def test_a_slot_that_is_used_again_shows_nothing_of_who_left_it(model: Any, new_kv: NewKv) -> None:
     """(LESSONS 15)"""
     together = Greedy(model, new_kv().pool)
@@ -225,6 +232,7 @@ def test_a_slot_that_is_used_again_shows_nothing_of_who_left_it(model: Any, new_
     assert_same(together.logits[2], alone(model, prefilled(model, new_kv(), prompt), prompt[-1], 6))
 
 
+@in_blocks_too
 def test_a_sequence_that_takes_a_slot_before_its_first_step_sees_its_own_rows(model: Any, new_kv: NewKv) -> None:
     """The slot's decoded rows are of the sequence that left (LESSONS 15)."""
     together = Greedy(model, new_kv().pool)
@@ -371,6 +379,7 @@ def test_what_a_step_stored_is_computed_in_that_step(model: Any, new_kv: NewKv) 
             other.submit(np.array, array).result(60)
 
 
+@in_blocks_too
 def test_the_decoded_copy_takes_no_more_room_than_it_may(model: Any, new_kv: NewKv) -> None:
     """Also room that who left has made: it is given back when it is too much."""
     per_row = len(model.layers) * 2 * 2 * 64
@@ -421,6 +430,7 @@ class TestUnmodifiedBatchGenerator:
         generator.close()
         return [(tokens[uid], caches[uid]) for uid in uids]
 
+    @in_blocks_too
     def test_ragged_prompts_joins_and_leaves_give_what_each_gives_alone(self, model: Any) -> None:
         new_layers = judged_layers(identity_of([full()] * len(model.layers)))
         prompts = [tokens_of(n, n) for n in (3, 64, 130, 17, 200, 65, 5)]

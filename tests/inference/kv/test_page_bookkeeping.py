@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from kvasir.errors import ResourceExhausted
@@ -82,6 +82,7 @@ class Holders(RuleBasedStateMachine):
 
 
 TestHolders = Holders.TestCase
+TestHolders.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 def test_pages_that_were_used_before_are_given_out_first() -> None:
