@@ -1,8 +1,9 @@
 """The pool: all KV of one model, in pages that sequences share by number.
 
-For each layer of a group there is one array of pages, and a page number means the same block in all of them. As far as
-Python can see, nothing is written in place: a write makes a new array. MLX reuses the old array's memory because
-nothing else holds it, so nobody may keep a reference to `arrays` while something is written. Lives on the MLX thread.
+For each layer of a group there is one array of pages, and a page number means the same block in all of them. On a CPU
+a write makes a new array as far as Python can see; MLX reuses the old array's memory because nothing else holds it, so
+nobody may keep a reference to `arrays` while something is written. On a GPU kernels write where the pages lie
+(`attention/in_place`). Lives on the MLX thread.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,6 +11,9 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
+from inference_svc.kv.attention.in_place import store_pages
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.attention.paged import DIALECTS, implementation
 from inference_svc.kv.block_table import blocks_of, most_window_blocks
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.groups import Group, groups_of
@@ -29,8 +33,18 @@ class KvPool:
     Raises InvalidArgument for a policy that this engine cannot do.
     """
 
-    def __init__(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> None:
+    def __init__(
+        self,
+        identity: identity_pb2.KvIdentity,
+        budget_bytes: int,
+        *,
+        is_allocated: bool = False,
+        dialect: Dialect | None = None,
+    ) -> None:
+        """`dialect`: of the kernels that write pages where they lie; None: MLX's own operations write them."""
         self.identity = identity
+        self.dialect = dialect
+        self._written: list[mx.array] = []  # by kernels, and not evaluated yet
         self.groups = groups_of(identity.layers)
         self.formats = {index: PageFormat.of(identity, index) for group in self.groups for index in group.layers}
         self.codecs = {index: layer_codecs(identity.policy, index) for index in self.formats}
@@ -82,13 +96,20 @@ class KvPool:
         units = self.formats[layer].units
         return array if array.shape[1] == units else array[:, :units]
 
-    def write_pages(self, layer: int, pages: Sequence[int], content: mx.array) -> None:
-        """Write one layer's pages [n, units], which must be private."""
-        slot, units = self.slot_of(layer), content.shape[1]
+    def write_pages(self, layer: int, pages: Sequence[int], content: mx.array, first_unit: int = 0) -> None:
+        """Write one layer's pages, which must be private: units [n, any] of `content` from column `first_unit` on."""
+        slot, units, targets = self.slot_of(layer), self.formats[layer].units, mx.array(list(pages), dtype=mx.int32)
+        if self.dialect is not None:
+            rows = mx.arange(len(pages), dtype=mx.int32)
+            write = store_pages(self.arrays[slot], content, targets, rows, first_unit, units, self.dialect)
+            self._written.append(write)
+            return
+        if content.shape[1] != units:
+            content = content[:, first_unit : first_unit + units]
         if units == self._units[slot]:
-            self.arrays[slot][mx.array(list(pages), dtype=mx.int32)] = content
+            self.arrays[slot][targets] = content
         else:
-            self.arrays[slot][mx.array(list(pages), dtype=mx.int32), :units] = content
+            self.arrays[slot][targets, :units] = content
 
     def write_rows(self, layer: int, pages: mx.array, columns: mx.array, rows: mx.array) -> None:
         """Write a row of one layer in each of the pages [n], which must be private: units [n, m] at columns [n, m]."""
@@ -99,7 +120,18 @@ class KvPool:
         if sources:
             source, target = (mx.array(list(pages), dtype=mx.int32) for pages in (sources, targets))
             for array in self.arrays:
-                array[target] = array[source]
+                if self.dialect is None:
+                    array[target] = array[source]
+                else:
+                    write = store_pages(array, array, target, source, 0, array.shape[1], self.dialect)
+                    self._written.append(write)
+            if self.dialect is not None:
+                self.evaluate()  # rows that follow in these pages do not wait for the copy by themselves
+
+    def evaluate(self) -> None:
+        """Wait until all writes are done."""
+        mx.eval(self.arrays, self._written)
+        self._written.clear()
 
     def release(self, pages: Iterable[int]) -> None:
         self.allocator.release(pages)
@@ -115,3 +147,11 @@ class KvPool:
             else:
                 self.arrays.append(made)
             mx.eval(self.arrays[slot])
+
+
+def page_dialect(identity: identity_pb2.KvIdentity) -> Dialect | None:
+    """The dialect of this device's kernels, if they can serve all layers with rows."""
+    kinds = {
+        implementation(PageFormat.of(identity, index)) for group in groups_of(identity.layers) for index in group.layers
+    }
+    return DIALECTS.get(kinds.pop()) if len(kinds) == 1 else None

@@ -5,13 +5,18 @@ which is why a restored sequence goes on as if it had never left. The new rows a
 been computed: a pass that fails or is cancelled has changed nothing.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from inference_svc.kv.attention.in_place import append_rows, gathered_values
 from inference_svc.kv.block_table import window_start
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.page_rows import joined_rows
-from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.kv.sequence_kv import SequenceKV, Span
 from inference_svc.kv.state_kv import StateKV
 
 
@@ -56,24 +61,83 @@ class PrefillLayer:
         return mask
 
 
-def prefill_layers(kv: SequenceKV) -> list[PrefillLayer | StateKV]:
+class InPlaceLayer(PrefillLayer):
+    """As above on a GPU: kernels write the new rows to pages behind the sequence's length, where nobody reads them
+    before the pass is over, and read all rows from there.
+    """
+
+    def __init__(self, kv: SequenceKV, layer: int, places: "_Places") -> None:
+        super().__init__(kv, layer)
+        self._places = places
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """As `PrefillLayer.update_and_fetch`."""
+        pool, before = self._kv.pool, self.offset
+        self.offset += keys.shape[2]
+        span = self._places.of(self._layer, keys.shape[2])
+        page_format, array = pool.formats[self._layer], pool.arrays[pool.slot_of(self._layer)]
+        assert pool.dialect is not None
+        stored = append_rows(keys, values, array, page_format, span.block_table[None], span.places, pool.dialect)
+        self.new_rows = (stored,)
+        start = window_start(self.window, before)
+        stop = before if self.window else self.offset
+        dtype, table = keys.dtype, span.block_table
+        if not self.window:
+            return gathered_values(array, page_format, table, start, stop, stored, dtype, pool.dialect)
+        new = (
+            self._key_codec.decode(self._key_codec.encode(keys), dtype),
+            self._value_codec.decode(self._value_codec.encode(values), dtype),
+        )
+        if start == stop:
+            return new
+        seen = gathered_values(array, page_format, table, start, stop, stored, dtype, pool.dialect)
+        all_keys, all_values = joined_rows(seen, new)
+        return all_keys, all_values
+
+
+AnyLayer: TypeAlias = PrefillLayer | StateKV
+
+
+@dataclass
+class _Places:
+    """Where the rows of one pass go. Its first layer with rows says how many there are."""
+
+    kv: SequenceKV
+    spans: list[Span] = field(default_factory=list)
+
+    def of(self, layer: int, count: int) -> Span:
+        """Raises ResourceExhausted, and nothing has changed, if the pool has no room."""
+        if not self.spans:
+            self.spans = self.kv.spans(count)
+        return self.spans[self.kv.table_number(layer)]
+
+
+def prefill_layers(kv: SequenceKV) -> list[AnyLayer]:
     """What a model is given for the next chunk of the sequence, one for each entry of the layout."""
-    return [
-        kv.states[index].fork() if index in kv.states else PrefillLayer(kv, index)
-        for index in range(len(kv.pool.identity.layers))
-    ]
+    places = _Places(kv)
+    layers: list[AnyLayer] = []
+    for index in range(len(kv.pool.identity.layers)):
+        if index in kv.states:
+            layers.append(kv.states[index].fork())
+        elif kv.pool.dialect is not None:
+            layers.append(InPlaceLayer(kv, index, places))
+        else:
+            layers.append(PrefillLayer(kv, index))
+    return layers
 
 
-def commit(kv: SequenceKV, layers: list[PrefillLayer | StateKV], count: int) -> None:
+def commit(kv: SequenceKV, layers: Sequence[AnyLayer], count: int) -> None:
     """Make what a pass computed over `count` tokens part of the sequence. Evaluates. Raises ResourceExhausted, and has
     changed nothing, if the pool has no room.
     """
     rows = {index: layer.new_rows for index, layer in enumerate(layers) if isinstance(layer, PrefillLayer)}
-    if rows:
+    if rows and kv.pool.dialect is None:
         kv.append(rows)
     else:
+        mx.eval([*rows.values()])
         kv.advanced(count)
     for index, layer in enumerate(layers):
         if isinstance(layer, StateKV):
             kv.states[index] = layer
-    mx.eval(kv.pool.arrays, kv.state_arrays)
+    kv.pool.evaluate()
+    mx.eval(kv.state_arrays)

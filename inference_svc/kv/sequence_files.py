@@ -64,7 +64,8 @@ def from_files(pool: KvPool, files: Sequence[CheckedFile], keep: int, states: Se
     for tokens, found in tensors:
         _load_state(kv, tokens, [_to_mlx(array, spec.dtype) for spec, array in found])
     kv.length = keep
-    mx.eval(pool.arrays, kv.state_arrays)
+    pool.evaluate()
+    mx.eval(kv.state_arrays)
     return kv
 
 
@@ -104,7 +105,8 @@ def _load_rows(kv: SequenceKV, layers: Sequence[int], files: Sequence[CheckedFil
     if not files:
         return
     pool = kv.pool
-    pages = mx.array(page_units(pool.identity, files))
+    # Each file goes to the device by itself: gathering them first would touch as much fresh memory again.
+    pages = mx.stack([mx.array(page_units(pool.identity, file)) for file in files])
     bits = mx.array(exponents(pool.identity))
     is_wrong = ((bits != 0) & ((pages & bits) == bits)).any(axis=1)
     found: Any = is_wrong.tolist()
@@ -116,7 +118,7 @@ def _load_rows(kv: SequenceKV, layers: Sequence[int], files: Sequence[CheckedFil
             table.pages = dict(enumerate(pool.take(len(files))))
     for layer in layers:
         units = pool.formats[layer].units
-        pool.write_pages(layer, kv.table_of(layer).held(range(len(files))), pages[:, offset : offset + units])
+        pool.write_pages(layer, kv.table_of(layer).held(range(len(files))), pages, offset)
         offset += units
 
 

@@ -29,6 +29,16 @@ class RewindPoint:
     states: tuple[StateKV, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where kernels write and read the rows of one group in a pass: the pages by block, and the new rows' positions,
+    -1 for those that no later row sees.
+    """
+
+    block_table: mx.array
+    places: mx.array
+
+
 class SequenceKV:
     """KV of the first `length` tokens of a sequence. It gives its pages back when it is released or dropped."""
 
@@ -123,6 +133,31 @@ class SequenceKV:
                 # The block that these rows begin in may stay for a rewind point, without them.
                 table.valid_from = blocks.start * PAGE_TOKENS
         self.advanced(count)
+
+    def spans(self, count: int) -> list["Span"]:
+        """Make room for `count` more rows in private pages, for kernels that write them: a span for each table. The
+        rows that are there stay. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
+        """
+        stop = self.length + count
+        blocks = [self._span(table, stop) for table in self.tables]
+        own = self._own_pages(blocks)
+        copied = [
+            (table.pages[some.start], pages[0])
+            for table, some, pages in zip(self.tables, blocks, own, strict=True)
+            if some.start * PAGE_TOKENS < self.length and table.pages[some.start] != pages[0]
+        ]
+        self.pool.copy_pages([old for old, _ in copied], [new for _, new in copied])
+        for table, some, pages in zip(self.tables, blocks, own, strict=True):
+            self._replace(table, dict(zip(some, pages, strict=True)))
+        return [
+            Span(
+                mx.array(table.padded(blocks_of(stop)), dtype=mx.int32),
+                mx.array(
+                    [at if at >= some.start * PAGE_TOKENS else -1 for at in range(self.length, stop)], dtype=mx.int32
+                ),
+            )
+            for table, some in zip(self.tables, blocks, strict=True)
+        ]
 
     def last_page(self, table: BlockTable) -> int | None:
         """The page that the next row belongs to; None if no row before it does."""

@@ -91,18 +91,16 @@ def state_arrays(identity: identity_pb2.KvIdentity, file: CheckedFile) -> list[t
     return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
 
 
-def page_units(identity: identity_pb2.KvIdentity, files: Sequence[CheckedFile]) -> Array:
-    """The tensors of block and tail files as pages, uint16 [files, units]: of a block its bytes as they are, of a tail
-    with zeros behind its rows.
+def page_units(identity: identity_pb2.KvIdentity, file: CheckedFile) -> Array:
+    """The tensors of a block or tail file as a page, uint16 [units]: of a block its bytes as they are, of a tail with
+    zeros behind its rows.
     """
     units = sum(spec.size_bytes for spec in expected_tensors(identity, BLOCK_TOKENS)) // _UNIT_BYTES
-    pages = np.zeros((len(files), units), dtype=np.uint16)
-    for page, file in zip(pages, files, strict=True):
-        if file.header.identity.tokens == BLOCK_TOKENS:
-            page[:] = np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
-        else:
-            _spread(page, file)
-    return pages
+    if file.header.identity.tokens == BLOCK_TOKENS:
+        return np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
+    page = np.zeros(units, dtype=np.uint16)
+    _spread(page, file)
+    return page
 
 
 def exponents(identity: identity_pb2.KvIdentity) -> Array:

@@ -12,8 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
-from inference_svc.kv.pool import KvPool
-from inference_svc.kv.prefill_layer import commit, prefill_layers
+from inference_svc.kv.pool import KvPool, page_dialect
+from inference_svc.kv.prefill_layer import AnyLayer, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
 from inference_svc.kv.state_kv import StateKV
@@ -33,6 +33,7 @@ class ModelRunner:
     def __init__(self, model: Module) -> None:
         self._model: Any = model
         self._steps = 0
+        self._is_slow = mx.default_device().type == mx.DeviceType.cpu
         self._layout = probed_layout(model)
         self.layers = self._layout.entries
         self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
@@ -48,7 +49,7 @@ class ModelRunner:
     ) -> KvPool:
         """A pool for sequences of this model, stored as `policy` says. See `KvPool`."""
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        return KvPool(identity, budget_bytes, is_allocated=is_allocated)
+        return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=page_dialect(identity))
 
     def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
         """A new sequence's layers, each with a pool of its own, arranged as the model takes its caches. For
@@ -87,13 +88,17 @@ class ModelRunner:
     def _compute(self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> mx.array:
         layers = prefill_layers(kv)
         logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)[:, -1]
-        # Layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long.
-        for layer in layers:
-            mx.eval(layer.state if isinstance(layer, StateKV) else layer.new_rows)
-            if is_cancelled():
-                raise Cancelled("the turn was cancelled; the agent remembers what it did before")
+        self._evaluate(layers, is_cancelled)
         commit(kv, layers, len(token_ids))
         return logits
+
+    def _evaluate(self, layers: Sequence[AnyLayer], is_cancelled: Callable[[], bool]) -> None:
+        """On a CPU layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long."""
+        for layer in layers:
+            if self._is_slow:
+                mx.eval(layer.state if isinstance(layer, StateKV) else layer.new_rows)
+            if is_cancelled():
+                raise Cancelled("the turn was cancelled; the agent remembers what it did before")
 
     def forward(self, tokens: mx.array, caches: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated: of all positions or of the last one, [rows, n or 1, vocabulary].
@@ -123,8 +128,11 @@ class ModelRunner:
         return caches
 
     def release_unused(self) -> None:
-        """Give unused memory back, which MLX would keep for arrays of the same size."""
-        mx.clear_cache()
+        """Give unused memory back, which MLX would keep for arrays of the same size. On a GPU it stays, within MLX's
+        own limit: the next cell would ask for it again.
+        """
+        if self._is_slow:
+            mx.clear_cache()
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:
         """Layers with K and V whose live KV, after a probe, is stored exactly as the identity's policy says."""

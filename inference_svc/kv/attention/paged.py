@@ -21,7 +21,7 @@ class Implementation(Enum):
     METAL = "fused (Metal)"
 
 
-_DIALECTS = {Implementation.CUDA: Dialect.CUDA, Implementation.METAL: Dialect.METAL}
+DIALECTS = {Implementation.CUDA: Dialect.CUDA, Implementation.METAL: Dialect.METAL}
 
 
 def implementation(page_format: PageFormat) -> Implementation:
@@ -57,7 +57,7 @@ def paged_attention(
     units, as are scores that were multiplied by `scale`. More than 16 queries are served by the reference.
     """
     options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
-    dialect = _DIALECTS.get(implementation(page_format))
+    dialect = DIALECTS.get(implementation(page_format))
     if dialect is None or queries.shape[2] > MAX_QUERIES:
         return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
     return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]
@@ -69,7 +69,7 @@ def quantize_rows(keys: mx.array, values: mx.array, page_format: PageFormat) -> 
     A token's units are those of each part in the page's order, [kv_heads, part.units] each. They are what `mx.quantize`
     and a cast make on the same device, to the bit on CUDA; Metal's division may round otherwise.
     """
-    dialect = _DIALECTS.get(implementation(page_format))
+    dialect = DIALECTS.get(implementation(page_format))
     if dialect is None:
         return reference_quantized(keys, values, page_format)
     return fused_quantized(keys, values, page_format, dialect)

@@ -89,7 +89,7 @@ class DecodeBatch:
         for kv in self._sequences:
             kv.advanced(1)
         # The rows have no reader in this step: without the dependency they would pile up unevaluated.
-        stored = [*self._pool.arrays, *self._state_arrays()]
+        stored = [*(self._pool.arrays if self._pool.dialect is None else ()), *self._state_arrays()]
         after: mx.array = mx.depends([logits], stored)[0]
         return after
 

@@ -2,8 +2,8 @@
 
 import mlx.core as mx
 
-from inference_svc.kv.attention.paged import paged_attention
-from inference_svc.kv.attention.quantize_rows import quantize_rows
+from inference_svc.kv.attention.in_place import append_rows
+from inference_svc.kv.attention.paged import paged_attention, quantize_rows
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
 from inference_svc.kv.pool import KvPool
 
@@ -21,6 +21,7 @@ class FusedLayer:
         self._window = pool.group_of(layer).window
         self._places = RowPlaces(self._format, tuple(range(len(self._format.parts))))
         self._step: DecodeStep | None = None
+        self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 
     # --- what the batch calls ---
 
@@ -56,9 +57,15 @@ class FusedLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Store one new row [slots, kv_heads, 1, dim] behind each sequence, and return it: `attend` reads the rest."""
-        group = self._now.groups[self._group]
-        rows = quantize_rows(keys, values, self._format)[:, 0]
-        self._pool.write_rows(self._layer, group.pages, group.columns(self._places), rows)
+        pool, now = self._pool, self._now
+        array, table = pool.arrays[pool.slot_of(self._layer)], now.groups[self._group].block_table
+        if pool.dialect is None:
+            rows = quantize_rows(keys, values, self._format)[:, 0]
+            group = now.groups[self._group]
+            pool.write_rows(self._layer, group.pages, group.columns(self._places), rows)
+            self._stored = now.stored
+        else:
+            self._stored = append_rows(keys, values, array, self._format, table, now.offsets, pool.dialect)
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
@@ -73,7 +80,7 @@ class FusedLayer:
             self._pool.arrays[self._pool.slot_of(self._layer)],
             self._format,
             now.groups[self._group].block_table,
-            now.stored,
+            self._stored,
             scale=scale,
             window=self._window or None,
             sinks=sinks,

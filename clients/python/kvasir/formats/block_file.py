@@ -15,6 +15,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -177,15 +178,23 @@ def encode(identity: FileIdentity, tensors: Sequence[tuple[TensorSpec, bytes | b
 
 def encode_header(identity: FileIdentity, specs: Iterable[TensorSpec]) -> bytes:
     """The first bytes of a tensor file, length prefix included, for a reader that expects exactly these."""
-    entries: dict[str, object] = {"__metadata__": {METADATA_KEY: identity.to_json()}}
+    metadata = json.dumps({"__metadata__": {METADATA_KEY: identity.to_json()}}, separators=(",", ":")).encode()
+    header = metadata[:-1] + _tensor_entries(tuple(specs))
+    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
+    return struct.pack("<Q", len(header)) + header
+
+
+@lru_cache(maxsize=256)
+def _tensor_entries(specs: tuple[TensorSpec, ...]) -> bytes:
+    """The tensors' part of a header, with the comma before and the brace behind: equal for all blocks of a layout."""
+    entries: dict[str, object] = {}
     offset = 0
     for spec in specs:
         end = offset + spec.size_bytes
         entries[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [offset, end]}
         offset = end
-    header = json.dumps(entries, separators=(",", ":")).encode()
-    header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    return struct.pack("<Q", len(header)) + header
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return b"," + text[1:] if entries else b"}"
 
 
 def header_size(first_bytes: bytes | memoryview) -> int:

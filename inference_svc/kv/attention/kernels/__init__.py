@@ -92,6 +92,27 @@ def quantize_source(dialect: Dialect) -> KernelSource:
     return _source(dialect, "quantize", parts, ("keys", "values"), ("out",), "", is_row_contiguous=False)
 
 
+@cache
+def append_source(dialect: Dialect) -> KernelSource:
+    """New rows of K and V are quantized and written to their places in pages."""
+    inputs = ("keys", "values", "pages", "block_table", "places")
+    return _source(dialect, "append", ["rows.h", "quantize.h"], inputs, ("stored",), "", is_row_contiguous=False)
+
+
+@cache
+def gather_source(dialect: Dialect) -> KernelSource:
+    """Stored rows of one sequence become values."""
+    inputs = ("pages", "block_table", "span", "stored")
+    return _source(dialect, "gather", ["rows.h", "gather.h"], inputs, ("keys", "values"), "", is_row_contiguous=True)
+
+
+@cache
+def store_source(dialect: Dialect) -> KernelSource:
+    """Whole pages are written from other bytes."""
+    inputs = ("pages", "content", "targets", "sources", "sizes")
+    return _source(dialect, "store", [], inputs, ("stored",), "", is_row_contiguous=True)
+
+
 def _source(
     dialect: Dialect,
     name: str,

@@ -1,0 +1,127 @@
+"""Writes to a pool's pages where they lie, and reads of them as values: kernels for a GPU.
+
+A scatter of MLX's own makes a new array, and has to copy the whole pool whenever something that was enqueued still
+reads the old one: always, when a step is enqueued before the last one is over. So these kernels write into an array
+that MLX believes they only read. What makes that sound: a page that is written has one holder; kernels of one stream
+run in the order in which they were enqueued, and within one graph behind what they take as input. So a write gives an
+array back, and whatever reads the rows in the same pass takes that array as input.
+"""
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.fused import COMPILERS, compiled
+from inference_svc.kv.attention.geometry import LANES, WARPS, format_template, groups
+from inference_svc.kv.attention.kernels import Dialect, append_source, gather_source, store_source
+from inference_svc.kv.attention.reference import rotated
+from inference_svc.kv.page import PageFormat
+
+_CHUNK_UNITS = 8  # 16 bytes
+
+
+def append_rows(
+    keys: mx.array,
+    values: mx.array,
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    places: mx.array,
+    dialect: Dialect,
+) -> mx.array:
+    """Quantize rows [B, H, n, Dk] and [B, H, n, Dv], and write them at positions `places` [B, n] of sequences whose
+    pages are `block_table` [B, blocks]. A negative position is written nowhere. Returns each position + 1, int32 in
+    the shape of `places`: whatever reads these rows in the same pass must take it as input.
+    """
+    keys = rotated(keys) if page_format.key.is_rotated else keys
+    batch, heads, count, _ = keys.shape
+    items = batch * count * heads * (groups(page_format.key) + groups(page_format.value))
+    (stored,) = compiled(COMPILERS[dialect], append_source(dialect), 16)(
+        inputs=[keys, values, pages, block_table, places],
+        template=[
+            ("Key", keys.dtype),
+            ("Value", values.dtype),
+            ("WARPS", WARPS),
+            ("SHARED_BYTES", 16),
+            *format_template(page_format).items(),
+        ],
+        grid=(-(-items // WARPS) * WARPS * LANES, 1, 1),
+        threadgroup=(WARPS * LANES, 1, 1),
+        output_shapes=[places.shape],
+        output_dtypes=[mx.int32],
+    )
+    return stored
+
+
+def gathered_values(
+    pages: mx.array,
+    page_format: PageFormat,
+    block_table: mx.array,
+    start: int,
+    stop: int,
+    stored: mx.array,
+    dtype: mx.Dtype,
+    dialect: Dialect,
+) -> tuple[mx.array, mx.array]:
+    """Rows [start, stop) of one sequence, whose pages are `block_table` [blocks], as values: K [1, H, n, Dk] and V [1,
+    H, n, Dv]. Rotated keys are turned back. `stored` is what `append_rows` gave back.
+    """
+    key, value, count = page_format.key, page_format.value, stop - start
+    items = key.kv_heads * count * (key.dim + value.dim) // 8
+    keys, values = compiled(COMPILERS[dialect], gather_source(dialect), 16)(
+        inputs=[pages, block_table, _span(start, count), stored],
+        template=[
+            ("Out", mx.float32 if key.is_rotated else dtype),
+            ("WARPS", WARPS),
+            ("SHARED_BYTES", 16),
+            *format_template(page_format).items(),
+        ],
+        grid=(-(-items // (WARPS * LANES)) * WARPS * LANES, 1, 1),
+        threadgroup=(WARPS * LANES, 1, 1),
+        output_shapes=[(1, key.kv_heads, count, key.dim), (1, value.kv_heads, count, value.dim)],
+        output_dtypes=[mx.float32 if key.is_rotated else dtype] * 2,
+    )
+    if key.is_rotated:
+        return mx.hadamard_transform(keys).astype(dtype), values.astype(dtype)
+    return keys, values
+
+
+def store_pages(
+    pages: mx.array,
+    content: mx.array,
+    targets: mx.array,
+    sources: mx.array,
+    first_unit: int,
+    units: int,
+    dialect: Dialect,
+) -> mx.array:
+    """Write `units` units of rows `sources` of `content` [rows, any], from column `first_unit` on, to the beginning of
+    pages `targets`, both int32 [n]. Units are multiples of 8. Returns an array to be evaluated.
+    """
+    chunks = units // _CHUNK_UNITS
+    items = targets.shape[0] * chunks
+    sizes = _sizes(chunks, content.shape[1] // _CHUNK_UNITS, first_unit // _CHUNK_UNITS, pages.shape[1] // _CHUNK_UNITS)
+    (stored,) = compiled(COMPILERS[dialect], store_source(dialect), 16)(
+        inputs=[pages, content, targets, sources, sizes],
+        template=[("WARPS", WARPS), ("SHARED_BYTES", 16)],
+        grid=(-(-items // (WARPS * LANES)) * WARPS * LANES, 1, 1),
+        threadgroup=(WARPS * LANES, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )
+    return stored
+
+
+@lru_cache(maxsize=64)
+def _span(start: int, count: int) -> mx.array:
+    return _evaluated(mx.array([start, count], dtype=mx.int32))
+
+
+@lru_cache(maxsize=64)
+def _sizes(*sizes: int) -> mx.array:
+    return _evaluated(mx.array(sizes, dtype=mx.int32))
+
+
+def _evaluated(array: mx.array) -> mx.array:
+    mx.eval(array)
+    return array
