@@ -2,7 +2,7 @@
 
 mlx-lm 0.32 computes attention through `scaled_dot_product_attention` of `mlx_lm.models.base`, which each model's module
 imports by name, and which looks at the cache for an attribute `bits` alone. The hook takes that name's place in these
-modules. It serves caches that are a `FusedLayer`, and hands all others on. A model that computes attention otherwise
+modules. It serves our caches that attend over pages, and hands all others on. A model that computes attention otherwise
 never calls it: the probe (`layout`) finds that out, and the model's rows are de-quantized for it instead.
 """
 
@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.prefill_layer import InPlaceLayer
 
 _NAME = "scaled_dot_product_attention"
 _MODELS = "mlx_lm.models."
@@ -35,8 +36,8 @@ def attention(
     mask: Any,
     sinks: mx.array | None = None,
 ) -> mx.array:
-    """As mlx-lm's function of this place, but over pages if the cache is a `FusedLayer`."""
-    if isinstance(cache, FusedLayer):
+    """As mlx-lm's function of this place, but over pages if the cache attends to them."""
+    if isinstance(cache, FusedLayer | InPlaceLayer) and cache.attends:
         return cache.attend(queries, scale, mask, sinks)
     attended: mx.array = _upstream(queries, keys, values, cache, scale, mask, sinks)
     return attended

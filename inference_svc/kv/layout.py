@@ -5,8 +5,9 @@ attention) has two entries, and a layer without memory has none. The layout is t
 different lengths go through a batch of our own caches and must give the logits that mlx-lm's caches give.
 """
 
+import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -15,10 +16,13 @@ from kvasir.errors import FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
+from inference_svc.kv import attention_hook
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.decode_batch import DecodeBatch, Forward
+from inference_svc.kv.batch.decoded_layer import DecodedLayer
+from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pool import KvPool, page_dialect
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
@@ -42,16 +46,27 @@ Groups: TypeAlias = tuple[int | tuple[int, ...], ...]
 class Layout:
     """A model's memories. `groups` has, for each cache that the model takes, the index of its entry, or several.
 
-    `kv_type` is the type of keys as they are computed, or of a state if no layer has keys.
+    `kv_type` is the type of keys as they are computed, or of a state if no layer has keys. `reads_pages`: the model's
+    attention goes through our hook, and this device has kernels for it.
     """
 
     entries: tuple[identity_pb2.LayerLayout, ...]
     groups: Groups
     kv_type: mx.Dtype
+    reads_pages: bool = False
 
     def caches(self, layers: Sequence[Any]) -> list[Any]:
         """Layers, or batches of them, arranged as the model takes its caches."""
         return _grouped(self.groups, layers)
+
+    def new_pool(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> KvPool:
+        """A pool for sequences of this layout, written by kernels if attention reads its pages."""
+        dialect = page_dialect(identity) if self.reads_pages else None
+        return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=dialect)
+
+    def new_batch(self, pool: KvPool, forward: Forward, decoded_budget: int) -> DecodeBatch:
+        """A batch over such a pool."""
+        return DecodeBatch(pool, forward, decoded_budget, DecodedLayer if pool.dialect is None else FusedLayer)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
@@ -88,9 +103,7 @@ def probed_layout(model: Module) -> Layout:
     for owner, cache, entry in zip(owners, caches, entries, strict=True):
         if _entry(model, owner, cache) != entry:
             raise not_kept(model, owner, "its memory changes its shape from token to token")
-    layout = Layout(entries, groups, kv_type)
-    _try_batch(model, layout)
-    return layout
+    return _tried(model, Layout(entries, groups, kv_type))
 
 
 def own_keys(model: Module, token_ids: Sequence[int]) -> list[mx.array | None]:
@@ -185,18 +198,30 @@ def _logits(model: Any, caches: list[Any], tokens: Sequence[Sequence[int]]) -> m
     return logits
 
 
-def _try_batch(model: Module, layout: Layout) -> None:
-    """Compare a batch of two, of different lengths, with mlx-lm's own caches. Raises as `probed_layout` does."""
+def _tried(model: Module, layout: Layout) -> Layout:
+    """The layout, with what a batch of two sequences of different lengths shows beside mlx-lm's own caches: over pages
+    if there are kernels for it, else over de-quantized copies. Raises as `probed_layout` does.
+    """
     prompts = (PROBE_TOKENS, _SHORTER)
-    expected = [_alone(model, prompt, token) for prompt, token in zip(prompts, _NEXT, strict=True)]
+    exact = mx.concatenate([_alone(model, prompt, token) for prompt, token in zip(prompts, _NEXT, strict=True)])
+    if page_dialect(_exact_identity(layout)) is not None:
+        attention_hook.install()
+        over_pages = replace(layout, reads_pages=True)
+        with contextlib.suppress(Exception):  # whatever a model raises that computes attention in its own way
+            if _is_near(_batched(model, over_pages, prompts), exact):
+                return over_pages
     try:
         found = _batched(model, layout, prompts)
     except Exception as error:  # whatever a model raises over caches that are not mlx-lm's
         raise not_kept(model, _suspect(model, layout), f"in a batch it fails ({type(error).__name__})") from error
-    exact = mx.concatenate(expected)
-    # Not `>`: a comparison with NaN is false, and a NaN must be refused.
-    if not (mx.abs(found - exact).max() <= _TOLERANCE * mx.abs(exact).max()).item():
+    if not _is_near(found, exact):
         raise not_kept(model, _suspect(model, layout), "in a batch it computes something else than alone")
+    return layout
+
+
+def _is_near(found: mx.array, exact: mx.array) -> bool:
+    # False for NaN, with which every comparison is false.
+    return bool((mx.abs(found - exact).max() <= _TOLERANCE * mx.abs(exact).max()).item())
 
 
 def _suspect(model: Module, layout: Layout) -> int:
@@ -213,8 +238,8 @@ def _alone(model: Module, prompt: Sequence[int], token: int) -> mx.array:
 
 
 def _batched(model: Module, layout: Layout, prompts: Sequence[Sequence[int]]) -> mx.array:
-    pool = KvPool(_exact_identity(layout), _ANY_AMOUNT)
-    batch = DecodeBatch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_AMOUNT)
+    pool = layout.new_pool(_exact_identity(layout), _ANY_AMOUNT)
+    batch = layout.new_batch(pool, lambda tokens, layers: layout.forward(model, tokens, layers), _ANY_AMOUNT)
     for prompt in prompts:
         kv = SequenceKV(pool)
         layers = prefill_layers(kv)

@@ -12,12 +12,17 @@ from typing import TypeAlias
 import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 
+from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.in_place import append_rows, gathered_values
+from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.block_table import window_start
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.page_rows import joined_rows
 from inference_svc.kv.sequence_kv import SequenceKV, Span
 from inference_svc.kv.state_kv import StateKV
+
+# Behind fewer tokens MLX's attention over de-quantized rows is as fast.
+_LONG_TOKENS = 2048
 
 
 class PrefillLayer:
@@ -64,7 +69,11 @@ class PrefillLayer:
 class InPlaceLayer(PrefillLayer):
     """As above on a GPU: kernels write the new rows to pages behind the sequence's length, where nobody reads them
     before the pass is over, and read all rows from there.
+
+    A few rows behind a long sequence are attended to where they lie, by splits of the sequence: `attends`.
     """
+
+    attends = False
 
     def __init__(self, kv: SequenceKV, layer: int, places: "_Places") -> None:
         super().__init__(kv, layer)
@@ -79,6 +88,9 @@ class InPlaceLayer(PrefillLayer):
         assert pool.dialect is not None
         stored = append_rows(keys, values, array, page_format, span.block_table[None], span.places, pool.dialect)
         self.new_rows = (stored,)
+        if self.attends:
+            self._attended = (array, page_format, span.block_table[None], stored[-1:])
+            return keys, values
         start = window_start(self.window, before)
         stop = before if self.window else self.offset
         dtype, table = keys.dtype, span.block_table
@@ -93,6 +105,17 @@ class InPlaceLayer(PrefillLayer):
         seen = gathered_values(array, page_format, table, start, stop, stored, dtype, pool.dialect)
         all_keys, all_values = joined_rows(seen, new)
         return all_keys, all_values
+
+    def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """As `PrefillLayer.make_mask`; none where `attend` will be called."""
+        self.attends = rows <= MAX_QUERIES and self.offset >= _LONG_TOKENS
+        return None if self.attends else super().make_mask(rows, return_array, window_size)
+
+    def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
+        """As `FusedLayer.attend`."""
+        if mask is not None:
+            raise ValueError("attention over pages takes no mask")
+        return paged_attention(queries, *self._attended, scale=scale, window=self.window or None, sinks=sinks)
 
 
 AnyLayer: TypeAlias = PrefillLayer | StateKV

@@ -11,8 +11,9 @@ from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.kv.applied import is_stored_as_said
+from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
-from inference_svc.kv.pool import KvPool, page_dialect
+from inference_svc.kv.pool import KvPool
 from inference_svc.kv.prefill_layer import AnyLayer, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
@@ -49,7 +50,11 @@ class ModelRunner:
     ) -> KvPool:
         """A pool for sequences of this model, stored as `policy` says. See `KvPool`."""
         identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=page_dialect(identity))
+        return self._layout.new_pool(identity, budget_bytes, is_allocated=is_allocated)
+
+    def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
+        """A batch for sequences of such a pool. See `DecodeBatch`."""
+        return self._layout.new_batch(pool, self.forward, decoded_budget)
 
     def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
         """A new sequence's layers, each with a pool of its own, arranged as the model takes its caches. For

@@ -12,7 +12,7 @@ WARPS = 4
 REDUCE_WARPS = 8
 LANES = 32
 PARTIAL_EXTRA = 4  # floats beside a mix: its greatest score, the sum of its weights, and two that keep it aligned
-MAX_QUERIES = 16  # per sequence and head of the kernels
+MAX_QUERIES = 64  # per sequence and head of the kernels
 _MAX_TILE_BYTES = 20 << 10  # of a warp
 
 

@@ -25,7 +25,7 @@ DIALECTS = {Implementation.CUDA: Dialect.CUDA, Implementation.METAL: Dialect.MET
 
 
 def implementation(page_format: PageFormat) -> Implementation:
-    """Who serves the pages of a format on this device, for up to 16 queries a sequence."""
+    """Who serves the pages of a format on this device, for up to 64 queries a sequence."""
     return Implementation.REFERENCE if why_not(page_format) else _device_implementation()
 
 
@@ -54,7 +54,7 @@ def paged_attention(
     page of its tokens from 256 * i on; `lengths` [B] (both int32) counts stored tokens, the new ones included. Query i
     sees positions ≤ length - L + i and, with a `window`, only those > that - window. A query that sees nothing gets
     zeros. Nothing outside a sequence's rows changes a bit of its result. `sinks` [Hq] and `soft_cap` are in natural
-    units, as are scores that were multiplied by `scale`. More than 16 queries are served by the reference.
+    units, as are scores that were multiplied by `scale`. More than 64 queries are served by the reference.
     """
     options = {"scale": scale, "window": window, "sinks": sinks, "soft_cap": soft_cap}
     dialect = DIALECTS.get(implementation(page_format))

@@ -13,6 +13,8 @@ class FusedLayer:
     of `attention_hook` calls instead of mlx-lm's attention. No attribute may be called `bits`.
     """
 
+    attends = True
+
     def __init__(self, pool: KvPool, layer: int) -> None:
         self._pool = pool
         self._layer = layer
