@@ -129,9 +129,6 @@ class SequenceKV:
                 self._write(layer, table, blocks, pages, rows[layer])
         for table, blocks, pages in zip(self.tables, spans, own, strict=True):
             self._replace(table, dict(zip(blocks, pages, strict=True)))
-            if self.length % PAGE_TOKENS and blocks.start * PAGE_TOKENS > self.length:
-                # The block that these rows begin in may stay for a rewind point, without them.
-                table.valid_from = blocks.start * PAGE_TOKENS
         self.advanced(count)
 
     def spans(self, count: int) -> list["Span"]:
@@ -169,7 +166,13 @@ class SequenceKV:
 
     def advanced(self, count: int) -> None:
         """So many more rows are stored. Window pages that neither the length nor a rewind point needs are released."""
-        before, self.length = self.length, self.length + count
+        before, stop = self.length, self.length + count
+        for table in self.tables:
+            written = self._span(table, stop).start * PAGE_TOKENS
+            if before % PAGE_TOKENS and written > before:
+                # The block that these rows begin in may stay for a rewind point, without them.
+                table.valid_from = written
+        self.length = stop
         for table in self.tables:
             if (
                 table.window
