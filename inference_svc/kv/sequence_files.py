@@ -58,14 +58,18 @@ def from_files(pool: KvPool, files: Sequence[CheckedFile], keep: int, states: Se
     has no room.
     """
     kv = SequenceKV(pool)
-    if layers := row_layers(pool.identity):
-        _load_rows(kv, layers, files[: blocks_of(keep)])
-    tensors = [(file.header.identity.tokens, state_arrays(pool.identity, file)) for file in states]
-    for tokens, found in tensors:
-        _load_state(kv, tokens, [_to_mlx(array, spec.dtype) for spec, array in found])
-    kv.length = keep
-    pool.evaluate()
-    mx.eval(kv.state_arrays)
+    try:
+        if layers := row_layers(pool.identity):
+            _load_rows(kv, layers, files[: blocks_of(keep)])
+        tensors = [(file.header.identity.tokens, state_arrays(pool.identity, file)) for file in states]
+        for tokens, found in tensors:
+            _load_state(kv, tokens, [_to_mlx(array, spec.dtype) for spec, array in found])
+        kv.length = keep
+        pool.evaluate()
+        mx.eval(kv.state_arrays)
+    except BaseException:
+        kv.release()  # now: an error that is kept holds these frames, and with them the sequence
+        raise
     return kv
 
 

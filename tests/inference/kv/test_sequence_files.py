@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import DataLoss
+from kvasir.errors import DataLoss, ResourceExhausted
 from kvasir.formats.block_file import FileIdentity, parse_header
 from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.sequence_files import files_of, from_files
+from inference_svc.kv.sequence_files import files_of, from_files, row_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
 from tests.inference.kv.sequences import (
@@ -214,3 +214,16 @@ def test_a_state_that_is_not_finite_is_refused_with_its_tokens(tensor: int) -> N
         from_files(pool, [], 100, [checked_state(pool.identity, blob, 100)])
     assert error.value.metadata == {"state": "100"}
     assert pool.allocator.used == 0
+
+
+@pytest.mark.parametrize("pages", [1, 2, 4, 6, 8])
+def test_files_without_room_leave_nothing_in_the_pool(pages: int) -> None:
+    """Also while the error is held, which holds the frames that it went through."""
+    kv = fed(SequenceKV(pool_of(MIXED)), [500, 100])
+    kv.mark()
+    states = [checked_state(kv.pool.identity, state_of(kv, 600), 600)]
+    assert row_layers(kv.pool.identity) == [0, 2]
+    small = pool_of(MIXED, pages=pages)
+    with pytest.raises(ResourceExhausted) as error:
+        from_files(small, checked(kv.pool.identity, files(kv), 600), 600, states)
+    assert (error.value.reason, small.allocator.free) == ("MEMORY_EXCEEDED", pages)
