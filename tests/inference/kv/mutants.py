@@ -24,13 +24,6 @@ MUTANTS = (
         WINDOW,
     ),
     Mutant(
-        "a slot whose sequence left keeps its mark of being decoded",
-        "decoded_layer.py",
-        "            self._is_decoded[slot] = self._is_decoded[last]\n",
-        "",
-        BATCH,
-    ),
-    Mutant(
         "who takes the slot of who left before a step is taken for decoded",
         "decoded_layer.py",
         "            self._is_decoded[slot] = False\n",
@@ -210,7 +203,7 @@ MUTANTS = (
     Mutant(
         "rows that a long chunk left out count as stored",
         "sequence_kv.py",
-        "                table.valid_from = blocks.start * PAGE_TOKENS\n",
+        "                table.valid_from = written\n",
         "                pass\n",
         WINDOW,
     ),
@@ -268,10 +261,9 @@ MUTANTS = (
     Mutant(
         "a pass is committed before it has ended",
         "model_runner.py",
-        "        # Layer by layer: far into a long prompt,",
-        "        commit(kv, layers, len(token_ids))\n        # Layer by layer: far into a long prompt,",
+        "        self._evaluate(layers, is_cancelled)\n        commit(kv, layers, len(token_ids))\n",
+        "        commit(kv, layers, len(token_ids))\n        self._evaluate(layers, is_cancelled)\n",
         PREFILL,
-        also=("        commit(kv, layers, len(token_ids))\n        return logits\n", "        return logits\n"),
     ),
     Mutant(
         "a pool that grows forgets its pages",
@@ -283,9 +275,9 @@ MUTANTS = (
     Mutant(
         "the second block of a restore is skipped",
         "sequence_files.py",
-        "pool.write_pages(layer, kv.table_of(layer).held(range(len(files))), pages[:, offset : offset + units])",
-        "held, rows = kv.table_of(layer).held(range(len(files))), pages[:, offset : offset + units]\n"
-        "        pool.write_pages(layer, [*held[:1], *held[2:]], mx.concatenate([rows[:1], rows[2:]]))",
+        "    pages = mx.stack([mx.array(page_units(pool.identity, file)) for file in files])\n",
+        "    pages = mx.stack([mx.array(page_units(pool.identity, file)) for file in files])\n"
+        "    pages = mx.concatenate([pages[:1], 0 * pages[1:2], pages[2:]])\n",
         FILES,
     ),
     Mutant(
@@ -300,6 +292,13 @@ MUTANTS = (
         "sequence_files.py",
         "    if any(found):\n",
         "    if False:\n",
+        FILES,
+    ),
+    Mutant(
+        "a restore that fails keeps its pages",
+        "sequence_files.py",
+        "        kv.release()  # now: an error that is kept holds these frames, and with them the sequence\n",
+        "",
         FILES,
     ),
     Mutant(
