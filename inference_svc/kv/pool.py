@@ -69,6 +69,11 @@ class KvPool:
         )
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all pages are allocated, so that the arrays stay the same."""
+        return not self.arrays or self.arrays[0].shape[0] == self.allocator.total
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)

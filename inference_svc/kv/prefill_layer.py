@@ -88,6 +88,8 @@ class InPlaceLayer(PrefillLayer):
         assert pool.dialect is not None
         stored = append_rows(keys, values, array, page_format, span.block_table[None], span.places, pool.dialect)
         self.new_rows = (stored,)
+        # Not remembered from `make_mask`: a model asks one layer of a kind for the mask of all.
+        self.attends = _attends(before, keys.shape[2])
         if self.attends:
             self._attended = (array, page_format, span.block_table[None], stored[-1:])
             return keys, values
@@ -108,14 +110,19 @@ class InPlaceLayer(PrefillLayer):
 
     def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """As `PrefillLayer.make_mask`; none where `attend` will be called."""
-        self.attends = rows <= MAX_QUERIES and self.offset >= _LONG_TOKENS
-        return None if self.attends else super().make_mask(rows, return_array, window_size)
+        is_masked = not _attends(self.offset, rows)
+        return super().make_mask(rows, return_array, window_size) if is_masked else None
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
         """As `FusedLayer.attend`."""
         if mask is not None:
             raise ValueError("attention over pages takes no mask")
         return paged_attention(queries, *self._attended, scale=scale, window=self.window or None, sinks=sinks)
+
+
+def _attends(stored: int, count: int) -> bool:
+    """Whether `count` rows behind so many are attended to where they lie."""
+    return count <= MAX_QUERIES and stored >= _LONG_TOKENS
 
 
 AnyLayer: TypeAlias = PrefillLayer | StateKV

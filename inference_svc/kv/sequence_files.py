@@ -19,6 +19,7 @@ from kvasir.formats.block_file import (
     expected_tensors,
 )
 
+from inference_svc.kv.attention.host_copy import to_device, to_host
 from inference_svc.kv.block_table import blocks_of, window_start
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.page import PAGE_TOKENS
@@ -85,7 +86,7 @@ def _row_files(kv: SequenceKV, identities: Sequence[FileIdentity]) -> Iterator[b
         some = identities[first : first + _MOST_PAGES]
         blocks = [identity.start // PAGE_TOKENS for identity in some]
         pages = [kv.pool.pages_of(layer, [kv.table_of(layer).pages[block] for block in blocks]) for layer in layers]
-        units = np.asarray(mx.concatenate(pages, axis=1))
+        units = to_host(mx.concatenate(pages, axis=1))
         for identity, page in zip(some, units, strict=True):
             specs = expected_tensors(kv.pool.identity, identity.tokens)
             if identity.tokens == PAGE_TOKENS:
@@ -109,8 +110,7 @@ def _load_rows(kv: SequenceKV, layers: Sequence[int], files: Sequence[CheckedFil
     if not files:
         return
     pool = kv.pool
-    # Each file goes to the device by itself: gathering them first would touch as much fresh memory again.
-    pages = mx.stack([mx.array(page_units(pool.identity, file)) for file in files])
+    pages = to_device([page_units(pool.identity, file) for file in files])
     bits = mx.array(exponents(pool.identity))
     is_wrong = ((bits != 0) & ((pages & bits) == bits)).any(axis=1)
     found: Any = is_wrong.tolist()

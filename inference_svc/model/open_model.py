@@ -16,7 +16,6 @@ from inference_svc.kv.capacity import live_state_bytes
 from inference_svc.kv.policy import PolicyRequest, name_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
-from inference_svc.model.joined_projections import join_projections
 from inference_svc.model.loading import LoadedModel, device, find_model, load
 from inference_svc.model.model_identity import kv_identity, template_digest, tokenizer_digest, weights_digest
 from inference_svc.model.model_info import ModelInfo
@@ -55,8 +54,6 @@ def open_model(
     """Load a model and find its facts. Raises as `Engine.open` does."""
     directory = find_model(name)
     loaded = load(directory, compute_type)
-    if device() != "cpu":
-        join_projections(loaded.model)
     runner = ModelRunner(loaded.model)
     digest = weights_digest(directory, cache_dir)
     if isinstance(policy, identity_pb2.KvPolicy):

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
-from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.decode_step import DecodeStep, TracedStep
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
@@ -30,6 +30,7 @@ class DecodeBatch:
             index: BatchStateKV() for index in range(len(pool.identity.layers)) if index not in pool.formats
         }
         self._layers: dict[int, Any] = {index: new_layer(pool, index) for index in pool.formats}
+        self._compiled: Any = mx.compile(self._traced)
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -80,18 +81,38 @@ class DecodeBatch:
         stores the rows. Raises ResourceExhausted, and nothing is computed, if the pool has no room.
         """
         step = DecodeStep.of(self._pool, self._sequences)
-        keeps_decoded = self._decoded_values() <= self._decoded_budget
-        for layer in self._layers.values():
-            layer.begin(step, keeps_decoded=keeps_decoded)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
-        caches = [self._layers.get(index) or self._states[index] for index in range(len(self._pool.identity.layers))]
-        logits = self._forward(tokens[:, None], caches)[:, -1]
+        logits = self._compiled_logits(tokens, step) if self._compiles else self._logits(tokens, step)
         for kv in self._sequences:
             kv.advanced(1)
+        if self._compiles:
+            return logits
         # The rows have no reader in this step: without the dependency they would pile up unevaluated.
         stored = [*(self._pool.arrays if self._pool.dialect is None else ()), *self._state_arrays()]
         after: mx.array = mx.depends([logits], stored)[0]
         return after
+
+    def _logits(self, tokens: mx.array, step: DecodeStep) -> mx.array:
+        keeps_decoded = self._decoded_values() <= self._decoded_budget
+        for layer in self._layers.values():
+            layer.begin(step, keeps_decoded=keeps_decoded)
+        caches = [self._layers.get(index) or self._states[index] for index in range(len(self._pool.identity.layers))]
+        return self._forward(tokens[:, None], caches)[:, -1]
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether MLX may keep the step's graph: kernels write the pages, so the pool's arrays never change, and no
+        layer hands an array on from step to step. Building the graph anew takes longer than a GPU computes it.
+        """
+        return self._pool.dialect is not None and self._pool.is_whole and not self._states
+
+    def _compiled_logits(self, tokens: mx.array, step: DecodeStep) -> mx.array:
+        logits: mx.array = self._compiled(tokens, step.offsets, *(group.block_table for group in step.groups))
+        return logits
+
+    def _traced(self, tokens: mx.array, offsets: mx.array, *block_tables: mx.array) -> mx.array:
+        """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
+        return self._logits(tokens, TracedStep.of(offsets, block_tables))  # type: ignore[arg-type]
 
     def discard(self) -> list[SequenceKV]:
         """Drop all scratch after a failed step. What the returned sequences hold behind their length is nobody's."""

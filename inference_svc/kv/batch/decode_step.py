@@ -12,7 +12,7 @@ from inference_svc.kv.page_rows import row_columns
 from inference_svc.kv.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
-_TABLE_STEP = 8  # block tables grow by so many blocks, so that few widths occur
+_LEAST_WIDTH = 8  # blocks of the narrowest table; wider ones double, so that few widths occur
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class GroupRows:
         self.pages = mx.array(pages, dtype=mx.int32)
         self.rows_in_page = mx.array([length % PAGE_TOKENS for length in lengths], dtype=mx.int32)
         self._tables = tables
-        self._width = -(-blocks_of(max(lengths) + 1) // _TABLE_STEP) * _TABLE_STEP
+        self._width = max(_LEAST_WIDTH, 1 << (blocks_of(max(lengths) + 1) - 1).bit_length())
         self._columns: dict[RowPlaces, mx.array] = {}
 
     @cached_property
@@ -80,6 +80,25 @@ class DecodeStep:
     def stored(self) -> mx.array:
         """Tokens that each sequence has stored, the new one included, int32 [slots]."""
         return self.offsets + 1
+
+
+@dataclass(frozen=True)
+class TracedGroup:
+    """The part of a group's rows that kernels need."""
+
+    block_table: mx.array
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A step whose arrays stand for those of any step of the same shapes."""
+
+    offsets: mx.array
+    groups: tuple[TracedGroup, ...]
+
+    @classmethod
+    def of(cls, offsets: mx.array, block_tables: Sequence[mx.array]) -> "TracedStep":
+        return cls(offsets, tuple(TracedGroup(table) for table in block_tables))
 
 
 def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:
