@@ -102,9 +102,9 @@ class SequenceWorld:
     def act(self) -> None:
         """One random act, and all that must be true after it."""
         acts: list[tuple[int, Callable[[], None]]] = [
-            (6, self.prefill), (6, self.step), (3, self.fork), (3, self.join), (2, self.leave), (2, self.trim),
+            (6, self.prefill), (6, self.step), (3, self.fork), (2, self.join), (4, self.leave), (2, self.trim),
             (2, self.mark), (2, self.go_through_files), (1, self.begin), (1, self.cancel), (1, self.forget_points),
-            (1, self.trim_anywhere), (1, self.release), (1, self.flush),
+            (1, self.trim_anywhere), (1, self.release), (1, self.flush), (3, self.branch),
         ]  # fmt: skip
         [chosen] = self.random.choices([act for _, act in acts], [weight for weight, _ in acts])
         self.acts[chosen.__name__] += 1
@@ -208,6 +208,18 @@ class SequenceWorld:
                 self.batch.join(member.kv)
             self.members.remove(member)
             self.decoding.append(member)
+
+    def branch(self) -> None:
+        """A sequence and perhaps a fork of it go on together, in one batch, from a tail that others hold as well."""
+        if (member := self._any()) is None or len(self.members) >= 8 or len(self.decoding) >= 4:
+            return
+        both = [Member(member.kv.fork(), list(member.tokens), list(member.points)) for _ in range(2)]
+        self.members += both
+        for one in both if self.random.random() < 0.5 else both[:1]:
+            self.batch.join(one.kv)
+            self.members.remove(one)
+            self.decoding.append(one)
+        self.step()
 
     def leave(self) -> None:
         if self.decoding:
