@@ -65,7 +65,7 @@ class DecodedLayer:
         """Give the decoded copy's memory back."""
         self._step = None
         self._decoded.clear()
-        self._is_decoded = [False] * len(self._is_decoded)
+        self._is_decoded = []
 
     @property
     def scratch_bytes(self) -> int:
