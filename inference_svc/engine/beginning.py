@@ -1,48 +1,75 @@
-"""How a turn gets its KV, and the memory that it leaves."""
+"""How a turn gets its KV, and the memory that it leaves.
+
+A turn that reuses KV works on a fork of it, which shares its pages. So what it began from stays as it is, and a turn
+that fails is undone by dropping its fork.
+"""
 
 import collections.abc
+from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
-from inference_svc.engine.api import Cold, Hot, Restored, TurnPlan
+from inference_svc.engine.api import Hot, Restored
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
+from inference_svc.engine.scheduling.prefix_sharing import PrefixSource
 from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.sequence_files import from_files
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
-# At the turn's beginning, its prompt, its end, and the memory's own one, which is put back if the turn is undone.
+# At the turn's beginning, its prompt and its end, and one more after a turn that generated nothing.
 MOST_REWIND_POINTS = 4
 
 
-def begin(sequence: Sequence, memory: ResidentMemory[SequenceKV] | None, runner: ModelRunner, model: ModelInfo) -> None:
-    """Give the turn the KV that its plan reuses. `memory` is the hot memory of its key.
+@dataclass(frozen=True)
+class Reuse:
+    """KV in the pool whose first `tokens` tokens a turn begins with."""
 
-    Raises FailedPrecondition (HOT_MEMORY_GONE, RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED);
-    nothing has changed then.
+    kv: SequenceKV
+    tokens: int
+    chain: collections.abc.Sequence[str]
+    shareable_tokens: int
+    is_shared: bool = False  # another turn or memory of the namespace gave it
+
+
+def reuse_of_memory(sequence: Sequence, memory: ResidentMemory[SequenceKV] | None) -> Reuse | None:
+    """What the plan reuses of the key's hot memory; None if it reuses none. Raises FailedPrecondition (HOT_MEMORY_GONE)
+    if that memory is not the one planned with.
     """
-    _get_ready(sequence)
-    match sequence.plan.reuse:
-        case Cold():
-            sequence.kv = runner.new_kv(model.kv_identity.policy)
-            sequence.began(0, 0)
-        case Hot() as hot:
-            _from_memory(sequence, memory, hot)
-        case Restored() as restored:
-            _from_files(sequence, model, restored)
+    if not isinstance(sequence.plan.reuse, Hot):
+        return None
+    keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
+    if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
+        raise FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
+    return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens)
 
 
-def begin_sharing(sequence: Sequence, kv: SequenceKV, shared_tokens: int) -> None:
-    """Give the turn a fork of the first `shared_tokens` tokens of another KV, which has the bits that the turn would
-    compute itself.
+def reuse_of_prefix(sequence: Sequence, prefix: PrefixSource[object], kv: SequenceKV) -> Reuse:
+    """What a turn begins with that shares a prefix: the bits that it would compute itself."""
+    return Reuse(kv, prefix.shared_tokens, sequence.chain, prefix.shared_tokens, is_shared=True)
+
+
+def begin(sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None, pool: KvPool, model: ModelInfo) -> None:
+    """Give the turn its KV: `forked`, the fork of what it reuses, or what its plan restores, or none.
+
+    Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
+    then.
     """
-    _get_ready(sequence)
-    sequence.kv = kv.fork_of(shared_tokens)
-    sequence.known_chain = sequence.chain[: shared_tokens // BLOCK_TOKENS]
-    sequence.began(shared_tokens, shared_tokens, is_shared=True)
+    sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
+    sequence.leave_queue()
+    if reuse is not None and forked is not None:
+        sequence.kv, sequence.known_chain = forked, tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
+        sequence.began(reuse.tokens, reuse.shareable_tokens, is_shared=reuse.is_shared)
+    elif isinstance(sequence.plan.reuse, Restored):
+        _restore(sequence, sequence.plan.reuse, pool, model)
+    else:
+        sequence.kv = SequenceKV(pool)
+        sequence.began(0, 0)
 
 
 def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) -> ResidentMemory[SequenceKV]:
@@ -63,38 +90,11 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     state = sequence.state()
     known = sequence.known_chain[: len(state.token_ids) // BLOCK_TOKENS]
     chain = chain_hashes(kv_identity_hash, state.token_ids, known)
-    return ResidentMemory(kv, state, chain, priority=sequence.priority)
+    return ResidentMemory(kv, state, chain, priority=sequence.priority, state_bytes=kv.state_bytes)
 
 
-def undo(sequence: Sequence) -> None:
-    """Make the hot memory that the turn extends what it was before the turn, to the bit."""
-    if sequence.memory is not None and sequence.kv is not None:
-        sequence.kv.trim_to(sequence.cached)
-        if sequence.saved is not None:
-            sequence.kv.put_back(sequence.saved)
-        sequence.kv.release_spare()
-
-
-def _get_ready(sequence: Sequence) -> None:
-    sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
-    sequence.leave_queue()
-
-
-def _from_memory(sequence: Sequence, memory: ResidentMemory[SequenceKV] | None, hot: Hot) -> None:
-    keep = _kept(sequence.plan, hot.keep_tokens)
-    if memory is not None:
-        keep = memory.kv.start_before(keep)
-    if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
-        raise FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
-    kv = memory.kv
-    sequence.saved = kv.saved_rows(keep) if keep < kv.length else None
-    kv.trim_to(keep)
-    sequence.kv, sequence.memory, sequence.known_chain = kv, memory, memory.chain[: keep // BLOCK_TOKENS]
-    sequence.began(keep, memory.state.shareable_tokens)
-
-
-def _from_files(sequence: Sequence, model: ModelInfo, restored: Restored) -> None:
-    keep = _kept(sequence.plan, restored.keep_tokens)
+def _restore(sequence: Sequence, restored: Restored, pool: KvPool, model: ModelInfo) -> None:
+    keep = sequence.reusable_tokens
     if not _begins_with(restored.token_ids, sequence.plan.token_ids, keep):
         raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
     files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
@@ -104,13 +104,9 @@ def _from_files(sequence: Sequence, model: ModelInfo, restored: Restored) -> Non
             raise FailedPrecondition("the plan restores no state of the tokens that it keeps", reason="STATE_MISSING")
         kept_ids = restored.token_ids[:keep]
         states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
-    sequence.kv = SequenceKV.from_files(model.kv_identity, files, keep, states)
+    sequence.kv = from_files(pool, files, keep, states)
     sequence.known_chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
     sequence.began(keep, restored.shareable_tokens)
-
-
-def _kept(plan: TurnPlan, keep_tokens: int) -> int:
-    return min(keep_tokens, plan.most_reused)
 
 
 def _begins_with(tokens: collections.abc.Sequence[int], prompt: collections.abc.Sequence[int], count: int) -> bool:

@@ -16,7 +16,7 @@ from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 
 from inference_svc.engine.api import AgentKey, Failed, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
-from inference_svc.engine.engine_worker import EngineWorker, turn_bytes
+from inference_svc.engine.engine_worker import EngineWorker
 from inference_svc.engine.mlx_thread import MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
@@ -183,7 +183,7 @@ class Engine:
 
     def needed_bytes(self, plan: TurnPlan) -> int:
         """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
-        return turn_bytes(plan, self.model)
+        return self._worker.most_bytes(len(plan.token_ids) + plan.sampling.max_tokens)
 
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events

@@ -1,8 +1,8 @@
 """The work of the MLX thread: it begins turns, steps them, ends them, and keeps the memories that they leave.
 
 A step decodes one token for each generating turn, as one batch, and computes cells of prompts beside it, one prompt at
-a time. The scheduler decides, this class carries out. A turn that fails or is cancelled changes no memory: the rows
-that it overwrote are put back, to the bit.
+a time. The scheduler decides, this class carries out. A turn works on a fork of what it reuses, so one that fails or is
+cancelled changes no memory.
 """
 
 import contextlib
@@ -10,12 +10,22 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterator
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import AgentKey, SamplingParams, Snapshot, TurnPlan
-from inference_svc.engine.beginning import MOST_REWIND_POINTS, begin, begin_sharing, memory_left, undo
+from inference_svc.engine.api import AgentKey, SamplingParams, Snapshot
+from inference_svc.engine.beginning import (
+    MOST_REWIND_POINTS,
+    Reuse,
+    begin,
+    memory_left,
+    reuse_of_memory,
+    reuse_of_prefix,
+)
+from inference_svc.engine.fork_base import ForkBase
 from inference_svc.engine.sampling import Sampler, sample
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
+from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.room_shares import Room
 from inference_svc.engine.scheduling.schedulable import Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
@@ -23,7 +33,6 @@ from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
 from inference_svc.engine.swapping import most_file_bytes, swap_in, swap_out
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.capacity import capacity_rows
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
@@ -31,12 +40,6 @@ from inference_svc.model.model_runner import ModelRunner
 logger = logging.getLogger(__name__)
 # Files of preempted turns that are not stored yet may take this part of the budget, beside it.
 _UNSTORED_PART = 2
-
-
-def turn_bytes(plan: TurnPlan, model: ModelInfo) -> int:
-    """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
-    rows_bytes = capacity_rows(len(plan.token_ids) + plan.sampling.max_tokens) * model.kv_bytes_per_token
-    return rows_bytes + model.live_state_bytes + MOST_REWIND_POINTS * model.state_bytes
 
 
 class EngineWorker:
@@ -51,7 +54,10 @@ class EngineWorker:
         rules: Rules,
         clock: Callable[[], float],
     ) -> None:
-        self.memories: HotMemories[SequenceKV] = HotMemories(memory_budget_bytes)
+        self._pool = runner.new_pool(model.kv_identity.policy, memory_budget_bytes)
+        self.memories: HotMemories[SequenceKV] = HotMemories(
+            self._pool.allocator, self._pool.page_bytes, memory_budget_bytes
+        )
         self.memory_used_bytes = 0
         self.computed_tokens = 0  # tokens that went through the model; reused tokens do not count
         self.preemptions = 0
@@ -61,14 +67,15 @@ class EngineWorker:
         self._rules = rules
         room = Room(
             memory_budget_bytes,
-            self.memories.ledger.reserved_by,
+            lambda sequence: self.memories.ledger.reserved_bytes(sequence.reservation),
             self._needed_bytes,
             self._missing_bytes,
+            self._freed_bytes,
             self._can_swap_out,
         )
         self._scheduler: Scheduler[Sequence] = Scheduler(room, rules)
         self._masks: MaskBudget[Sequence] = MaskBudget()
-        self._batch = DecodeBatch(runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
+        self._batch = DecodeBatch(self._pool, runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
         self._max_unstored_bytes = memory_budget_bytes // _UNSTORED_PART
         self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known or not needed
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
@@ -96,7 +103,10 @@ class EngineWorker:
         self._count_bytes()
         if not self._with_kv:
             self._runner.release_unused()
-        return bool(decoding) or has_prefilled or has_ended  # a turn that ended may have left room for another
+        has_worked = bool(decoding) or has_prefilled or has_ended  # a turn that ended may have left room for another
+        if has_worked and not self._scheduler.turns:
+            self._check_pages()
+        return has_worked
 
     def close(self) -> None:
         for sequence in list(self._scheduler.turns):
@@ -113,7 +123,7 @@ class EngineWorker:
         """The answer to `Wanted`: the preempted turn's files, or as many leading ones as could be read."""
         if sequence.status is Status.RESTORING:
             with self._guarding(sequence):
-                swap_in(sequence, self._runner, self._model, blobs)
+                swap_in(sequence, self._pool, self._model, blobs)
             self._emit_all()
 
     def files_stored(self, sequence: Sequence) -> None:
@@ -126,9 +136,11 @@ class EngineWorker:
     def fork(self, source: AgentKey, target: AgentKey) -> bool:
         """Give `target` the memory of `source` without its tag, which is one agent's. False if there is none."""
         memory = self.memories.get(source)
-        return memory is not None and self.memories.put(
-            target, ResidentMemory(memory.kv.fork(), memory.state, memory.chain)
-        )
+        if memory is None or self._begun(target) is not None:
+            return False
+        forked = ResidentMemory(memory.kv.fork(), memory.state, memory.chain, state_bytes=memory.state_bytes)
+        self.memories.put(target, forked)
+        return True
 
     def snapshot(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """The key's memory: blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the
@@ -171,80 +183,121 @@ class EngineWorker:
                 case Blocked():
                     return
 
-    def _begin(self, sequence: Sequence, protected: Collection[Hashable]) -> None:
+    def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
         """Give the turn its reservation and its KV, or ask for a preempted turn's files."""
-        needed, key, extends = self._needed_bytes(sequence), sequence.plan.key, sequence.memory_key is not None
-        has_room = self.memories.reserve(
-            sequence, needed, key, extends=extends, protected=protected, namespace=sequence.namespace
-        )
-        assert has_room, "the scheduler admitted a turn without room"
         if sequence.swapped is not None:
+            self._reserve(sequence, protected, None, ForkBase())
             sequence.ask_for_files()
             self._emit(sequence)
-        elif not self._begin_sharing(sequence, protected):
-            memory = self.memories.get(key) if key is not None else None
-            begin(sequence, memory, self._runner, self._model)
+            return
+        reuse = self._reuse(sequence)
+        # Before memories are dropped for the reservation: what the turn shares stays, whoever else held it.
+        forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None
+        extends = sequence.memory_key if reuse is None or not reuse.is_shared else None
+        self._reserve(sequence, protected, extends, ForkBase() if forked is None else ForkBase.of(forked))
+        begin(sequence, reuse, forked, self._pool, self._model)
+
+    def _reserve(
+        self,
+        sequence: Sequence,
+        protected: Collection[Hashable] | None,
+        extends: Hashable | None,
+        base: ForkBase,
+    ) -> None:
+        reservation = Reservation(
+            sequence.namespace,
+            self._pool.pages_for(sequence.most_tokens) - base.full_pages,
+            self._state_bytes,
+            extends,
+            lambda: 0 if sequence.kv is None else base.taken_by(sequence.kv),
+        )
+        has_room = self.memories.reserve(reservation, self._protected(sequence, protected))
+        assert has_room, "the scheduler admitted a turn without room"
+        sequence.reservation = reservation
+
+    def _reuse(self, sequence: Sequence) -> Reuse | None:
+        """What the turn begins with: a prefix of its namespace, if that saves more than its plan does, or its plan's
+        hot memory.
+        """
+        prefix = self._prefix_of(sequence)
+        if prefix is not None:
+            return prefix
+        return reuse_of_memory(sequence, self.memories.get(sequence.plan.key))
+
+    def _prefix_of(self, sequence: Sequence) -> Reuse | None:
+        if sequence.namespace is None or self._model.has_states:
+            return None
+        prefix = self._scheduler.prefix_source_of(sequence, self.memories.of_namespace(sequence.namespace))
+        if prefix is None:
+            return None
+        source = prefix.source
+        owner = source if isinstance(source, Sequence) else self.memories.get(source)  # type: ignore[arg-type]
+        return None if owner is None or owner.kv is None else reuse_of_prefix(sequence, prefix, owner.kv)
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv is not None
         self._batch.leave(sequence.kv)
         swap_out(sequence, self._model)
-        if sequence.memory is not None and sequence.plan.key is not None:
-            self.memories.drop(sequence.plan.key)  # its rows are the turn's
-        sequence.memory = sequence.saved = None
-        self.memories.release(sequence)
+        if sequence.reservation is not None and sequence.reservation.extends is not None and sequence.plan.key:
+            self.memories.drop(sequence.plan.key)  # the store has all of it, and its room is wanted
+        self._give_up(sequence)
         self.preemptions += 1
         self._emit(sequence)
 
-    def _needed_bytes(self, sequence: Sequence) -> int:
-        """KV of all tokens that the turn may come to have, and of the rows that it overwrites and may put back."""
-        memory = self.memories.get(sequence.plan.key) if sequence.plan.key is not None else None
-        is_cut = sequence.memory_key is not None and memory is not None
-        saved = max(0, memory.kv.length - memory.kv.start_before(sequence.reusable_tokens)) if is_cut and memory else 0
-        return turn_bytes(sequence.plan, self._model) + saved * self._model.kv_bytes_per_token
+    # --- room ---
 
-    def _missing_bytes(self, sequence: Sequence, protected: Collection[Hashable]) -> int:
-        needed, extends = self._needed_bytes(sequence), sequence.memory_key is not None
-        return self.memories.missing_bytes(needed, sequence.plan.key, extends=extends, protected=protected)
+    def most_bytes(self, tokens: int) -> int:
+        """KV bytes of a turn that comes to have so many tokens and shares none. From any thread."""
+        return self._pool.pages_for(tokens) * self._pool.page_bytes + self._state_bytes
+
+    @property
+    def _state_bytes(self) -> int:
+        """The most bytes of one turn's recurrent states."""
+        return (1 + MOST_REWIND_POINTS) * self._model.live_state_bytes
+
+    def _needed_bytes(self, sequence: Sequence) -> int:
+        """The reservation of a turn that begins as it is planned."""
+        memory = self.memories.get(sequence.plan.key) if sequence.memory_key is not None else None
+        shared = 0 if memory is None else memory.kv.start_before(sequence.reusable_tokens)
+        return self._bytes_beyond(sequence, shared)
+
+    def _bytes_beyond(self, sequence: Sequence, shared_tokens: int) -> int:
+        """The reservation of a turn that shares so many tokens' full blocks."""
+        whole_groups = sum(not group.window for group in self._pool.groups)
+        shared_bytes = shared_tokens // BLOCK_TOKENS * whole_groups * self._pool.page_bytes
+        return self.most_bytes(sequence.most_tokens) - shared_bytes
+
+    def _missing_bytes(self, sequence: Sequence, protected: Collection[Hashable] | None) -> int:
+        protected = self._protected(sequence, protected)
+        missing = self.memories.missing_bytes(self._needed_bytes(sequence), protected)
+        if missing and sequence.swapped is None and (prefix := self._prefix_of(sequence)) is not None:
+            missing = self.memories.missing_bytes(self._bytes_beyond(sequence, prefix.tokens), protected)
+        return missing
+
+    def _freed_bytes(self, sequence: Sequence) -> int:
+        """Bytes that a running turn gives up: its reservation, and what nobody else holds of its memory."""
+        reservation, kv = sequence.reservation, sequence.kv
+        if reservation is None or kv is None:
+            return 0
+        memory = self.memories.get(sequence.plan.key) if reservation.extends is not None else None
+        pages = [list(held.pages) for held in (kv, None if memory is None else memory.kv) if held is not None]
+        states = 0 if memory is None else memory.state_bytes
+        return self.memories.ledger.freed_bytes(pages, reservation) + states
+
+    def _give_up(self, sequence: Sequence) -> None:
+        if sequence.reservation is not None:
+            self.memories.release(sequence.reservation)
+        sequence.reservation = None
+
+    def _protected(self, sequence: Sequence, protected: Collection[Hashable] | None) -> Collection[Hashable] | None:
+        """The turn's own memory too: it must be what it was, if the turn fails."""
+        return None if protected is None else {*protected, sequence.memory_key}
 
     def _can_swap_out(self, sequences: Collection[Sequence]) -> bool:
         """Whether the files of these turns may be held in memory too."""
         more = sum(most_file_bytes(sequence, self._model) for sequence in sequences)
         held = sum(other.swapped.unstored_bytes for other in self._scheduler.turns if other.swapped is not None)
         return not more or held + more <= self._max_unstored_bytes
-
-    def _begin_sharing(self, sequence: Sequence, protected: Collection[Hashable]) -> bool:
-        """Begin with a fork of the prefix that another turn of the namespace computed, if that saves more than the
-        turn's own plan does; whether it does.
-        """
-        if sequence.namespace is None or self._model.has_states:
-            return False
-        prefix = self._scheduler.prefix_source_of(sequence, self.memories.idle(sequence.namespace))
-        if prefix is None:
-            return False
-        source = prefix.source
-        owner = source if isinstance(source, Sequence) else self.memories.get(source)  # type: ignore[arg-type]
-        if owner is None or owner.kv is None:
-            return False
-        if sequence.memory_key is not None and not self._leaves_its_memory(sequence, protected):
-            return False
-        begin_sharing(sequence, owner.kv, prefix.shared_tokens)
-        return True
-
-    def _leaves_its_memory(self, sequence: Sequence, protected: Collection[Hashable]) -> bool:
-        """Reserve room for the turn beside the memory that it was to extend, which becomes idle. False, and the turn's
-        reservation is as before, if there is none.
-        """
-        key = sequence.plan.key
-        self.memories.release(sequence)
-        needed, namespace = turn_bytes(sequence.plan, self._model), sequence.namespace
-        if self.memories.reserve(sequence, needed, protected={key, *protected}, namespace=namespace):
-            return True
-        needed = self._needed_bytes(sequence)
-        self.memories.reserve(
-            sequence, needed, key, extends=True, protected=protected, namespace=namespace
-        )  # as it was before
-        return False
 
     # --- stepping ---
 
@@ -336,60 +389,50 @@ class EngineWorker:
         return bool(ending)
 
     def _finish(self, sequence: Sequence, failure: Exception | None = None) -> None:
-        """End a turn, wherever it is. Without `failure` it leaves its memory. After a KvasirError its agent's memory is
-        what it was before the turn. After any other failure the turn's KV is not trusted, nor is the memory that it
-        extends. The listener gets an end whatever happens here.
+        """End a turn, wherever it is. Without `failure` it leaves its memory; else its agent's memory stays what it was
+        before the turn. The listener gets an end whatever happens here.
         """
-        if failure is None:
-            try:
-                self._remember(sequence)
-            except Exception as error:  # noqa: BLE001 - the turn failed; it is undone as after any failure
-                failure = error
-        sequence.finish(None if failure is None else self._undone(sequence, failure))
-        sequence.kv = sequence.memory = sequence.saved = sequence.swapped = None
-        self.memories.release(sequence)
+        if sequence.status is Status.FINISHED:
+            return
+        try:
+            self._leave(sequence, remembers=failure is None)
+        except Exception as error:  # noqa: BLE001 - the turn failed, as it may anywhere else
+            failure = failure or error
+        if failure is not None and not isinstance(failure, KvasirError):
+            logger.error("turn.failed", exc_info=failure)
+            failure = Internal("the turn failed in the engine")
+        sequence.finish(failure)
+        kv, sequence.kv, sequence.swapped = sequence.kv, None, None
+        if failure is not None and kv is not None:
+            kv.release()
+        self._give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)
+        if kv is not None and kv in self._batch:  # it could not leave: the batch of some layers may hold it
+            self._lose(())
         if sequence.plan.key is not None and self._begun(sequence.plan.key) is None:
             for work in self._when_idle.pop(sequence.plan.key, ()):
                 work()
 
-    def _remember(self, sequence: Sequence) -> None:
-        assert sequence.kv is not None
+    def _leave(self, sequence: Sequence, *, remembers: bool) -> None:
+        """Take the turn's KV out of the batch, and make it the key's memory if the turn is remembered."""
+        if sequence.kv is None:
+            return
         self._batch.leave(sequence.kv)
-        if sequence.plan.key is not None:
+        if not remembers:
+            return
+        if sequence.plan.key is None:
+            sequence.kv.release()
+        else:
             memory = memory_left(sequence, self._runner, self._model.kv_identity_hash)
-            self.memories.leave(sequence, sequence.plan.key, memory)
-
-    def _undone(self, sequence: Sequence, failure: Exception) -> KvasirError:
-        """Undo what the turn did to its memory, and return the error that its listener gets."""
-        if not isinstance(failure, KvasirError):
-            logger.error("turn.failed", exc_info=failure)
-            self._drop_memory(sequence)
-        try:
-            if sequence.kv is not None:
-                self._batch.leave(sequence.kv)
-            undo(sequence)
-        except Exception:
-            logger.exception("turn.not_undone")
-            self._drop_memory(sequence)
-            kv, sequence.kv = sequence.kv, None
-            if kv is not None and kv in self._batch:  # it left the batch of some layers only
-                self._lose(())
-        return failure if isinstance(failure, KvasirError) else Internal("the turn failed in the engine")
-
-    def _drop_memory(self, sequence: Sequence) -> None:
-        """Drop the memory that the turn extends: its layers may disagree on their length now."""
-        if sequence.memory is not None and sequence.plan.key is not None:
-            self.memories.drop(sequence.plan.key)
-        sequence.memory = None
+            self.memories.put(sequence.plan.key, memory)
 
     def _lose(self, decoding: Collection[Sequence]) -> None:
         """A forward pass of these turns failed half-way: they end, and so does every other turn in the batch."""
         lost = [each for each in self._with_kv if each in decoding or (each.kv is not None and each.kv in self._batch)]
         self._batch.discard()
         for sequence in lost:
-            self._finish(sequence, RuntimeError("a forward pass failed half-way"))
+            self._finish(sequence, Internal("the turn failed in the engine"))
 
     @contextlib.contextmanager
     def _guarding(self, sequence: Sequence) -> Iterator[None]:
@@ -423,8 +466,13 @@ class EngineWorker:
         return next(begun, None)
 
     def _count_bytes(self) -> None:
-        active_bytes = sum(sequence.kv.allocated_bytes for sequence in self._with_kv if sequence.kv is not None)
-        self.memory_used_bytes = active_bytes + self.memories.ledger.resident_bytes
+        states = sum(sequence.kv.state_bytes for sequence in self._with_kv if sequence.kv is not None)
+        self.memory_used_bytes = self.memories.ledger.used_bytes + states
+
+    def _check_pages(self) -> None:
+        """While no turn is open, every page in use is a memory's."""
+        if leaked := self.memories.ledger.used_pages - len(self.memories.pages):
+            logger.error("kv.pages_leaked pages=%d", leaked)
 
 
 def _is_decoding(sequence: Sequence) -> bool:

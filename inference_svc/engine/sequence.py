@@ -34,6 +34,7 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.grid import cell_end, shareable_after
 from inference_svc.engine.reply_text import ReplyText
+from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.text.sequence_state import SequenceState
@@ -41,8 +42,7 @@ from inference_svc.text.token_text import TokenText
 
 if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is no MLX
     from inference_svc.engine.sampling import Sampler
-    from inference_svc.engine.scheduling.hot_memories import ResidentMemory
-    from inference_svc.kv.sequence_kv import SavedRows, SequenceKV
+    from inference_svc.kv.sequence_kv import SequenceKV
 
 
 @dataclass
@@ -85,8 +85,7 @@ class Sequence:
         self.kv: SequenceKV | None = None
         self.sampler: Sampler | None = None
         self.known_chain: tuple[str, ...] = ()  # chain hashes of the first full blocks of its KV
-        self.memory: ResidentMemory[SequenceKV] | None = None  # the hot memory whose KV it extends
-        self.saved: SavedRows | None = None  # rows of that memory that it overwrites
+        self.reservation: Reservation | None = None
         self.swapped: SwappedOut | None = None  # while it is preempted
         self._stage = Status.WAITING  # PREFILLING also while it decodes
         self._was_preempted = False
@@ -123,6 +122,11 @@ class Sequence:
     @property
     def prompt_tokens(self) -> int:
         return len(self.plan.token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens if it generates all that it may."""
+        return self.prompt_tokens + self.plan.sampling.max_tokens
 
     @property
     def is_prefilling(self) -> bool:

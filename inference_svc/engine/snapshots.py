@@ -9,6 +9,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.api import Snapshot
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.sequence_files import files_of, row_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 
@@ -41,13 +42,13 @@ def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max
 def _files(
     kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int
 ) -> list[tuple[FileIdentity, bytes]]:
-    if not kv.row_layers:
+    if not row_layers(model.kv_identity):
         return []  # no layer is kept in blocks
     identities = file_identities(model.kv_identity_hash, token_ids, chain, first_block)
-    return [(identity, kv.to_file(model.kv_identity, identity)) for identity in identities]
+    return list(zip(identities, files_of(kv, identities), strict=True))
 
 
 def _states(memory: ResidentMemory[SequenceKV], model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:
     tokens, hash_ = memory.state.token_ids, model.kv_identity_hash
     identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.rewind_points]
-    return tuple((identity, memory.kv.to_file(model.kv_identity, identity)) for identity in identities)
+    return tuple(zip(identities, files_of(memory.kv, identities), strict=True))

@@ -15,10 +15,11 @@ from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.beginning import MOST_REWIND_POINTS
 from inference_svc.engine.sequence import Sequence, SwappedOut
+from inference_svc.kv.pool import KvPool
+from inference_svc.kv.sequence_files import files_of, from_files, row_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files, check_state
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.model.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +39,21 @@ def swap_out(sequence: Sequence, model: ModelInfo) -> None:
     if sequence.computed:
         kv.mark()
     points = kv.rewind_points
-    identities = file_identities(model.kv_identity_hash, tokens, chain) if kv.row_layers else []
+    identities = file_identities(model.kv_identity_hash, tokens, chain) if row_layers(model.kv_identity) else []
     identities += [state_identity(model.kv_identity_hash, tokens, point, chain) for point in points]
-    files = tuple(kv.to_file(model.kv_identity, identity) for identity in identities)
+    files = tuple(files_of(kv, identities))
     sequence.swapped = SwappedOut(sequence.computed, points, sum(map(len, files)))
+    kv.release()
     sequence.kv, sequence.known_chain = None, chain
     sequence.preempted(files)
 
 
-def swap_in(sequence: Sequence, runner: ModelRunner, model: ModelInfo, blobs: collections.abc.Sequence[bytes]) -> None:
+def swap_in(sequence: Sequence, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]) -> None:
     """Give the turn its KV from its files, or from as many leading ones as arrived whole."""
     swapped, sequence.swapped = sequence.swapped, None
     assert swapped is not None
     restored = _with_states if model.has_states else _without_states
-    kv, kept = restored(sequence, swapped, model, blobs) or (runner.new_kv(model.kv_identity.policy), 0)
+    kv, kept = restored(sequence, swapped, pool, model, blobs) or (SequenceKV(pool), 0)
     sequence.kv, sequence.known_chain = kv, sequence.known_chain[: kept // BLOCK_TOKENS]
     sequence.resumed(kept, sequence.shareable)
 
@@ -60,7 +62,7 @@ _Kept = tuple[SequenceKV, int] | None  # KV and its tokens; None if nothing came
 
 
 def _with_states(
-    sequence: Sequence, swapped: SwappedOut, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
+    sequence: Sequence, swapped: SwappedOut, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
 ) -> _Kept:
     """All KV or none: states can only go on from where they were taken."""
     tokens = sequence.token_ids[: swapped.tokens]
@@ -73,21 +75,21 @@ def _with_states(
             check_state(model.kv_identity, model.kv_identity_hash, blob, tokens[:point])
             for blob, point in zip(blobs[rows:], swapped.rewind_points, strict=True)
         ]
-        return SequenceKV.from_files(model.kv_identity, files, swapped.tokens, states), swapped.tokens
+        return from_files(pool, files, swapped.tokens, states), swapped.tokens
     except DataLoss:
         logger.warning("swap.damaged")
         return None
 
 
 def _without_states(
-    sequence: Sequence, swapped: SwappedOut, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
+    sequence: Sequence, swapped: SwappedOut, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
 ) -> _Kept:
     while blobs:
         covered = min(len(blobs) * BLOCK_TOKENS, swapped.tokens)
         keep = covered if covered == swapped.tokens else _edge_before(sequence, covered, model.cell_tokens)
         try:
             files = check_files(model.kv_identity, model.kv_identity_hash, blobs, sequence.token_ids[:covered])
-            return (SequenceKV.from_files(model.kv_identity, files, keep), keep) if keep else None
+            return (from_files(pool, files, keep), keep) if keep else None
         except DataLoss as error:
             logger.warning("swap.damaged")
             blobs = blobs[: min(int(error.metadata.get("blob", "0")), len(blobs) - 1)]

@@ -87,12 +87,17 @@ class SequenceKV:
         return [array for state in self.states.values() for array in state.state]
 
     @property
-    def allocated_bytes(self) -> int:
-        """Bytes of its pages, shared ones too, and of its states. States that a rewind point shares count once."""
+    def state_bytes(self) -> int:
+        """Bytes of its states. Those that a rewind point shares count once."""
         points = sum(state.nbytes for point in self._points for state in point.states)
         is_at_point = bool(self._points) and self._points[-1].tokens == self.length
         own = 0 if is_at_point else sum(state.nbytes for state in self.states.values())
-        return sum(1 for _ in self.pages) * self.pool.page_bytes + points + own
+        return points + own
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of its pages, shared ones too, and of its states."""
+        return sum(1 for _ in self.pages) * self.pool.page_bytes + self.state_bytes
 
     def table_number(self, layer: int) -> int:
         return self._table_of[layer]
@@ -251,8 +256,10 @@ class SequenceKV:
         """The largest length, at most `length`, from which the next token can be computed: `length` itself, a rewind
         point, or, if no layer is recurrent, the border of a block.
         """
+        if self.can_go_on_from(length):
+            return length
         borders = () if self.states else range(0, length + 1, PAGE_TOKENS)
-        lengths = {length, *self.rewind_points, *borders}
+        lengths = {*self.rewind_points, *borders}
         return max((one for one in lengths if one <= length and self.can_go_on_from(one)), default=0)
 
     def trim_to(self, length: int) -> None:

@@ -27,4 +27,4 @@ class ModelInfo:
     has_states: bool = False  # some layers do not keep all tokens: a sequence can continue from rewind points only
     state_bytes: int = 0  # the most that those layers keep at one rewind point
     weights_bytes: int = 0  # in memory, in the type that is computed in
-    live_state_bytes: int = 0  # the most that those layers hold while a sequence runs
+    live_state_bytes: int = 0  # of the recurrent layers' states at one length

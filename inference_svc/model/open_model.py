@@ -83,7 +83,7 @@ def open_model(
         policy_applied_layers=runner.applied_layers(identity),
         has_states=keeps_states(identity),
         state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity, _ANY_LENGTH)),
-        live_state_bytes=live_state_bytes(identity, _CELL_TOKENS[device()]),
+        live_state_bytes=live_state_bytes(identity),
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,
         weights_bytes=loaded.weights_bytes,

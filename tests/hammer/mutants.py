@@ -27,50 +27,43 @@ MUTANTS = (
     ),
     Mutant(
         "a sequence attends to one row of who was in its slot before",
-        "batch_kv.py",
-        "last = mx.array(lengths)[:, None, None, None]",
-        "last = mx.array(lengths)[:, None, None, None] + (max(lengths) > 99)",
-    ),
-    Mutant(
-        "who leaves a batch takes a neighbour's newest row along",
-        "batched_rows.py",
-        "self._staged.read_slot(slot, flushed.staged)",
-        "self._staged.read_slot((slot + 1) % len(self.rows), flushed.staged)",
+        "decoded_layer.py",
+        "mx.arange(width)[None, None, None] <= seen",
+        "mx.arange(width)[None, None, None] <= seen + (max(lengths) > 99)",
     ),
     Mutant(
         "the last slot's rows are not moved when another leaves",
-        "batched_rows.py",
-        "                self._decoded.move(last, slot, self._rows_to_move(last))",
+        "decoded_layer.py",
+        "                self._decoded.move(last, slot, min(last_length, self._window or last_length))",
         "                pass",
     ),
     Mutant(
         "a trim is skipped when a memory is cut",
-        "beginning.py",
-        "    kv.trim_to(keep)\n    sequence.kv,",
-        "    sequence.kv,",
+        "engine_worker.py",
+        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
+        "forked = reuse.kv.fork() if reuse is not None else None",
     ),
     Mutant(
         "another agent's memory is used, if it is long enough",
         "beginning.py",
-        "    kv = memory.kv\n    sequence.saved =",
-        "    kv = memory.kv\n"
-        "    _seen.append(kv)\n"
+        "    return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens)",
+        "    _seen.append(memory.kv)\n"
         "    others = [other for other in _seen[-9:] if other.length >= keep]\n"
-        "    kv = others[0].fork() if len(_seen) % 7 == 0 and others else kv\n"
-        "    sequence.saved =",
+        "    kv = others[0] if len(_seen) % 7 == 0 and others else memory.kv\n"
+        "    return Reuse(kv, keep, memory.chain, memory.state.shareable_tokens)",
         also=("MOST_REWIND_POINTS = 4\n", "MOST_REWIND_POINTS = 4\n_seen: list[SequenceKV] = []\n"),
     ),
     Mutant(
-        "a cancelled turn puts nothing back",
-        "beginning.py",
-        "        if sequence.saved is not None:",
-        "        if False:",
+        "a turn works on its memory, not on a fork of it",
+        "engine_worker.py",
+        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
+        "forked = (reuse.kv.trim_to(reuse.tokens), reuse.kv)[1] if reuse is not None else None",
     ),
     Mutant(
-        "a fork and its source write to one buffer",
-        "row_buffer.py",
-        "    result = copy.copy(part)\n",
-        "    result = part\n",
+        "a fork and its source write to one page",
+        "sequence_kv.py",
+        "        return page if page is not None and self.pool.allocator.holders(page) == 1 else None",
+        "        return page",
     ),
     Mutant(
         "a sibling's prefix is used one cell too far",

@@ -3,29 +3,35 @@
 To make room, idle memories are dropped. Namespaces that hold more than their share of the budget lose memories first,
 and only as many as exceed the share, so that one namespace with many agents does not drop another's few. Then all
 namespaces lose some: an idle memory keeps no turn waiting. Within each group memories of background agents go first,
-then the order is that of `expected_use`. A memory that a running turn extends is never dropped, and none is dropped if
-that would not make enough room.
+then the order is that of `expected_use`. Memories share pages: dropping one frees only what nobody else holds. A memory
+that a running turn extends is not dropped, and none is dropped if that would not make enough room.
 """
 
 from collections import Counter
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from inference_svc.engine.api import AgentKey, HotMemory, Priority
 from inference_svc.engine.scheduling.expected_use import ExpectedUse
-from inference_svc.engine.scheduling.memory_ledger import MemoryLedger
+from inference_svc.engine.scheduling.memory_ledger import MemoryLedger, Pages, Reservation
 from inference_svc.text.sequence_state import SequenceState
 
 
-class Sized(Protocol):
+class HeldKV(Protocol):
     """What the budget must know of KV."""
 
     @property
-    def allocated_bytes(self) -> int: ...
+    def pages(self) -> Iterable[int]:
+        """The pages that it holds, some of them perhaps with others."""
+        ...
+
+    def release(self) -> None:
+        """Give them back. Idempotent."""
+        ...
 
 
-KvT = TypeVar("KvT", bound=Sized)
+KvT = TypeVar("KvT", bound=HeldKV)
 
 
 @dataclass
@@ -37,6 +43,10 @@ class ResidentMemory(Generic[KvT]):
     chain: tuple[str, ...]
     tag: object = None
     priority: Priority = Priority.INTERACTIVE  # of the turn that left it
+    state_bytes: int = 0  # of its recurrent layers
+
+    def __post_init__(self) -> None:
+        self.page_count = sum(1 for _ in self.kv.pages)  # other threads ask for it while pages may be given back
 
     @property
     def shareable_tokens(self) -> int:
@@ -47,15 +57,12 @@ class HotMemories(Generic[KvT]):
     """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
     for tags and expected uses.
 
-    A turn calls `reserve` before it begins. At its end it calls `leave`, which makes its memory the key's, or
-    `release`, which leaves the memory that it extended as it was (or gone, after `drop`).
+    A turn calls `reserve` before it takes a page. At its end it calls `release`, after `leave` if it leaves a memory.
     """
 
-    def __init__(self, budget_bytes: int) -> None:
-        self.ledger: MemoryLedger[Hashable, AgentKey] = MemoryLedger(budget_bytes)
+    def __init__(self, pages: Pages, page_bytes: int, budget_bytes: int) -> None:
+        self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory[KvT]] = {}
-        self._borrowed: dict[Hashable, AgentKey] = {}
-        self._namespaces: dict[Hashable, str | None] = {}  # of those that hold reservations
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()
 
     @property
@@ -64,8 +71,8 @@ class HotMemories(Generic[KvT]):
 
     # --- memories ---
 
-    def get(self, key: AgentKey) -> ResidentMemory[KvT] | None:
-        return self._memories.get(key)
+    def get(self, key: AgentKey | None) -> ResidentMemory[KvT] | None:
+        return None if key is None else self._memories.get(key)
 
     def described(self, key: AgentKey) -> HotMemory | None:
         """The key's memory without its KV. From any thread."""
@@ -77,18 +84,12 @@ class HotMemories(Generic[KvT]):
         if key in self._memories:
             self._expected.plans(key)
 
-    def put(self, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
-        """Keep a memory that no turn made (a fork). Drops others to make room; False, and the key keeps its memory, if
-        that is not enough.
-        """
-        before = self.ledger.residents.get(key, 0)
-        if self.ledger.is_borrowed(key) or not self._make_room(
-            memory.kv.allocated_bytes - before, {key}, key.namespace
-        ):
-            return False
+    def put(self, key: AgentKey, memory: ResidentMemory[KvT]) -> None:
+        """Make it the key's memory, instead of the one before."""
+        self.drop(key)
         self._expected.took_turn(key)
         self._memories[key] = memory
-        return self.ledger.keep(key, memory.kv.allocated_bytes)
+        self.ledger.resident_state_bytes += memory.state_bytes
 
     def tag(self, key: AgentKey, tag: object) -> None:
         """From any thread. Without effect if there is no memory."""
@@ -97,138 +98,100 @@ class HotMemories(Generic[KvT]):
             memory.tag = tag
 
     def drop(self, key: AgentKey) -> bool:
-        """Forget the key's memory; True if there was one. If a running turn extends it, the turn keeps the bytes."""
-        self.ledger.drop(key)
-        return self._memories.pop(key, None) is not None
+        """Forget the key's memory; True if there was one."""
+        memory = self._memories.pop(key, None)
+        if memory is None:
+            return False
+        memory.kv.release()
+        self.ledger.resident_state_bytes -= memory.state_bytes
+        return True
+
+    @property
+    def pages(self) -> set[int]:
+        """The pages that memories hold."""
+        return {page for memory in self._memories.values() for page in memory.kv.pages}
 
     def keys(self) -> set[AgentKey]:
         """Keys that have a memory. From any thread."""
         return set(self._memories)
 
     def sizes(self) -> dict[AgentKey, int]:
-        """Allocated bytes of each memory. From any thread."""
-        return {key: memory.kv.allocated_bytes for key, memory in list(self._memories.items())}
+        """Bytes of each memory, with what it shares. From any thread."""
+        return {key: self._size(memory) for key, memory in list(self._memories.items())}
 
-    def idle(self, namespace: str) -> list[tuple[AgentKey, str, ResidentMemory[KvT]]]:
-        """Memories of a namespace that no running turn extends, in the form that `PrefixSharing` takes."""
-        return [
-            (key, namespace, memory)
-            for key, memory in self._memories.items()
-            if key.namespace == namespace and not self.ledger.is_borrowed(key)
-        ]
+    def of_namespace(self, namespace: str) -> list[tuple[AgentKey, str, ResidentMemory[KvT]]]:
+        """Its memories, in the form that `PrefixSharing` takes."""
+        return [(key, namespace, memory) for key, memory in self._memories.items() if key.namespace == namespace]
 
     # --- turns ---
 
-    def reserve(
-        self,
-        owner: Hashable,
-        needed_bytes: int,
-        key: AgentKey | None = None,
-        *,
-        extends: bool = False,
-        protected: Collection[Hashable] = (),
-        namespace: str | None = None,
-    ) -> bool:
-        """Hold `needed_bytes` for a turn of `key`, which `extends` the key's hot memory or begins without it. Drops
-        idle memories that are not in `protected`, if that makes enough room. False, and nothing changed, if it does
+    def reserve(self, reservation: Reservation, protected: Collection[Hashable] | None = ()) -> bool:
+        """Hold the reservation, before any page of it is taken. Drops idle memories that are not in `protected`, if
+        that makes enough room; None: also memories that running turns extend. False, and nothing changed, if it does
         not.
-
-        `needed_bytes`: the KV of all tokens that the turn may come to have, and the rows that it saves for an undo. A
-        turn that would not fit an empty budget holds the whole budget: it runs, alone.
         """
-        needed_bytes = min(needed_bytes, self.budget_bytes)
-        borrowed = key if extends else None
-        kept = {*protected, *([borrowed] if borrowed is not None else [])}
-        if not self._make_room(self.ledger.bytes_needed(needed_bytes, borrowed)[1], kept, namespace):
+        if not self._make_room(self.ledger.reserved_bytes(reservation), protected, reservation.namespace):
             return False
-        self.ledger.reserve(owner, needed_bytes, borrowed)
-        self._namespaces[owner] = namespace
-        if borrowed is not None and borrowed in self._memories:
-            self._borrowed[owner] = borrowed
+        self.ledger.reservations.append(reservation)
         return True
 
-    def missing_bytes(
-        self,
-        needed_bytes: int,
-        key: AgentKey | None = None,
-        *,
-        extends: bool = False,
-        protected: Collection[Hashable] = (),
-    ) -> int:
-        """Bytes that running turns would have to give up for a reservation that `reserve` refused; 0 if it is enough to
-        drop idle memories that are not in `protected`.
+    def missing_bytes(self, needed_bytes: int, protected: Collection[Hashable] | None = ()) -> int:
+        """Bytes that running turns would have to give up for a reservation of so many bytes; 0 if it is enough to drop
+        idle memories, as `reserve` does.
         """
-        borrowed = key if extends else None
-        missing = self.ledger.bytes_needed(min(needed_bytes, self.budget_bytes), borrowed)[1]
-        droppable = sum(
-            size for idle, size in self.ledger.residents.items() if idle != borrowed and idle not in protected
-        )
-        return max(0, missing - self.ledger.free_bytes - droppable)
+        missing = needed_bytes - self.ledger.free_bytes
+        return 0 if missing <= 0 else max(0, missing - self._droppable_bytes(self._droppable(protected)))
 
-    def release(self, owner: Hashable) -> None:
-        """The turn ended without a memory, was undone, or was preempted. The memory that it extended is resident again,
-        unless it was dropped, or its buffers grew so far that it no longer fits: then it is gone.
-        """
-        self._forget(owner)
-        key = self._borrowed.pop(owner, None)
-        if key is not None and (memory := self._memories.get(key)):
-            self._keep(key, memory)
+    def release(self, reservation: Reservation) -> None:
+        """The turn is over, or was preempted."""
+        self.ledger.release(reservation)
 
-    def leave(self, owner: Hashable, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
-        """The turn ended, and `memory` is the key's now. False if it does not fit, because the turn used more than it
-        had reserved and no other memory can go: then the key has none.
-        """
-        self._forget(owner)
-        self._borrowed.pop(owner, None)
-        self._expected.took_turn(key)
-        return self._keep(key, memory)
+    def _size(self, memory: ResidentMemory[KvT]) -> int:
+        return self.ledger.size_bytes(memory.page_count, memory.state_bytes)
 
-    def _forget(self, owner: Hashable) -> None:
-        self.ledger.release(owner)
-        self._namespaces.pop(owner, None)
+    def _droppable(self, protected: Collection[Hashable] | None) -> list[AgentKey]:
+        """Keys of the memories that may be dropped, in the order in which they are."""
+        extended = {one.extends for one in self.ledger.reservations}
+        keys = [key for key in self._memories if protected is None or not (key in extended or key in protected)]
+        return sorted(keys, key=self._keeping_order)
 
-    def _keep(self, key: AgentKey, memory: ResidentMemory[KvT]) -> bool:
-        self.ledger.drop(key)
-        size = memory.kv.allocated_bytes
-        self._make_room(size, {key}, key.namespace)
-        if self.ledger.keep(key, size):
-            self._memories[key] = memory
+    def _droppable_bytes(self, keys: Collection[AgentKey]) -> int:
+        memories = [self._memories[key] for key in keys]
+        states = sum(memory.state_bytes for memory in memories)
+        return self.ledger.freed_bytes([list(memory.kv.pages) for memory in memories]) + states
+
+    def _make_room(self, needed_bytes: int, protected: Collection[Hashable] | None, namespace: str | None) -> bool:
+        """Drop memories until so many bytes are free for a namespace, if that can be."""
+        if needed_bytes <= self.ledger.free_bytes:
             return True
-        self._memories.pop(key, None)
-        return False
-
-    def _make_room(self, missing_bytes: int, kept: Collection[Hashable], namespace: str | None) -> bool:
-        """Drop idle memories that are not in `kept` until `missing_bytes` are free for a namespace, if that can be."""
-        sizes = {key: size for key, size in self.ledger.residents.items() if key not in kept}
-        if missing_bytes > self.ledger.free_bytes + sum(sizes.values()):
+        keys = self._droppable(protected)
+        if needed_bytes > self.ledger.free_bytes + self._droppable_bytes(keys):
             return False
-        if missing_bytes <= self.ledger.free_bytes:
-            return True
         held = self._held()
-        held[namespace] += missing_bytes
+        held[namespace] += needed_bytes - self.ledger.free_bytes
         share_bytes = self.budget_bytes // len(held)
         others = []
-        for key in sorted(sizes, key=self._keeping_order):
-            if missing_bytes <= self.ledger.free_bytes:
+        for key in keys:
+            if needed_bytes <= self.ledger.free_bytes:
                 break
             if held[key.namespace] > share_bytes:
-                held[key.namespace] -= sizes[key]
+                held[key.namespace] -= self._size(self._memories[key])
                 self.drop(key)
             else:
                 others.append(key)
         for key in others:
-            if missing_bytes <= self.ledger.free_bytes:
+            if needed_bytes <= self.ledger.free_bytes:
                 break
             self.drop(key)
         return True
 
     def _held(self) -> Counter[str | None]:
-        """Bytes by namespace, of running turns and idle memories."""
+        """Bytes by namespace, of running turns and memories; what memories share counts for each of them."""
         held: Counter[str | None] = Counter()
-        for key, size in self.ledger.residents.items():
-            held[key.namespace] += size
-        for owner, namespace in self._namespaces.items():
-            held[namespace] += self.ledger.reserved_by(owner)
+        for key, memory in self._memories.items():
+            held[key.namespace] += self._size(memory)
+        for reservation in self.ledger.reservations:
+            held[reservation.namespace] += self.ledger.reserved_bytes(reservation)
         return held
 
     def _keeping_order(self, key: AgentKey) -> tuple[bool, int]:

@@ -35,12 +35,14 @@ class Room(Generic[TurnT]):
 
     total_bytes: int
     held_bytes: Callable[[TurnT], int]
-    """Bytes that a running turn holds."""
+    """Bytes of a running turn's reservation."""
     needed_bytes: Callable[[TurnT], int]
-    """Bytes that a waiting turn needs."""
-    missing_bytes: Callable[[TurnT, Collection[Hashable]], int]
-    """Bytes that running turns would have to give up before the turn can begin, if no idle memory with one of these
-    keys is dropped; 0 if it can begin."""
+    """Bytes that a waiting turn must reserve."""
+    missing_bytes: Callable[[TurnT, Collection[Hashable] | None], int]
+    """Bytes that running turns would have to give up before the turn can begin, if no hot memory with one of these keys
+    is dropped; None: any may be dropped. 0 if it can begin."""
+    freed_bytes: Callable[[TurnT], int]
+    """Bytes that are free once a running turn is preempted."""
     can_swap_out: Callable[[Collection[TurnT]], bool]
     """Whether the files of these turns may be held while they are preempted."""
 

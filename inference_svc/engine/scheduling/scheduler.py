@@ -54,11 +54,11 @@ TurnT = TypeVar("TurnT", bound=Schedulable)
 @dataclass(frozen=True)
 class Admit(Generic[TurnT]):
     """The turn begins now: there is room. It must not drop the hot memories with the keys `protected`, because waiting
-    turns extend them.
+    turns extend them; None: while no turn runs, no memory is protected.
     """
 
     turn: TurnT
-    protected: Collection[Hashable]
+    protected: Collection[Hashable] | None
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,8 @@ class Scheduler(Generic[TurnT]):
         """The decision when only these turns could begin, and none has room."""
         for turn, protected in refused:
             # While no turn runs, none will ever make room: then no memory is protected.
-            if not self.running and not self.room.missing_bytes(turn, ()):
-                return self._admitted(turn, frozenset())
+            if not self.running and not self.room.missing_bytes(turn, None):
+                return self._admitted(turn, None)
             if may_preempt:
                 chosen = self._preemptions(turn, self.room.missing_bytes(turn, protected))
                 if chosen and self.room.can_swap_out(chosen):
@@ -186,7 +186,7 @@ class Scheduler(Generic[TurnT]):
                     return Preempt(chosen, turn)
         return Blocked(tuple(turn for turn, _ in refused))
 
-    def _admitted(self, turn: TurnT, protected: frozenset[Hashable]) -> Admit[TurnT]:
+    def _admitted(self, turn: TurnT, protected: frozenset[Hashable] | None) -> Admit[TurnT]:
         record = turn.schedule
         record.found_no_room = False
         record.began_aged = self._now - record.waits_since_s >= self.rules.ageing_s
@@ -211,7 +211,7 @@ class Scheduler(Generic[TurnT]):
         self, turn: TurnT, hot: Iterable[tuple[Hashable, str, HotPrefix]] = ()
     ) -> PrefixSource[TurnT | Hashable] | None:
         """The KV that a turn should begin with instead of its plan's, if that saves a cell or more: a running turn's,
-        or a hot memory's by its key (`HotMemories.idle`). Asked once the turn has its reservation.
+        or a hot memory's by its key (`HotMemories.of_namespace`).
         """
         return self._sharing.prefix_source_of(turn, self._with_kv(), hot)
 
@@ -236,7 +236,7 @@ class Scheduler(Generic[TurnT]):
             if turn.namespace == blocked.namespace or (is_entitled and shares.is_over(turn.namespace)):
                 chosen.append(turn)
                 shares.gives_up(turn)
-                missing_bytes -= self.room.held_bytes(turn)
+                missing_bytes -= self.room.freed_bytes(turn)
         return tuple(chosen) if missing_bytes <= 0 else ()
 
     # --- a step ---

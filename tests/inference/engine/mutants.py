@@ -20,10 +20,10 @@ MUTANTS = (
         "restore",
     ),
     Mutant(
-        "a cancelled turn puts nothing back",
-        "beginning.py",
-        "        if sequence.saved is not None:",
-        "        if False:",
+        "a turn works on its memory, not on a fork of it",
+        "engine_worker.py",
+        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
+        "forked = (reuse.kv.trim_to(reuse.tokens), reuse.kv)[1] if reuse is not None else None",
         "turns",
     ),
     Mutant(
@@ -135,8 +135,8 @@ MUTANTS = (
     Mutant(
         "a turn that is preempted leaves its tail",
         "swapping.py",
-        "for identity in identities)",
-        "for identity in identities if identity.kind == 'block')",
+        "files = tuple(files_of(kv, identities))",
+        "files = tuple(files_of(kv, [identity for identity in identities if identity.kind == 'block']))",
         "preempted_turns",
     ),
     Mutant(
@@ -158,8 +158,8 @@ MUTANTS = (
     Mutant(
         "a hot memory stays when its turn is preempted",
         "engine_worker.py",
-        "            self.memories.drop(sequence.plan.key)  # its rows are the turn's",
-        "            pass",
+        "            self.memories.drop(sequence.plan.key)  # the store",
+        "            pass  # the store",
         "preempted_turns",
     ),
     Mutant(
@@ -207,7 +207,7 @@ MUTANTS = (
     Mutant(
         "who is cancelled while it is wanted keeps its room",
         "engine_worker.py",
-        "        self.memories.release(sequence)\n        self._scheduler.remove(sequence)",
+        "        self._give_up(sequence)\n        self._scheduler.remove(sequence)",
         "        self._scheduler.remove(sequence)",
         "preempted_turns",
     ),

@@ -328,4 +328,4 @@ def all_is_free(driver: Driver) -> bool:
     """No turn holds bytes any more."""
     worker = driver.engine._worker
     driver.engine.drop_hot(driver.key()).result(60)  # the worker has done what came before
-    return worker.memories.ledger.reserved_bytes == 0 and not worker._scheduler.turns
+    return worker.memories.ledger.promised_bytes == 0 and not worker._scheduler.turns

@@ -69,7 +69,9 @@ def used_and_accounted(driver: Driver) -> tuple[int, int]:
     worker = driver.engine._worker
     worker._count_bytes()
     kvs = [sequence.kv for sequence in worker._scheduler.turns if sequence.kv is not None]
-    kvs += [memory.kv for memory in worker.memories._memories.values() if memory.kv not in kvs]
-    assert sum(kv.allocated_bytes for kv in kvs) == worker.memory_used_bytes
+    pages = {page for kv in kvs for page in kv.pages} | worker.memories.pages
+    assert len(pages) * worker._pool.page_bytes == worker.memory_used_bytes
     ledger = worker.memories.ledger
-    return worker.memory_used_bytes, ledger.reserved_bytes + ledger.resident_bytes
+    for reservation in ledger.reservations:
+        assert 0 <= reservation.taken_pages() <= reservation.pages
+    return worker.memory_used_bytes, ledger.used_bytes + ledger.promised_bytes

@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from inference_svc.engine.grid import cell_end, shareable_after
-from inference_svc.kv.capacity import capacity_rows
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.sampled_from([256, 512, 1024]))
@@ -29,11 +28,3 @@ def test_only_whole_cells_from_the_beginning_are_shareable(cut: int, more: int) 
     first = prefill(0, 0, cut)
     resumed = prefill(first, cut, cut + more)
     assert resumed == (once if cut % 256 == 0 else first)
-
-
-@given(st.integers(1, 200_000))
-def test_buffers_have_room_and_little_more(rows: int) -> None:
-    capacity = capacity_rows(rows)
-    assert rows <= capacity <= rows + 256 + rows / 32
-    assert capacity % 256 == 0
-    assert capacity_rows(rows + 1) >= capacity

@@ -54,6 +54,8 @@ def test_who_waits_is_told_even_if_nothing_can_be_undone_any_more(model_dir: Pat
         for turn in (*others, extending):
             with pytest.raises(KvasirError):
                 turn.end()
-        assert engine.hot_memory(key) is None, "half of a turn is in it"
+        memory = engine.hot_memory(key)
+        assert memory is not None, "nothing of a turn is in it"
+        assert memory.state == state
     finally:
         engine.close()

@@ -3,7 +3,7 @@ off.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +325,7 @@ def test_kv_that_is_not_finite_never_reaches_the_model(driver: Driver) -> None:
             place = offset + tensor.size_bytes - 2
             poisoned = files[1][:place] + b"\x00\x7c" + files[1][place + 2 :]
             restored = Restored((files[0], poisoned, files[2]), state.token_ids, 700)
-            with pytest.raises(DataLoss, match=f"{tensor.name}.*not finite") as refused:
+            with pytest.raises(DataLoss, match="not finite") as refused:
                 driver.turn((*state.token_ids, 9), restored, driver.key())
             assert refused.value.metadata["blob"] == "1"
         offset += tensor.size_bytes
@@ -407,18 +407,18 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
     key, state = driver.remember(300, seed=41)
     before, expected = driver.files(key), driver.reply(driver.turn((*state.token_ids, 9), Hot(300), driver.fork(key)))
     listener, looks = Listener(), 0
-    evaluate = engine._worker._runner._evaluate
+    compute = engine._worker._runner._compute
 
-    def cancelling(kv: SequenceKV, is_cancelled: Callable[[], bool]) -> None:
+    def cancelling(kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> object:
         def look() -> bool:
             nonlocal looks
             looks += 1
             listener.handle.result(60).cancel()
             return is_cancelled()
 
-        evaluate(kv, look)
+        return compute(kv, token_ids, look)
 
-    monkeypatch.setattr(engine._worker._runner, "_evaluate", cancelling)
+    monkeypatch.setattr(engine._worker._runner, "_compute", cancelling)
     with pytest.raises(Cancelled):
         driver.turn((*state.token_ids, *tokens_of(400, 42)), Hot(300), key, listener=listener)
     monkeypatch.undo()

@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "a restored sequence is one token short",
         "sequence_files.py",
-        "        kv.length = keep\n",
-        "        kv.length = keep - (keep > 1)\n",
+        "    kv.length = keep\n",
+        "    kv.length = keep - (keep > 1)\n",
         FILES,
     ),
     Mutant(
@@ -324,16 +324,9 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling begins with more than it shares",
-        "beginning.py",
-        "kv.fork_of(shared_tokens)",
-        "kv.fork()",
-        BATCHING,
-    ),
-    Mutant(
-        "a memory whose layers may disagree serves again",
         "engine_worker.py",
-        "            self.memories.drop(sequence.plan.key)\n        sequence.memory = None\n",
-        "            pass\n",
+        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
+        "forked = reuse.kv.fork() if reuse is not None else None",
         BATCHING,
     ),
 )

@@ -249,43 +249,51 @@ MUTANTS = (
     ),
     # Bytes
     Mutant(
-        "a reservation is not asked for room", "memory_ledger.py", "if missing > self.free_bytes:", "if False:", MEMORY
-    ),
-    Mutant(
-        "a borrowed memory counts twice",
-        "memory_ledger.py",
-        "return held, held - own",
-        "return held, held",
-        MEMORY,
-    ),
-    Mutant(
-        "a memory larger than the turn needs is held in part",
-        "memory_ledger.py",
-        "held = max(needed_bytes, own)",
-        "held = needed_bytes",
-        MEMORY,
-    ),
-    Mutant(
-        "reserved bytes are never given back", "memory_ledger.py", "self._reserved.pop(owner, None)", "pass", MEMORY
-    ),
-    Mutant(
-        "a memory that does not fit is kept",
-        "memory_ledger.py",
-        "if size_bytes > self.free_bytes:",
-        "if False:",
-        MEMORY,
-    ),
-    Mutant(
-        "an undone turn's memory is lost",
+        "a reservation is not asked for room",
         "hot_memories.py",
-        "if key is not None and (memory := self._memories.get(key)):",
+        "if not self._make_room(self.ledger.reserved_bytes(reservation), protected, reservation.namespace):",
         "if False:",
+        MEMORY,
+    ),
+    Mutant(
+        "what a turn has taken counts twice",
+        "memory_ledger.py",
+        "max(0, reservation.pages - reservation.taken_pages())",
+        "reservation.pages",
+        MEMORY,
+    ),
+    Mutant(
+        "what running turns may still take counts as free",
+        "memory_ledger.py",
+        "return self.total_bytes - self.used_bytes - self.promised_bytes",
+        "return self.total_bytes - self.used_bytes",
+        MEMORY,
+    ),
+    Mutant(
+        "reserved bytes are never given back",
+        "memory_ledger.py",
+        "self.reservations.remove(reservation)",
+        "pass",
+        MEMORY,
+    ),
+    Mutant(
+        "a memory that is dropped keeps its pages",
+        "hot_memories.py",
+        "        memory.kv.release()\n",
+        "",
+        MEMORY,
+    ),
+    Mutant(
+        "a memory that a running turn extends is dropped",
+        "hot_memories.py",
+        "not (key in extended or key in protected)",
+        "key not in protected",
         MEMORY,
     ),
     Mutant(
         "memories are dropped for what cannot fit anyway",
         "hot_memories.py",
-        "if missing_bytes > self.ledger.free_bytes + sum(sizes.values()):",
+        "if needed_bytes > self.ledger.free_bytes + self._droppable_bytes(keys):",
         "if False:",
         MEMORY,
     ),
@@ -341,15 +349,15 @@ MUTANTS = (
     Mutant(
         "two that protect each other wait while nobody runs",
         "scheduler.py",
-        "if not self.running and not self.room.missing_bytes(turn, ()):",
+        "if not self.running and not self.room.missing_bytes(turn, None):",
         "if False:",
         MEMORY,
     ),
     Mutant(
-        "what cannot fit an empty budget waits for ever",
-        "hot_memories.py",
-        "        needed_bytes = min(needed_bytes, self.budget_bytes)\n",
-        "",
+        "a dropped memory is thought to free what it shares",
+        "memory_ledger.py",
+        "return self._pages.freed_by(tables) * self._page_bytes + promised",
+        "return sum(map(len, tables)) * self._page_bytes + promised",
         MEMORY,
     ),
     # Giving way
@@ -419,8 +427,8 @@ MUTANTS = (
     Mutant(
         "what is protected counts as room",
         "hot_memories.py",
-        "if idle != borrowed and idle not in protected\n",
-        "if idle != borrowed\n",
+        "missing - self._droppable_bytes(self._droppable(protected))",
+        "missing - self._droppable_bytes(self._droppable(()))",
         MEMORY,
     ),
     Mutant("a turn that aged gives way", "scheduler.py", "            and not turn.schedule.began_aged\n", "", MEMORY),
@@ -659,7 +667,7 @@ MUTANTS = (
     Mutant(
         "a namespace's running turns do not count in its share of memories",
         "hot_memories.py",
-        "            held[namespace] += self.ledger.reserved_by(owner)\n",
+        "            held[reservation.namespace] += self.ledger.reserved_bytes(reservation)\n",
         "            pass\n",
         FAIRNESS,
     ),

@@ -1,6 +1,7 @@
 """A worker without tensors: it does what the scheduler says, on a clock of its own, and writes down what happened.
 
-A token's KV is one byte, so that bytes can be counted by hand. What it checks itself, it checks at every step.
+A token's KV is one page of one byte, so that bytes can be counted by hand. What it checks itself, it checks at every
+step.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -8,10 +9,12 @@ from dataclasses import dataclass, field
 
 from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
+from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.room_shares import Room
 from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
+from inference_svc.kv.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
 
 CELL = 256
@@ -52,7 +55,9 @@ class Job:
     restore_s: float = 0.0  # how long its KV takes to come back after it was preempted
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
-    has_room: bool = False
+    kv: "Kv | None" = None
+    shared_pages: int = 0  # of what it began from
+    reservation: Reservation | None = None
     schedule: ScheduleRecord = field(default_factory=ScheduleRecord)
     lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
     began_from: object = None
@@ -78,7 +83,7 @@ class Job:
     def status(self) -> Status:
         if self.ended_s is not None:
             return Status.FINISHED
-        if not self.has_room:
+        if self.reservation is None:
             return Status.PREEMPTED if self.preemptions else Status.WAITING
         if self.is_restoring:
             return Status.RESTORING
@@ -106,13 +111,57 @@ class Job:
         return max(self.shareable, self.prompt_tokens // CELL * CELL) if is_on_grid else self.shareable
 
 
-@dataclass
 class Kv:
-    allocated_bytes: int
+    """Pages, one for each token."""
+
+    def __init__(self, allocator: PageAllocator, size: int = 0) -> None:
+        self.allocator = allocator
+        self.pages = allocator.take(size)
+
+    def grow_to(self, size: int) -> None:
+        self.pages += self.allocator.take(max(0, size - len(self.pages)))
+
+    def fork(self, size: int) -> "Kv":
+        forked = Kv(self.allocator)
+        forked.pages = self.pages[:size]
+        self.allocator.share(forked.pages)
+        return forked
+
+    def release(self) -> None:
+        self.allocator.release(self.pages)
+        self.pages = []
 
 
-def memory(size: int, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory[Kv]:
-    return ResidentMemory(Kv(size), SequenceState((), (), len(chain) * CELL), chain, priority=priority)
+def memory(kv: Kv, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> ResidentMemory[Kv]:
+    return ResidentMemory(kv, SequenceState((), (), len(chain) * CELL), chain, priority=priority)
+
+
+class Hot(HotMemories[Kv]):
+    """Memories of pages of one byte."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.allocator = PageAllocator(budget_bytes)
+        super().__init__(self.allocator, 1, budget_bytes)
+
+    def hold(
+        self,
+        size: int,
+        protected: Collection[Hashable] | None = (),
+        extends: Hashable | None = None,
+        namespace: str | None = None,
+    ) -> Reservation | None:
+        """A running turn's reservation; None if there is no room."""
+        reservation = Reservation(namespace, size, extends=extends)
+        return reservation if self.reserve(reservation, protected) else None
+
+    def remember(self, key: AgentKey, size: int, priority: Priority = INTERACTIVE, chain: tuple[str, ...] = ()) -> bool:
+        """A turn of the key that begins, takes its pages and leaves them; False if there was no room for it."""
+        reservation = self.hold(size, namespace=key.namespace)
+        if reservation is None:
+            return False
+        self.put(key, memory(Kv(self.allocator, size), priority, chain))
+        self.release(reservation)
+        return True
 
 
 @dataclass
@@ -137,12 +186,13 @@ class World:
     arrivals: dict[int, list[Job]] = field(default_factory=dict)  # submitted after so many cells of all
 
     def __post_init__(self) -> None:
-        self.memories: HotMemories[Kv] = HotMemories(self.budget_bytes)
+        self.memories = Hot(self.budget_bytes)
         room: Room[Job] = Room(
             self.budget_bytes,
-            self.memories.ledger.reserved_by,
-            lambda job: job.needed_bytes,
+            self.reserved_by,
+            self._needed_bytes,
             self._missing_bytes,
+            self._freed_bytes,
             lambda _jobs: True,
         )
         self.scheduler: Scheduler[Job] = Scheduler(room, self.rules)
@@ -204,11 +254,15 @@ class World:
             self.step()
 
     def check(self) -> None:
-        ledger = self.memories.ledger
-        assert ledger.free_bytes + ledger.reserved_bytes + ledger.resident_bytes == ledger.total_bytes
-        assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
-        held = sum(job.computed + job.extra_bytes for job in self.scheduler.running)
-        assert ledger.reserved_bytes >= min(held, ledger.total_bytes)
+        ledger, running = self.memories.ledger, self.scheduler.running
+        assert ledger.free_bytes + ledger.used_bytes + ledger.promised_bytes == ledger.total_bytes
+        assert min(ledger.free_bytes, ledger.used_bytes, ledger.promised_bytes) >= 0
+        held = {page for job in running if job.kv is not None for page in job.kv.pages}
+        assert ledger.used_pages == len(held | self.memories.pages), "a page is nobody's"
+        for job in running:
+            assert job.reservation is not None
+            assert job.reservation.taken_pages() <= job.reservation.pages
+        assert len(ledger.reservations) == len(running)
         agents = [job.agent_key for job in self.scheduler.running if job.agent_key is not None]
         assert len(agents) == len(set(agents)), "two turns of one agent run"
 
@@ -221,33 +275,60 @@ class World:
 
     def held_by(self, namespace: str | None) -> int:
         mine = [job for job in self.scheduler.running if job.namespace == namespace]
-        return sum(map(self.memories.ledger.reserved_by, mine))
+        return sum(map(self.reserved_by, mine))
 
-    def _missing_bytes(self, job: Job, protected: Collection[Hashable]) -> int:
-        extends = job.memory_key is not None
-        return self.memories.missing_bytes(job.needed_bytes, job.key, extends=extends, protected=protected)
+    def reserved_by(self, job: Job) -> int:
+        return self.memories.ledger.reserved_bytes(job.reservation)
 
-    def _begin(self, job: Job, protected: Collection[Hashable]) -> None:
-        extends = job.memory_key is not None
-        needed, namespace = job.needed_bytes, job.namespace
-        assert self.memories.reserve(job, needed, job.key, extends=extends, protected=protected, namespace=namespace)
-        job.has_room = True
-        if extends and job.key not in self.memories.sizes():
+    def _needed_bytes(self, job: Job) -> int:
+        memory = self.memories.get(job.key) if job.memory_key is not None else None
+        shared = 0 if memory is None else min(job.reusable_tokens, job.prompt_tokens - 1, len(memory.kv.pages))
+        return job.needed_bytes - shared
+
+    def _missing_bytes(self, job: Job, protected: Collection[Hashable] | None) -> int:
+        return self.memories.missing_bytes(self._needed_bytes(job), self._protected(job, protected))
+
+    def _freed_bytes(self, job: Job) -> int:
+        memory = self.memories.get(job.key) if job.reservation is not None and job.reservation.extends else None
+        pages = [held.pages for held in (job.kv, memory and memory.kv) if held is not None]
+        return self.memories.ledger.freed_bytes(pages, job.reservation)
+
+    def _protected(self, job: Job, protected: Collection[Hashable] | None) -> Collection[Hashable] | None:
+        return None if protected is None else {*protected, job.memory_key}
+
+    def _begin(self, job: Job, protected: Collection[Hashable] | None) -> None:
+        memory = self.memories.get(job.memory_key)
+        if job.memory_key is not None and memory is None:
             job.lost_memory = True
             self._end(job, leaves=False)
             return
+        is_back = job.preemptions and job.restore_s
+        kv = Kv(self.memories.allocator)
+        if memory is not None:
+            kv = memory.kv.fork(min(job.reusable_tokens, job.prompt_tokens - 1))
+        hot = self.memories.of_namespace(job.namespace) if job.namespace is not None else []
+        prefix = None if is_back else self.scheduler.prefix_source_of(job, hot)
+        if prefix is not None:
+            kv.release()
+            source = prefix.source.kv if isinstance(prefix.source, Job) else self.memories.get(prefix.source).kv
+            assert prefix.shared_tokens <= (prefix.source.shareable if isinstance(prefix.source, Job) else 1 << 40)
+            job.began_from, job.shareable, kv = prefix.source, prefix.shared_tokens, source.fork(prefix.shared_tokens)
+        job.shared_pages = len(kv.pages)
+        job.reservation = Reservation(
+            job.namespace,
+            job.prompt_tokens + job.reply_tokens - job.shared_pages,
+            job.extra_bytes,
+            job.memory_key if prefix is None else None,
+            lambda: 0 if job.kv is None else len(job.kv.pages) - job.shared_pages,
+        )
+        assert self.memories.reserve(job.reservation, self._protected(job, protected))
         job.begun_s = self.now if job.begun_s is None else job.begun_s
         self.begun.append(job)
         self.now += self.begin_s
-        if job.preemptions and job.restore_s:
+        if is_back:
             job.is_restoring, job.restored_s = True, self.now + job.restore_s
-            return
-        job.cached = job.computed = min(job.reusable_tokens, job.prompt_tokens - 1)
-        hot = self.memories.idle(job.namespace) if job.namespace is not None else []
-        if prefix := self.scheduler.prefix_source_of(job, hot):
-            assert prefix.shared_tokens <= (prefix.source.shareable if isinstance(prefix.source, Job) else 1 << 40)
-            job.began_from, job.cached = prefix.source, prefix.shared_tokens
-            job.shareable = job.computed = prefix.shared_tokens
+        else:
+            job.kv, job.cached, job.computed = kv, len(kv.pages), len(kv.pages)
 
     def _preempt(self, jobs: Sequence[Job], blocked: Job) -> None:
         for job in jobs:
@@ -261,8 +342,11 @@ class World:
             job.preemptions += 1
             job.cached = job.shareable = job.reusable_tokens = 0
             job.computed = job.computed if job.restore_s else 0
-            job.has_room = False
-            self.memories.release(job)
+            if job.reservation.extends is not None:
+                self.memories.drop(job.reservation.extends)
+            job.kv.release()
+            self.memories.release(job.reservation)
+            job.kv = job.reservation = None
 
     def _restore(self) -> None:
         """KV that was on its way is there. While nobody computes, time passes until the first of it is."""
@@ -271,6 +355,8 @@ class World:
             self.now = max(self.now, min(job.restored_s for job in waiting))
         for job in waiting:
             job.is_restoring = self.now < job.restored_s
+            if not job.is_restoring:
+                job.kv = Kv(self.memories.allocator, job.computed)
 
     def _decode(self) -> None:
         decoding = self.scheduler.begin_step(self.now)
@@ -287,6 +373,7 @@ class World:
     def _draw_token(self, job: Job) -> None:
         job.generated += 1
         job.computed += job.generated > 1
+        job.kv.grow_to(job.computed)
         if job in self._last_token_s:
             self.gaps.append(self.now - self._last_token_s[job])
         self._last_token_s[job] = self.now
@@ -307,6 +394,7 @@ class World:
             assert tokens <= max(limit, CELL), "more tokens than the table says"
             job.shareable += CELL if job.shareable == job.computed and job.next_cell_tokens == CELL else 0
             job.computed += job.next_cell_tokens
+            job.kv.grow_to(job.computed)
             spent, self.now = spent + self.cell_s, self.now + self.cell_s
             job.cells.append(self.now)
             self.prefilled.append(job)
@@ -321,7 +409,10 @@ class World:
         self.ended.append(job)
         self._last_token_s.pop(job, None)
         self.scheduler.remove(job)
-        if leaves and job.key is not None:
-            self.memories.leave(job, job.key, memory(job.computed, job.priority, job.chain))
-        else:
-            self.memories.release(job)
+        if leaves and job.key is not None and job.kv is not None:
+            self.memories.put(job.key, memory(job.kv, job.priority, job.chain))
+        elif job.kv is not None:
+            job.kv.release()
+        if job.reservation is not None:
+            self.memories.release(job.reservation)
+        job.kv = job.reservation = None

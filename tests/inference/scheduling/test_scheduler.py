@@ -321,4 +321,4 @@ def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int
     assert job in world.ended
     assert job not in world.scheduler.running
     assert job not in world.scheduler.waiting
-    assert world.memories.ledger.reserved_by(job) == 0
+    assert job.reservation is None

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.api import AgentKey
-from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.scheduling.seats import Seats
-from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Job, Kv, World, memory
+from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Hot, Job, World, memory
 
 BUDGET = 16 * CELL
 NAMESPACES = ("a", "b", "c")
@@ -457,32 +456,32 @@ def test_a_crowds_memories_drop_none_of_a_namespace_within_its_share(
     few: list[int], crowd: list[tuple[int, int, bool]]
 ) -> None:
     """Whether they are left by turns or made by forks."""
-    memories: HotMemories[Kv] = HotMemories(200)
+    memories = Hot(200)
     for agent, size in enumerate(few):
-        assert memories.put(key("b", agent), memory(size))
+        assert memories.remember(key("b", agent), size)
     for agent, size, is_fork in crowd:
-        mine = key("a", agent)
-        if is_fork:
-            memories.put(mine, memory(size))
-        elif memories.reserve("turn", size, mine, namespace="a"):
-            memories.leave("turn", mine, memory(size))
+        mine, source = key("a", agent), memories.get(key("a", agent + 1))
+        if not is_fork:
+            memories.remember(mine, size)
+        elif source is not None:
+            memories.put(mine, memory(source.kv.fork(size)))
         assert {key("b", agent) for agent in range(len(few))} <= {*memories.sizes()}
 
 
 def test_idle_memories_of_others_keep_no_turn_waiting() -> None:
-    memories: HotMemories[Kv] = HotMemories(100)
-    memories.put(key("b", 1), memory(40))
-    assert memories.reserve("turn", 90, namespace="a")
+    memories = Hot(100)
+    memories.remember(key("b", 1), 40)
+    assert memories.hold(90, namespace="a")
     assert memories.sizes() == {}
 
 
 @pytest.mark.parametrize("own", [0, 50])
 def test_running_turns_count_as_their_namespaces_too(own: int) -> None:
     """Of two namespaces with equal memories the one whose turns run as well loses its own first."""
-    memories: HotMemories[Kv] = HotMemories(100)
-    memories.put(key("a", 1), memory(20))
-    memories.put(key("b", 1), memory(20))
+    memories = Hot(100)
+    memories.remember(key("a", 1), 20)
+    memories.remember(key("b", 1), 20)
     if own:
-        assert memories.reserve("running", own, namespace="b")
-    assert memories.reserve("turn", 65 - own, namespace="c")
+        assert memories.hold(own, namespace="b")
+    assert memories.hold(65 - own, namespace="c")
     assert [one.namespace for one in memories.sizes()] == (["a"] if own else ["b"])

@@ -71,14 +71,16 @@ class History(RuleBasedStateMachine):
         turns = [*self.world.scheduler.waiting, *self.world.scheduler.running]
         data.draw(st.sampled_from(turns)).is_cancelled = True
 
-    @rule(agent=AGENTS, size=st.integers(1, 2 * CELL))
-    def is_forked(self, agent: int, size: int) -> None:
-        self.world.memories.put(key_of(agent), memory(size))
+    @rule(agent=AGENTS, source=AGENTS, size=st.integers(1, 2 * CELL))
+    def is_forked(self, agent: int, source: int, size: int) -> None:
+        """Also while turns of either run: pages are shared, and nothing is copied."""
+        found = self.world.memories.get(key_of(source))
+        if found is not None:
+            self.world.memories.put(key_of(agent), memory(found.kv.fork(size)))
 
     @rule(agent=AGENTS)
     def is_dropped(self, agent: int) -> None:
-        if not self.world.memories.ledger.is_borrowed(key_of(agent)):
-            self.world.memories.drop(key_of(agent))
+        self.world.memories.drop(key_of(agent))
 
     @rule(steps=st.integers(1, 4))
     def steps(self, steps: int) -> None:
@@ -87,7 +89,7 @@ class History(RuleBasedStateMachine):
             self.world.step()
             for job in doomed:
                 assert job in self.world.ended
-                assert self.world.memories.ledger.reserved_by(job) == 0
+                assert job.reservation is None
 
     @rule(seconds=st.floats(0.0, 1.0))
     def time_passes(self, seconds: float) -> None:
@@ -115,7 +117,7 @@ class History(RuleBasedStateMachine):
         left = [*self.world.scheduler.waiting, *self.world.scheduler.running]
         cells = sum(job.prompt_tokens // CELL + 2 for job in left)
         self.world.run(self.world.steps + 3 * cells + 4 * sum(job.reply_tokens for job in left) + 10)
-        assert self.world.memories.ledger.reserved_bytes == 0
+        assert self.world.memories.ledger.promised_bytes == 0
         assert sorted(map(id, self.world.ended)) == sorted(map(id, self.submitted))
 
 

@@ -7,22 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from inference_svc.engine.scheduling.hot_memories import HotMemories
-from inference_svc.engine.scheduling.memory_ledger import MemoryLedger
+from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import Rules
-from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Job, Kv, World, key_of, memory
+from tests.inference.scheduling.scheduling_world import (
+    BACKGROUND,
+    CELL,
+    INTERACTIVE,
+    Hot,
+    Job,
+    Kv,
+    World,
+    key_of,
+    memory,
+)
 
 
-def hot(budget: int, **sizes: int) -> HotMemories[Kv]:
+def hot(budget: int, **sizes: int) -> Hot:
     """Memories that were left in this order."""
-    memories: HotMemories[Kv] = HotMemories(budget)
+    memories = Hot(budget)
     for name, size in sizes.items():
-        assert memories.reserve(name, size, key_of(name))
-        assert memories.leave(name, key_of(name), memory(size))
+        assert memories.remember(key_of(name), size)
     return memories
 
 
-def names(memories: HotMemories[Kv]) -> set[str]:
+def names(memories: Hot) -> set[str]:
     return {key.agent_id for key in memories.sizes()}
 
 
@@ -30,118 +38,115 @@ def names(memories: HotMemories[Kv]) -> set[str]:
 
 
 class LedgerHistory(RuleBasedStateMachine):
-    """Any calls in any order, against a ledger kept by hand."""
+    """Turns reserve, take, leave and fail, memories are forked and dropped, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger: MemoryLedger[int, int] = MemoryLedger(100)
-        self.held: dict[str, int] = {}  # "owner 1" or "key 1"
-        self.borrowed: dict[int, int] = {}
+        self.memories = Hot(100)
+        self.turns: dict[int, tuple[Reservation, Kv]] = {}
 
-    def free(self) -> int:
-        return 100 - sum(self.held.values())
-
-    @rule(owner=st.integers(0, 3), size=st.integers(0, 120), extends=st.none() | st.integers(0, 2))
-    def reserve(self, owner: int, size: int, extends: int | None) -> None:
-        if f"owner {owner}" in self.held:
-            with pytest.raises(ValueError, match="already"):
-                self.ledger.reserve(owner, size, extends)
+    @rule(owner=st.integers(0, 3), size=st.integers(0, 120), keep=st.integers(0, 60), extends=st.integers(0, 2))
+    def begins(self, owner: int, size: int, keep: int, extends: int) -> None:
+        """A turn that shares the beginning of a memory, which stays as it is."""
+        if owner in self.turns:
             return
-        own = self.held.get(f"key {extends}", 0)
-        fits = max(size, own) - own <= self.free()
-        assert self.ledger.reserve(owner, size, extends) is fits
-        if fits:
-            if self.held.pop(f"key {extends}", None) is not None and extends is not None:
-                self.borrowed[extends] = owner
-            self.held[f"owner {owner}"] = max(size, own)
+        found, kv = self.memories.get(key_of(extends)), Kv(self.memories.allocator)
+        if found is not None:
+            kv = found.kv.fork(keep)
+        shared = len(kv.pages)
+        reservation = Reservation(
+            "home", size, extends=key_of(extends) if found else None, taken_pages=lambda: len(kv.pages) - shared
+        )
+        missing = self.memories.missing_bytes(size, {key_of(extends)})
+        assert self.memories.reserve(reservation, {key_of(extends)}) is (missing == 0)
+        if missing:
+            kv.release()
+        else:
+            self.turns[owner] = (reservation, kv)
 
-    @rule(owner=st.integers(0, 3))
-    def release(self, owner: int) -> None:
-        self.ledger.release(owner)
-        self.held.pop(f"owner {owner}", None)
-        self.borrowed = {key: borrower for key, borrower in self.borrowed.items() if borrower != owner}
+    @rule(owner=st.integers(0, 3), count=st.integers(0, 60))
+    def computes(self, owner: int, count: int) -> None:
+        if owner in self.turns:
+            reservation, kv = self.turns[owner]
+            kv.grow_to(len(kv.pages) + min(count, reservation.pages - reservation.taken_pages()))
 
-    @rule(key=st.integers(0, 2), size=st.integers(0, 120))
-    def keep(self, key: int, size: int) -> None:
-        self.held.pop(f"key {key}", None)
-        fits = size <= self.free()
-        assert self.ledger.keep(key, size) is fits
-        if fits:
-            self.held[f"key {key}"] = size
+    @rule(owner=st.integers(0, 3), key=st.none() | st.integers(0, 2))
+    def ends(self, owner: int, key: int | None) -> None:
+        if owner in self.turns:
+            reservation, kv = self.turns.pop(owner)
+            if key is None:
+                kv.release()
+            else:
+                self.memories.put(key_of(key), memory(kv))
+            self.memories.release(reservation)
+
+    @rule(source=st.integers(0, 2), to=st.integers(0, 2), size=st.integers(0, 60))
+    def is_forked(self, source: int, to: int, size: int) -> None:
+        if found := self.memories.get(key_of(source)):
+            self.memories.put(key_of(to), memory(found.kv.fork(size)))
 
     @rule(key=st.integers(0, 2))
-    def drop(self, key: int) -> None:
-        assert self.ledger.drop(key) == self.held.pop(f"key {key}", 0)
+    def is_dropped(self, key: int) -> None:
+        self.memories.drop(key_of(key))
 
     @invariant()
     def free_and_held_are_all_there_is(self) -> None:
-        ledger = self.ledger
-        assert ledger.free_bytes + ledger.reserved_bytes + ledger.resident_bytes == ledger.total_bytes == 100
-        assert min(ledger.free_bytes, ledger.reserved_bytes, ledger.resident_bytes) >= 0
-        assert ledger.free_bytes == self.free()
-        assert all(ledger.is_borrowed(key) is (key in self.borrowed) for key in range(3))
+        ledger, allocator = self.memories.ledger, self.memories.allocator
+        assert ledger.free_bytes + ledger.used_bytes + ledger.promised_bytes == ledger.total_bytes == 100
+        assert min(ledger.free_bytes, ledger.used_bytes, ledger.promised_bytes) >= 0
+        held = {page for _, kv in self.turns.values() for page in kv.pages} | self.memories.pages
+        assert (allocator.used, allocator.free) == (len(held), 100 - len(held))
 
 
-def test_free_and_reserved_and_resident_bytes_are_the_total_after_any_calls() -> None:
+def test_free_and_used_and_promised_bytes_are_the_total_after_any_calls() -> None:
     run_state_machine_as_test(LedgerHistory, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
 
 
 def test_a_turn_that_extends_a_memory_needs_room_only_for_what_is_new() -> None:
-    memories = hot(100, a=70)
-    assert not memories.reserve("turn", 95, key_of("b"), protected={key_of("a")})
-    assert memories.reserve("turn", 95, key_of("a"), extends=True)
-    assert (memories.ledger.free_bytes, memories.ledger.resident_bytes) == (5, 0)
+    world = World(budget_bytes=100)
+    world.memories.remember(key_of("a"), 70)
+    warm = Job(80, 15, key=key_of("a"), reusable_tokens=70)
+    world.submit(warm)
+    world.admit()
+    assert (warm.cached, world.memories.ledger.free_bytes) == (70, 5)
+    world.run()
+    assert names(world.memories) == {"a"}
 
 
-def test_a_turn_that_goes_back_far_holds_all_of_its_memory() -> None:
-    """Buffers do not shrink when the turn needs less than they hold."""
-    memories = hot(100, a=70)
-    assert memories.reserve("turn", 20, key_of("a"), extends=True)
-    assert memories.ledger.free_bytes == 30
+def test_the_memory_that_a_turn_goes_back_in_stays_whole_until_the_turn_ends() -> None:
+    world = World(budget_bytes=100)
+    world.memories.remember(key_of("a"), 60)
+    back = Job(20, 10, key=key_of("a"), reusable_tokens=10)
+    world.submit(back)
+    world.step()
+    assert world.memories.sizes() == {key_of("a"): 60}
+    back.is_cancelled = True
+    world.run()
+    assert (world.memories.sizes(), world.memories.ledger.free_bytes) == ({key_of("a"): 60}, 40)
 
 
-def test_a_turn_that_holds_more_than_there_is_runs_alone_instead_of_never() -> None:
-    world = World(budget_bytes=1000)
-    before, large, after = Job(400, 9), Job(900, 9, extra_bytes=500), Job(400, 9)
-    world.submit(before, large, after)
+def test_a_turn_alone_that_does_not_fit_beside_its_own_memory_begins_on_what_it_keeps_of_it() -> None:
+    world = World(budget_bytes=100)
+    world.memories.remember(key_of("a"), 90)
+    back = Job(60, 10, key=key_of("a"), reusable_tokens=20)
+    world.submit(back)
     world.run(50)
-    assert before.ended_s == large.begun_s
-    assert large.ended_s == after.begun_s
+    assert (back.cached, back.lost_memory, world.memories.sizes()) == (20, False, {key_of("a"): 69})
 
 
-def test_a_turn_that_is_undone_leaves_its_memory_where_it_was() -> None:
-    memories = hot(100, a=30)
-    assert memories.reserve("turn", 60, key_of("a"), extends=True)
-    memories.release("turn")
-    assert (names(memories), memories.ledger.free_bytes, memories.ledger.is_borrowed(key_of("a"))) == ({"a"}, 70, False)
+def test_a_dropped_memory_frees_only_what_nobody_else_holds() -> None:
+    memories = hot(100, a=80)
+    memories.put(key_of("b"), memory(memories.get(key_of("a")).kv.fork(70)))  # type: ignore[union-attr]
+    memories.expect_use(key_of("b"))
+    assert memories.missing_bytes(31, {key_of("b")}) == 1
+    assert memories.hold(30, {key_of("b")})
+    assert names(memories) == {"b"}
 
 
-def test_a_memory_that_failed_under_its_turn_is_gone_and_so_are_its_bytes() -> None:
-    memories = hot(100, a=30)
-    assert memories.reserve("turn", 60, key_of("a"), extends=True)
-    memories.drop(key_of("a"))
-    memories.release("turn")
-    assert (names(memories), memories.ledger.free_bytes) == (set(), 100)
-
-
-def test_a_turn_that_used_more_than_it_had_reserved_does_not_break_the_budget() -> None:
-    memories = hot(100, old=30)
-    assert memories.reserve("turn", 60, key_of("a"))
-    assert memories.leave("turn", key_of("a"), memory(80))
-    assert names(memories) == {"a"}
-    assert memories.reserve("turn", 20, key_of("b"))
-    assert not memories.leave("turn", key_of("b"), memory(101))
-    assert "b" not in names(memories)
-    assert memories.ledger.free_bytes >= 0
-
-
-def test_a_fork_finds_room_or_is_refused() -> None:
-    memories = hot(100, a=40, b=40)
-    assert memories.put(key_of("c"), memory(40))
-    assert names(memories) == {"b", "c"}
-    assert memories.reserve("turn", 90, key_of("d"))
-    assert not memories.put(key_of("e"), memory(40))
-    assert names(memories) == set()
+def test_a_fork_needs_no_room() -> None:
+    memories = hot(100, a=60, b=40)
+    memories.put(key_of("c"), memory(memories.get(key_of("a")).kv.fork(60)))  # type: ignore[union-attr]
+    assert names(memories) == {"a", "b", "c"}
 
 
 # --- whose memory goes ---
@@ -149,43 +154,42 @@ def test_a_fork_finds_room_or_is_refused() -> None:
 
 def test_of_strangers_the_longest_unused_memory_goes_first_and_one_in_use_never() -> None:
     memories = hot(100, busy=30, old=30, young=30)
-    assert memories.reserve("busy turn", 30, key_of("busy"), extends=True)
-    assert memories.reserve("turn", 30, key_of("new"))
+    assert memories.hold(5, extends=key_of("busy"))
+    assert memories.hold(30)
     assert names(memories) == {"busy", "young"}
 
 
 def test_background_memories_go_first() -> None:
     memories = hot(100, old=30)
-    assert memories.reserve("turn", 30, key_of("background"))
-    memories.leave("turn", key_of("background"), memory(30, BACKGROUND))
-    assert memories.reserve("other", 50, key_of("new"))
+    assert memories.remember(key_of("background"), 30, BACKGROUND)
+    assert memories.hold(50)
     assert names(memories) == {"old"}
 
 
 def test_a_memory_that_a_turn_is_being_planned_with_goes_last() -> None:
     memories = hot(100, planned=30, young=30)
     memories.expect_use(key_of("planned"))
-    assert memories.reserve("turn", 50, key_of("new"))
+    assert memories.hold(50)
     assert names(memories) == {"planned"}
 
 
 def test_nothing_is_dropped_for_what_cannot_fit_anyway() -> None:
     memories = hot(100, running=50, idle=40)
-    assert memories.reserve("running turn", 50, key_of("running"), extends=True)
-    assert not memories.reserve("turn", 60, key_of("new"))
-    assert memories.missing_bytes(60, key_of("new")) == 10
+    assert memories.hold(0, extends=key_of("running"))
+    assert not memories.hold(60)
+    assert memories.missing_bytes(60) == 10
     assert names(memories) == {"running", "idle"}
 
 
 def test_a_tag_belongs_to_one_memory() -> None:
     memories = hot(100)
     memories.tag(key_of("a"), "of nobody")
-    memories.put(key_of("a"), memory(1))
+    memories.remember(key_of("a"), 1)
     memories.tag(key_of("a"), "version 1")
     described = memories.described(key_of("a"))
     assert described is not None
     assert described.tag == "version 1"
-    memories.put(key_of("a"), memory(1))
+    memories.remember(key_of("a"), 1)
     described = memories.described(key_of("a"))
     assert described is not None
     assert described.tag is None
@@ -200,7 +204,7 @@ def hits(agents: list[int], room: int, at_once: int = 1) -> list[bool]:
         for agent in agents[start : start + at_once]:
             world.memories.expect_use(key_of(agent))
             is_hot = world.memories.described(key_of(agent)) is not None
-            jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * 200))
+            jobs.append(Job(CELL - 1, 1, key=key_of(agent), reusable_tokens=is_hot * CELL))
         world.submit(*jobs)
         world.run()
         found += [job.is_warm for job in jobs]
@@ -335,7 +339,7 @@ def test_nobody_gives_way_while_dropping_idle_memories_is_enough() -> None:
     world, jobs = busy_world(BACKGROUND, BACKGROUND, BACKGROUND)
     jobs[0].is_cancelled = True
     world.step()
-    assert world.memories.put(key_of("idle"), memory(BUSY // 3 - 10))
+    assert world.memories.remember(key_of("idle"), BUSY // 3 - 10)
     person = Job(CELL, 1)
     world.submit(person)
     world.step()
@@ -375,7 +379,7 @@ def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(gener
     while not young.is_restoring:
         world.step()
     assert young.is_prefilling is (generated == 0)
-    assert world.memories.ledger.reserved_by(young) == young.needed_bytes
+    assert world.reserved_by(young) == young.needed_bytes
     world.submit(Job(CELL, 1))
     world.step()
     assert (old.preemptions, young.preemptions) == (1, 1)  # never who has no rows to give up
@@ -389,11 +393,10 @@ def test_what_an_interactive_turn_protects_is_not_counted_as_its_room() -> None:
     jobs[0].is_cancelled = True
     world.step()
     key = key_of("idle")
-    assert world.memories.put(key, memory(BUSY // 3 - 10))
+    assert world.memories.remember(key, BUSY // 3 - 10)
     free = world.memories.ledger.free_bytes
     assert world.memories.missing_bytes(free + 20) == 0
-    assert world.memories.missing_bytes(free + 20, protected={key}) == 20
-    assert world.memories.missing_bytes(free + 20, key, extends=True) == 0
+    assert world.memories.missing_bytes(free + 20, {key}) == 20
 
 
 def test_a_predecessor_of_an_interactive_turns_line_does_not_give_way() -> None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing, common_blocks
 from inference_svc.engine.scheduling.schedulable import Rules
-from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of, memory
+from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, chain_of, key_of
 
 blocks = st.lists(st.integers(0, 1), max_size=6)
 
@@ -101,7 +101,7 @@ def test_a_turn_whose_own_memory_reaches_as_far_waits_for_nobody() -> None:
     world = World()
     world.submit(sibling("a", "b", "c", "d"))
     warm = sibling("a", "b", "c", "x", reusable_tokens=3 * CELL - 1, key=key_of("a"))
-    world.memories.put(key_of("a"), memory(3 * CELL))
+    world.memories.remember(key_of("a"), 3 * CELL)
     world.submit(warm)
     world.step()
     assert warm.begun_s == 0.0
@@ -111,7 +111,7 @@ def test_a_turn_whose_own_memory_reaches_as_far_waits_for_nobody() -> None:
 def test_only_rows_on_the_grid_are_given_away() -> None:
     """Who began with a memory that ends inside a cell computes other cells than a cold turn does."""
     world = World()
-    world.memories.put(key_of("off"), memory(100))
+    world.memories.remember(key_of("off"), 100)
     off_grid = sibling("a", "b", "c", "d", reusable_tokens=100, key=key_of("off"))
     world.submit(off_grid)
     world.step()
