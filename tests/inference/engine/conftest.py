@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from inference_svc.engine.engine import Engine
+from inference_svc.engine.engine_worker import EngineWorker
 from tests.inference.engine.cells import cells_of_a_block, cells_of_new_engines
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -38,7 +39,15 @@ def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
     yield driver
     for each in opened:
+        leaked = each.engine._thread.post(leaked_pages).result(60)
         each.engine.close()
+        assert leaked == 0, "a turn of one of the tests left pages that no memory holds"
+
+
+def leaked_pages(worker: EngineWorker) -> int:
+    """Pages in use that no memory holds, once no turn is open."""
+    assert worker._scheduler.turns == []
+    return worker.memories.ledger.used_pages - len(worker.memories.pages)
 
 
 @pytest.fixture(autouse=True)

@@ -275,8 +275,8 @@ MUTANTS = (
     Mutant(
         "the second block of a restore is skipped",
         "sequence_files.py",
-        "    pages = mx.stack([mx.array(page_units(pool.identity, file)) for file in files])\n",
-        "    pages = mx.stack([mx.array(page_units(pool.identity, file)) for file in files])\n"
+        "    pages = to_device([page_units(pool.identity, file) for file in files])\n",
+        "    pages = to_device([page_units(pool.identity, file) for file in files])\n"
         "    pages = mx.concatenate([pages[:1], 0 * pages[1:2], pages[2:]])\n",
         FILES,
     ),
