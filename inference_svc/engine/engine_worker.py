@@ -7,12 +7,12 @@ cancelled changes no memory.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import AgentKey, SamplingParams, Snapshot
+from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.beginning import (
     MOST_REWIND_POINTS,
     Reuse,
@@ -21,8 +21,9 @@ from inference_svc.engine.beginning import (
     reuse_of_memory,
     reuse_of_prefix,
 )
+from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.fork_base import ForkBase
-from inference_svc.engine.sampling import Sampler, sample
+from inference_svc.engine.sampling import sample
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.memory_ledger import Reservation
@@ -32,7 +33,6 @@ from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, S
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
 from inference_svc.engine.swapping import most_file_bytes, swap_in, swap_out
-from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
@@ -75,9 +75,9 @@ class EngineWorker:
         )
         self._scheduler: Scheduler[Sequence] = Scheduler(room, rules)
         self._masks: MaskBudget[Sequence] = MaskBudget()
-        self._batch = DecodeBatch(self._pool, runner.forward, decoded_budget_bytes // runner.compute_item_bytes)
+        batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
+        self._decoder = Decoder(batch, looks_ahead=not self._pool.has_states)
         self._max_unstored_bytes = memory_budget_bytes // _UNSTORED_PART
-        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known or not needed
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
 
     def submit(self, sequence: Sequence) -> None:
@@ -94,7 +94,8 @@ class EngineWorker:
         spent_s = self._clock() - before_s
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
-        if may_decode := self._masks.begin_step(decoding, self._scheduler.turns):
+        may_decode = self._masks.begin_step(decoding, self._scheduler.turns)
+        if may_decode or self._decoder.is_ahead:
             self._decode(may_decode)
             self._emit_all()
         has_prefilled = self._prefill(take_mail, spent_s)
@@ -157,7 +158,7 @@ class EngineWorker:
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
         if sequence.kv is None:
             return None  # it is preempted: the memory holds other blocks than the turn's
-        self._batch.flush(sequence.kv)
+        self._decoder.batch.flush(sequence.kv)
         return running_snapshot(sequence, self._model, first_block, max_blocks)
 
     # --- beginning ---
@@ -174,6 +175,8 @@ class EngineWorker:
                     with self._guarding(sequence):
                         self._begin(sequence, protected)
                     has_time = self._clock() < until_s or not any(map(_is_decoding, self._with_kv))
+                case Preempt(_) if self._decoder.is_ahead:
+                    self._take_in(self._decoder.settle())  # a turn must not lose a token that was drawn
                 case Preempt(sequences):
                     for sequence in sequences:
                         with self._guarding(sequence):
@@ -236,7 +239,7 @@ class EngineWorker:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv is not None
-        self._batch.leave(sequence.kv)
+        self._decoder.leave(sequence.kv)
         swap_out(sequence, self._model)
         if sequence.reservation is not None and sequence.reservation.extends is not None and sequence.plan.key:
             self.memories.drop(sequence.plan.key)  # the store has all of it, and its room is wanted
@@ -302,23 +305,28 @@ class EngineWorker:
     # --- stepping ---
 
     def _decode(self, decoding: Collection[Sequence]) -> None:
-        """Compute one more token of every decoding turn, in one forward pass. A turn that sampled its last token in the
-        step before computes that token here, so that it remembers it, and ends.
+        """Enqueue one more token of every decoding turn, in one forward pass, and take in the tokens that are read. A
+        turn that sampled its last token in the step before computes that token here, so that it remembers it, and ends.
         """
         try:
-            order = self._joined(decoding)
-            self.computed_tokens += len(order)
-            logits = self._batch.step([sequence.next_token for sequence in order])
-            drawn = sample([self._sampler_of(sequence) for sequence in order], logits)
+            before = self._decoder.computed
+            decoded = self._decoder.step(decoding)
+            self.computed_tokens += self._decoder.computed - before
         except Exception:
             logger.exception("decode.failed")
             self._lose(decoding)
             return
         self._runner.stepped()
-        for sequence, token in zip(order, drawn, strict=True):
-            is_known = not sequence.next_token_draws
+        self._take_in(decoded)
+
+    def _take_in(self, decoded: Iterable[Decoded]) -> None:
+        """What steps computed becomes part of the turns that are still here."""
+        for each in decoded:
+            sequence, token = each.sequence, each.drawn
+            if sequence.kv is None:
+                continue
             sequence.decoded()
-            if is_known:
+            if token is None:
                 continue
             if sequence.finish_reason is not None:
                 self._finish(sequence)
@@ -326,19 +334,6 @@ class EngineWorker:
                 self._finish(sequence, token)
             else:
                 sequence.accept(token.token_id, token.logprobs)
-
-    def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
-        """Make the batch hold the turns that decode in this step and no others; returns them by slot. Turns that sit
-        out, and turns that were cancelled since the step began, leave it.
-        """
-        by_kv = {id(sequence.kv): sequence for sequence in decoding}
-        # From the last slot on: when many turns leave at once, few are moved to take their places.
-        for kv in [kv for kv in reversed(self._batch.sequences) if id(kv) not in by_kv]:
-            self._batch.leave(kv)
-        for sequence in decoding:
-            if sequence.kv is not None and sequence.kv not in self._batch:
-                self._batch.join(sequence.kv)
-        return [by_kv[id(kv)] for kv in self._batch.sequences]
 
     def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
         """Compute cells of prompts while the scheduler grants them; `spent_s` of the step's time is spent already.
@@ -370,10 +365,6 @@ class EngineWorker:
         if isinstance(token, KvasirError):
             raise token
         sequence.accept(token.token_id, token.logprobs)
-
-    def _sampler_of(self, sequence: Sequence) -> Sampler:
-        draws = sequence.next_token_draws and sequence.finish_reason is None
-        return sequence.sampler if draws and sequence.sampler is not None else self._no_draw
 
     # --- ending ---
 
@@ -408,7 +399,7 @@ class EngineWorker:
         self._give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)
-        if kv is not None and kv in self._batch:  # it could not leave: the batch of some layers may hold it
+        if kv is not None and kv in self._decoder.batch:  # it could not leave: the batch of some layers may hold it
             self._lose(())
         if sequence.plan.key is not None and self._begun(sequence.plan.key) is None:
             for work in self._when_idle.pop(sequence.plan.key, ()):
@@ -418,7 +409,7 @@ class EngineWorker:
         """Take the turn's KV out of the batch, and make it the key's memory if the turn is remembered."""
         if sequence.kv is None:
             return
-        self._batch.leave(sequence.kv)
+        self._decoder.leave(sequence.kv)
         if not remembers:
             return
         if sequence.plan.key is None:
@@ -429,8 +420,9 @@ class EngineWorker:
 
     def _lose(self, decoding: Collection[Sequence]) -> None:
         """A forward pass of these turns failed half-way: they end, and so does every other turn in the batch."""
-        lost = [each for each in self._with_kv if each in decoding or (each.kv is not None and each.kv in self._batch)]
-        self._batch.discard()
+        batch = self._decoder.batch
+        lost = [each for each in self._with_kv if each in decoding or (each.kv is not None and each.kv in batch)]
+        self._decoder.discard()
         for sequence in lost:
             self._finish(sequence, Internal("the turn failed in the engine"))
 

@@ -151,8 +151,8 @@ MUTANTS = (
     Mutant(
         "a turn is preempted with rows that lag behind in the batch",
         "engine_worker.py",
-        "        self._batch.leave(sequence.kv)\n        swap_out(sequence, self._model)",
-        "        kv = sequence.kv\n        swap_out(sequence, self._model)\n        self._batch.leave(kv)",
+        "        self._decoder.leave(sequence.kv)\n        swap_out(sequence, self._model)",
+        "        kv = sequence.kv\n        swap_out(sequence, self._model)\n        self._decoder.leave(kv)",
         "preempted_turns",
     ),
     Mutant(

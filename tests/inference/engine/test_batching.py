@@ -64,7 +64,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     expected = driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10))
     key, state = driver.remember(50, seed=6)
     memory, files = engine.hot_memory(key), driver.files(key)
-    batch = engine._worker._batch
+    batch = engine._worker._decoder.batch
     step = batch.step
 
     def failing(token_ids: object) -> object:

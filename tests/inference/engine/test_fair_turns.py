@@ -22,7 +22,7 @@ def test_rows_that_sit_out_say_and_remember_to_the_bit_what_they_do_alone(driver
     prompts = [tokens_of(length, 100 + length) for length in (3, 40, 120, 255, 256, 257, 300, 511, 513)]
     alone_keys, keys = [driver.key() for _ in prompts], [driver.key() for _ in prompts]
     alone = [driver.turn(prompt, key=key, max_tokens=70) for prompt, key in zip(prompts, alone_keys, strict=True)]
-    batch, rows = driver.engine._worker._batch, list[int]()
+    batch, rows = driver.engine._worker._decoder.batch, list[int]()
     step = batch.step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "step", lambda token_ids: (rows.append(len(token_ids)), step(token_ids))[1])

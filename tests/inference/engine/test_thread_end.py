@@ -45,7 +45,7 @@ def test_who_waits_is_told_even_if_nothing_can_be_undone_any_more(model_dir: Pat
 
     def break_it() -> None:
         engine._worker.step = fail  # type: ignore[method-assign,assignment]
-        engine._worker._batch.leave = fail  # type: ignore[method-assign]
+        engine._worker._decoder.batch.leave = fail  # type: ignore[method-assign]
 
     settings = {"max_tokens": 200, "logit_bias": ((0, -1000.0),)}
     try:

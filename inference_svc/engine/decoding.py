@@ -1,0 +1,153 @@
+"""Decoding steps, of which one is enqueued before the tokens of the one before it are read: a GPU never waits for us.
+
+A row's next input is then a token that only the device knows. What a step computes for a row that turned out to be at
+its end is left out of account: its KV lies behind the length that is remembered, and its token is nobody's. Rows whose
+next draw must see their last token (a reply format, a repetition penalty) are read at once, and so is every step of a
+model with recurrent layers, whose states cannot go back by one token.
+"""
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import mlx.core as mx
+from kvasir.errors import KvasirError
+
+from inference_svc.engine.api import SamplingParams
+from inference_svc.engine.sampling import Drawn, Draws, Sampler
+from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.sequence_kv import SequenceKV
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """One row of a step that was read: its token was computed, and `drawn` is what came of it; None if the token after
+    it was known already.
+    """
+
+    sequence: Sequence
+    drawn: Drawn | KvasirError | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that the device computes. `draws_of` has the rows, by slot, whose next token was not known."""
+
+    order: tuple[Sequence, ...]
+    is_drawn: tuple[bool, ...]
+    draws: Draws
+
+    def slot(self, sequence: Sequence) -> int | None:
+        return self.order.index(sequence) if sequence in self.order else None
+
+
+class Decoder:
+    """The batch of all decoding sequences, and the step that was not read yet. On the MLX thread."""
+
+    def __init__(self, batch: DecodeBatch, *, looks_ahead: bool) -> None:
+        self.batch = batch
+        self._looks_ahead = looks_ahead
+        self._launched: deque[_Launched] = deque()
+        self.computed = 0  # rows that were enqueued
+        self._no_draw = Sampler(SamplingParams(max_tokens=1))  # for tokens whose successor is known or not needed
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a step was enqueued whose tokens are not read."""
+        return bool(self._launched)
+
+    def step(self, decoding: Collection[Sequence]) -> list[Decoded]:
+        """Enqueue one more token of each sequence; returns the rows of the step before, or of this one too if it must
+        not wait. Evaluates as much as it returns.
+        """
+        before = len(self._launched)
+        self._launch(decoding)
+        is_last_read = len(self._launched) > before and self._must_read(self._launched[-1])
+        return self._read(before + is_last_read)
+
+    def settle(self) -> list[Decoded]:
+        """The rows of the step that was not read, if there is one."""
+        return self._read(len(self._launched))
+
+    def leave(self, kv: SequenceKV) -> None:
+        """Take a sequence out of the batch."""
+        self.batch.leave(kv)
+
+    def discard(self) -> None:
+        """Drop all that is computed, after a failed step."""
+        self._launched.clear()
+        self.batch.discard()
+
+    def _launch(self, decoding: Collection[Sequence]) -> None:
+        pending = self._launched[-1] if self._launched else None
+        order = self._joined([sequence for sequence in decoding if _next_place(sequence, pending) is not None])
+        if not order:
+            return
+        places = [_next_place(sequence, pending) for sequence in order]
+        logits = self.batch.step(_inputs(order, places, pending))
+        self.computed += len(order)
+        is_drawn = tuple(_is_drawn(sequence, place) for sequence, place in zip(order, places, strict=True))
+        samplers = [
+            sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw
+            for sequence, drawn in zip(order, is_drawn, strict=True)
+        ]
+        self._launched.append(_Launched(tuple(order), is_drawn, Draws(samplers, logits)))
+
+    def _joined(self, decoding: Collection[Sequence]) -> list[Sequence]:
+        """Make the batch hold these sequences and no others; returns them by slot."""
+        by_kv = {id(sequence.kv): sequence for sequence in decoding}
+        # From the last slot on: when many turns leave at once, few are moved to take their places.
+        for kv in [kv for kv in reversed(self.batch.sequences) if id(kv) not in by_kv]:
+            self.batch.leave(kv)
+        for sequence in decoding:
+            if sequence.kv is not None and sequence.kv not in self.batch:
+                self.batch.join(sequence.kv)
+        return [by_kv[id(kv)] for kv in self.batch.sequences]
+
+    def _must_read(self, launched: _Launched) -> bool:
+        waits = any(each.sampler is not None and each.sampler.waits_for_last_token for each in launched.order)
+        return waits or not self._looks_ahead
+
+    def _read(self, steps: int) -> list[Decoded]:
+        decoded: list[Decoded] = []
+        for _ in range(steps):
+            launched = self._launched.popleft()
+            rows = zip(launched.order, launched.is_drawn, launched.draws.read(), strict=True)
+            decoded += [Decoded(sequence, drawn if is_drawn else None) for sequence, is_drawn, drawn in rows]
+        return decoded
+
+
+def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
+    """The position of the sequence's next input; None if it needs no more KV, whatever the step before draws."""
+    slot = pending.slot(sequence) if pending is not None else None
+    place = sequence.computed + (slot is not None)
+    known = len(sequence.token_ids)
+    if place < known:
+        return place
+    is_coming = slot is not None and pending is not None and pending.is_drawn[slot] and sequence.finish_reason is None
+    if not is_coming:
+        return None
+    is_last = known + 1 - sequence.prompt_tokens >= sequence.plan.sampling.max_tokens
+    return None if is_last and sequence.plan.key is None else place
+
+
+def _is_drawn(sequence: Sequence, place: int | None) -> bool:
+    """Whether the token behind this position is not known yet."""
+    return place is not None and place >= len(sequence.token_ids) - 1
+
+
+def _inputs(order: list[Sequence], places: list[int | None], pending: _Launched | None) -> list[int] | mx.array:
+    """Each row's next token: numbers if all are known, else an array that has those of the step before."""
+    known = [
+        sequence.token_ids[place] if place is not None and place < len(sequence.token_ids) else None
+        for sequence, place in zip(order, places, strict=True)
+    ]
+    if pending is None or None not in known:
+        return [token for token in known if token is not None]
+    if tuple(order) == pending.order and not any(token is not None for token in known):
+        return pending.draws.tokens
+    slots = mx.array([pending.slot(sequence) or 0 for sequence in order])
+    drawn = pending.draws.tokens[slots]
+    given = mx.array([0 if token is None else token for token in known], dtype=mx.uint32)
+    return mx.where(mx.array([token is None for token in known]), drawn, given)
