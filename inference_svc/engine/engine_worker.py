@@ -170,21 +170,27 @@ class EngineWorker:
         until_s = self._clock() + self._rules.budget_s
         has_time = may_preempt = True
         while True:
-            match self._scheduler.admit(self._clock(), has_time=has_time, may_preempt=may_preempt):
+            # A preempted turn must not lose a token that was drawn and not read.
+            may_preempt_now = may_preempt and not self._decoder.is_ahead
+            match self._scheduler.admit(self._clock(), has_time=has_time, may_preempt=may_preempt_now):
                 case Admit(sequence, protected):
                     with self._guarding(sequence):
                         self._begin(sequence, protected)
                     has_time = self._clock() < until_s or not any(map(_is_decoding, self._with_kv))
-                case Preempt(_) if self._decoder.is_ahead:
-                    self._take_in(self._decoder.settle())  # a turn must not lose a token that was drawn
                 case Preempt(sequences):
                     for sequence in sequences:
                         with self._guarding(sequence):
                             self._preempt(sequence)
                     self._runner.release_unused()
                     has_time, may_preempt = True, False
+                case Blocked(blocked) if blocked and may_preempt and self._decoder.is_ahead and self._can_preempt:
+                    self._take_in(self._decoder.settle())
                 case Blocked():
                     return
+
+    @property
+    def _can_preempt(self) -> bool:
+        return any(sequence.can_be_preempted for sequence in self._scheduler.running)
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
         """Give the turn its reservation and its KV, or ask for a preempted turn's files."""
@@ -323,7 +329,7 @@ class EngineWorker:
         """What steps computed becomes part of the turns that are still here."""
         for each in decoded:
             sequence, token = each.sequence, each.drawn
-            if sequence.kv is None:
+            if sequence.kv is None or sequence.is_cancelled:
                 continue
             sequence.decoded()
             if token is None:
