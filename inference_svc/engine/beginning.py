@@ -15,7 +15,7 @@ from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.prefix_sharing import PrefixSource
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_files import from_files
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files, check_state

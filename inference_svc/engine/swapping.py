@@ -15,7 +15,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.beginning import MOST_REWIND_POINTS
 from inference_svc.engine.sequence import Sequence, SwappedOut
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_files import files_of, from_files, row_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files, check_state

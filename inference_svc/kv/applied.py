@@ -8,7 +8,7 @@ import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.page import PageFormat
-from inference_svc.kv.page_rows import UNIT
+from inference_svc.kv.pages.page_rows import UNIT
 from inference_svc.kv.sequence_kv import SequenceKV
 
 

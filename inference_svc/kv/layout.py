@@ -22,7 +22,7 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch, Forward
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.batch.fused_layer import FusedLayer
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.pool import KvPool, page_dialect
+from inference_svc.kv.pages.pool import KvPool, page_dialect
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV

@@ -15,9 +15,9 @@ from mlx_lm.models.base import create_causal_mask
 from inference_svc.kv.attention.geometry import MAX_QUERIES
 from inference_svc.kv.attention.in_place import append_rows, gathered_values
 from inference_svc.kv.attention.paged import paged_attention
-from inference_svc.kv.block_table import window_start
 from inference_svc.kv.codec import EncodedRows
-from inference_svc.kv.page_rows import joined_rows
+from inference_svc.kv.pages.block_table import window_start
+from inference_svc.kv.pages.page_rows import joined_rows
 from inference_svc.kv.sequence_kv import SequenceKV, Span
 from inference_svc.kv.state_kv import StateKV
 

@@ -20,11 +20,11 @@ from kvasir.formats.block_file import (
 )
 
 from inference_svc.kv.attention.host_copy import to_device, to_host
-from inference_svc.kv.block_table import blocks_of, window_start
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.page_rows import UNIT, joined_rows, pages_of_rows, rows_of_pages
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.block_table import blocks_of, window_start
+from inference_svc.kv.pages.page_rows import UNIT, joined_rows, pages_of_rows, rows_of_pages
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import Array, CheckedFile, exponents, not_finite, page_units, state_arrays

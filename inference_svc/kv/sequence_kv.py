@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from inference_svc.kv.block_table import BlockTable, blocks_of, needed_blocks, window_start
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.page_rows import joined_rows, pages_of_rows, rows_of_pages
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.block_table import BlockTable, blocks_of, needed_blocks, window_start
+from inference_svc.kv.pages.page_rows import joined_rows, pages_of_rows, rows_of_pages
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.state_kv import StateKV
 
 

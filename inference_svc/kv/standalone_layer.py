@@ -3,7 +3,7 @@
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import PrefillLayer
 from inference_svc.kv.sequence_kv import SequenceKV
 

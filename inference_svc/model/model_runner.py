@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import AnyLayer, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity

@@ -8,7 +8,7 @@ import mlx.core as mx
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_step import DecodeStep, TracedStep
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 Forward = Callable[[mx.array, list[Any]], mx.array]

@@ -6,10 +6,10 @@ from functools import cached_property
 
 import mlx.core as mx
 
-from inference_svc.kv.block_table import BlockTable, blocks_of
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat
-from inference_svc.kv.page_rows import row_columns
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.block_table import BlockTable, blocks_of
+from inference_svc.kv.pages.page_rows import row_columns
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 
 _LEAST_WIDTH = 8  # blocks of the narrowest table; wider ones double, so that few widths occur

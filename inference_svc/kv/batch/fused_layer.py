@@ -5,7 +5,7 @@ import mlx.core as mx
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.paged import paged_attention, quantize_rows
 from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 
 
 class FusedLayer:

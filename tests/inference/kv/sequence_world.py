@@ -21,8 +21,8 @@ from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch
-from inference_svc.kv.block_table import needed_blocks, window_start
 from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.pages.block_table import needed_blocks, window_start
 from inference_svc.kv.prefill_layer import PrefillLayer, commit, prefill_layers
 from inference_svc.kv.sequence_files import files_of, from_files, row_layers
 from inference_svc.kv.sequence_kv import SequenceKV

@@ -8,12 +8,12 @@ import mlx.core as mx
 import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
 
-from inference_svc.kv.block_table import window_start
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.page_rows import UNIT
+from inference_svc.kv.pages.block_table import window_start
+from inference_svc.kv.pages.page_rows import UNIT
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.pool import KvPool
 from inference_svc.kv.prefill_layer import PrefillLayer, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 

@@ -15,7 +15,7 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.batch.decode_step import DecodeStep
 from inference_svc.kv.batch.decoded_layer import DecodedLayer
 from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.blas import load_optimized_blas

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache, make_p
 
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import Layout, probed_layout
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import commit, prefill_layers
 from inference_svc.kv.row_exact import make_row_exact
 from inference_svc.kv.sequence_kv import SequenceKV

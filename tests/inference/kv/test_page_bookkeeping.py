@@ -8,15 +8,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from kvasir.errors import ResourceExhausted
 
-from inference_svc.kv.block_table import (
+from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.pages.block_table import (
     BlockTable,
     blocks_of,
     most_window_blocks,
     needed_blocks,
     window_start,
 )
-from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.page_allocator import PageAllocator
+from inference_svc.kv.pages.page_allocator import PageAllocator
 
 TOTAL = 12
 WINDOWS = st.sampled_from([0, 2, 8, 100, 256, 257, 258, 300, 1000])

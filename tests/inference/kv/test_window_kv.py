@@ -9,9 +9,9 @@ import pytest
 from kvasir.cachestore.v1 import identity_pb2
 from mlx_lm.models.cache import RotatingKVCache
 
-from inference_svc.kv.block_table import window_start
 from inference_svc.kv.page import PAGE_TOKENS
-from inference_svc.kv.pool import KvPool
+from inference_svc.kv.pages.block_table import window_start
+from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.kv.mlx_lm_batch import JudgedBatch, JudgedLayer
 from tests.inference.kv.sequences import DIM, HEADS, pool_of, stored, unrounded_pool, values, windowed

@@ -14,7 +14,7 @@ from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.room_shares import Room
 from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
-from inference_svc.kv.page_allocator import PageAllocator
+from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.text.sequence_state import SequenceState
 
 CELL = 256

@@ -14,12 +14,12 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.kv.attention.in_place import store_pages
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import DIALECTS, implementation
-from inference_svc.kv.block_table import blocks_of, most_window_blocks
 from inference_svc.kv.codec import layer_codecs
-from inference_svc.kv.groups import Group, groups_of
 from inference_svc.kv.page import UNIT_BYTES, PageFormat
-from inference_svc.kv.page_allocator import PageAllocator
-from inference_svc.kv.page_rows import UNIT
+from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks
+from inference_svc.kv.pages.groups import Group, groups_of
+from inference_svc.kv.pages.page_allocator import PageAllocator
+from inference_svc.kv.pages.page_rows import UNIT
 
 _FIRST_PAGES = 8  # of a pool that grows
 # A window's pages are kept at the sequence's end and at two lengths that it may go back to.
