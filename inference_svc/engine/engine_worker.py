@@ -54,7 +54,8 @@ class EngineWorker:
         rules: Rules,
         clock: Callable[[], float],
     ) -> None:
-        self._pool = runner.new_pool(model.kv_identity.policy, memory_budget_bytes)
+        # On a GPU all of it now: memory stays flat, and a step's graph can be kept. A CPU's pool grows with use.
+        self._pool = runner.new_pool(model.kv_identity.policy, memory_budget_bytes, is_allocated=runner.is_on_gpu)
         self.memories: HotMemories[SequenceKV] = HotMemories(
             self._pool.allocator, self._pool.page_bytes, memory_budget_bytes
         )

@@ -8,10 +8,11 @@ def cell_end(position: int, prompt_tokens: int, cell_tokens: int) -> int:
     return min((position // cell_tokens + 1) * cell_tokens, prompt_tokens)
 
 
-def shareable_after(shareable: int, start: int, stop: int, cell_tokens: int) -> int:
-    """Leading tokens computed on the grid from position 0, after [start, stop) was prefilled.
+def shareable_after(shareable: int, start: int, stop: int) -> int:
+    """Leading tokens, in whole blocks, that other turns may share after [start, stop) was prefilled in one cell.
 
-    A cell counts if it is whole and continues the cells that count already: then a cold run computes the same.
+    A cell's blocks count if it continues those that count already. Where cells are single blocks, a cold run computes
+    the same bits. Where they are longer, a prompt's last cell may have been cut elsewhere: then the bits are those of
+    another shape of the same product, within the tolerance of 16-bit computing (DESIGN §3).
     """
-    is_whole_cell = start % cell_tokens == 0 and stop - start == cell_tokens
-    return stop if is_whole_cell and start == shareable else min(shareable, start // BLOCK_TOKENS * BLOCK_TOKENS)
+    return (stop if start == shareable else min(shareable, start)) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -182,9 +182,8 @@ class Sequence:
     @property
     def final_shareable(self) -> int:
         """The value of `shareable` once the prompt is computed: a turn that left the grid stays off it."""
-        is_on_grid = self.shareable == self.computed and self.computed % self._cell_tokens == 0
-        whole_cells = self.prompt_tokens // self._cell_tokens * self._cell_tokens
-        return max(self.shareable, whole_cells) if is_on_grid else self.shareable
+        is_on_grid = self.shareable == self.computed
+        return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if is_on_grid else self.shareable
 
     @property
     def is_warm(self) -> bool:
@@ -267,7 +266,7 @@ class Sequence:
     def prefilled(self, count: int) -> None:
         """The next `count` prompt tokens were computed."""
         stop = self.computed + count
-        self.shareable = shareable_after(self.shareable, self.computed, stop, self._cell_tokens)
+        self.shareable = shareable_after(self.shareable, self.computed, stop)
         self._advance(stop)
         if stop > self._prefilled_reported:
             self._prefilled_reported = stop

@@ -22,6 +22,17 @@ def device_name() -> str:
     return str(mx.device_info().get("device_name", mx.default_device()))
 
 
+def keep_for_computing(spare_bytes: int) -> None:
+    """Let MLX keep at most so many bytes of free buffers on a GPU, and on a Mac wire what it recommends to use: weights
+    and pages must not be paged out. Without effect on a CPU.
+    """
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return
+    mx.set_cache_limit(spare_bytes)
+    if mx.metal.is_available():
+        mx.set_wired_limit(int(mx.device_info()["max_recommended_working_set_size"]))
+
+
 def active_bytes() -> int:
     """Bytes of live arrays."""
     return int(mx.get_active_memory())

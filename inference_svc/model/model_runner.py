@@ -34,7 +34,7 @@ class ModelRunner:
     def __init__(self, model: Module) -> None:
         self._model: Any = model
         self._steps = 0
-        self._is_slow = mx.default_device().type == mx.DeviceType.cpu
+        self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
         self._layout = probed_layout(model)
         self.layers = self._layout.entries
         self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
@@ -100,7 +100,7 @@ class ModelRunner:
     def _evaluate(self, layers: Sequence[AnyLayer], is_cancelled: Callable[[], bool]) -> None:
         """On a CPU layer by layer: far into a long prompt, a whole cell would delay a cancellation for too long."""
         for layer in layers:
-            if self._is_slow:
+            if not self.is_on_gpu:
                 mx.eval(layer.state if isinstance(layer, StateKV) else layer.new_rows)
             if is_cancelled():
                 raise Cancelled("the turn was cancelled; the agent remembers what it did before")
@@ -136,7 +136,7 @@ class ModelRunner:
         """Give unused memory back, which MLX would keep for arrays of the same size. On a GPU it stays, within MLX's
         own limit: the next cell would ask for it again.
         """
-        if self._is_slow:
+        if not self.is_on_gpu:
             mx.clear_cache()
 
     def applied_layers(self, identity: identity_pb2.KvIdentity) -> int:

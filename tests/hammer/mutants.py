@@ -18,12 +18,12 @@ _PATIENCE_S = 240
 MUTANTS = (
     Mutant(
         "two rows' tokens are swapped, now and then",
-        "engine_worker.py",
-        "        self._runner.stepped()\n        for sequence, token in zip(order, drawn, strict=True):",
-        "        self._runner.stepped()\n"
-        "        if len(order) > 1 and sum(len(each.token_ids) for each in order) % 23 == 0:\n"
-        "            drawn = [drawn[1], drawn[0], *drawn[2:]]\n"
-        "        for sequence, token in zip(order, drawn, strict=True):",
+        "decoding.py",
+        "            rows = zip(launched.order, launched.is_drawn, launched.draws.read(), strict=True)\n",
+        "            drawn = launched.draws.read()\n"
+        "            if len(drawn) > 1 and sum(len(each.token_ids) for each in launched.order) % 23 == 0:\n"
+        "                drawn = [drawn[1], drawn[0], *drawn[2:]]\n"
+        "            rows = zip(launched.order, launched.is_drawn, drawn, strict=True)\n",
     ),
     Mutant(
         "a sequence attends to one row of who was in its slot before",
@@ -69,13 +69,13 @@ MUTANTS = (
         "a sibling's prefix is used one cell too far",
         "prefix_sharing.py",
         "limit = min(shareable, turn.prompt_tokens - 1)",
-        "limit = min(shareable + self.cell_tokens, turn.prompt_tokens - 1)",
+        "limit = min(shareable + self.unit_tokens, turn.prompt_tokens - 1)",
     ),
     Mutant(
         "a sibling's rows are taken for equal whatever their tokens",
         "prefix_sharing.py",
-        "return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.cell_tokens * self.cell_tokens)",
-        "return min(limit, min(len(turn.chain), len(chain)) * BLOCK_TOKENS // self.cell_tokens * self.cell_tokens)",
+        "return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)",
+        "return min(limit, min(len(turn.chain), len(chain)) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)",
     ),
     Mutant(
         "the last word of a reply is never computed",

@@ -1,6 +1,6 @@
 """Prefills a prefix that several turns share only once: which turn waits, and which KV a turn begins with. Pure.
 
-Two prompts share what the chain hashes of their blocks share, in whole cells: equal hashes mean equal KV identity and
+Two prompts share what the chain hashes of their blocks share, in whole blocks: equal hashes mean equal KV identity and
 equal tokens from position 0. Only rows that were computed on the grid are given away, so that a sibling begins with
 what it would have computed itself.
 """
@@ -68,9 +68,9 @@ class PrefixSource(Generic[SourceT]):
 
 @dataclass(frozen=True)
 class PrefixSharing(Generic[TurnT]):
-    """Finds shared prefixes. `cell_tokens` is their unit, and the least that is worth sharing."""
+    """Finds shared prefixes. `unit_tokens`, whole blocks, is what they are measured in, and the least worth sharing."""
 
-    cell_tokens: int
+    unit_tokens: int = BLOCK_TOKENS
 
     def prefix_source_of(
         self,
@@ -102,17 +102,17 @@ class PrefixSharing(Generic[TurnT]):
             for other in running
         )
         best = max(coming, key=lambda prefix: prefix.shared_tokens, default=None)
-        return best if best is not None and best.shared_tokens >= have + self.cell_tokens else None
+        return best if best is not None and best.shared_tokens >= have + self.unit_tokens else None
 
     def _is_worth(self, turn: TurnT, tokens: int) -> bool:
-        return tokens >= turn.reusable_tokens + self.cell_tokens
+        return tokens >= turn.reusable_tokens + self.unit_tokens
 
     def _shared(self, turn: TurnT, namespace: str | None, chain: Sequence[str], shareable: int) -> int:
-        """Leading tokens, in whole cells, that `turn` could begin with. It always computes its last token itself."""
+        """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself."""
         if turn.namespace is None or namespace != turn.namespace:
             return 0
-        limit = min(shareable, turn.prompt_tokens - 1) // self.cell_tokens * self.cell_tokens
-        return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.cell_tokens * self.cell_tokens)
+        limit = min(shareable, turn.prompt_tokens - 1) // self.unit_tokens * self.unit_tokens
+        return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)
 
 
 def common_blocks(one: Sequence[str], other: Sequence[str]) -> int:

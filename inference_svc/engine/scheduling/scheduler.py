@@ -96,7 +96,7 @@ class Scheduler(Generic[TurnT]):
     _is_disturbed: bool = False  # a turn came during this step, or may begin now
 
     def __post_init__(self) -> None:
-        self._sharing: PrefixSharing[TurnT] = PrefixSharing(self.rules.cell_tokens)
+        self._sharing: PrefixSharing[TurnT] = PrefixSharing()
         self._company = Company(self.rules.company_s)
         self._time = SharedTime()
         self._seats: dict[Namespace, Seats[TurnT]] = {}

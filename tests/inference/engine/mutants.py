@@ -50,8 +50,7 @@ MUTANTS = (
     Mutant(
         "blocks computed off the grid are shared",
         "grid.py",
-        "    return stop if is_whole_cell and start == shareable else min(shareable, start // BLOCK"
-        "_TOKENS * BLOCK_TOKENS)",
+        "    return (stop if start == shareable else min(shareable, start)) // BLOCK_TOKENS * BLOCK_TOKENS",
         "    return stop // BLOCK_TOKENS * BLOCK_TOKENS",
         "restore",
     ),
@@ -171,16 +170,16 @@ MUTANTS = (
     ),
     Mutant(
         "what was preempted is drawn again token by token",
-        "engine_worker.py",
-        "            is_known = not sequence.next_token_draws",
-        "            is_known = False",
+        "decoding.py",
+        "return place is not None and place >= len(sequence.token_ids) - 1",
+        "return True",
         "preempted_turns",
     ),
     Mutant(
         "a sampler draws while what was preempted catches up",
-        "engine_worker.py",
-        "return sequence.sampler if draws and sequence.sampler is not None else self._no_draw",
-        "return sequence.sampler",
+        "decoding.py",
+        "sequence.sampler if drawn and sequence.finish_reason is None and sequence.sampler else self._no_draw",
+        "sequence.sampler or self._no_draw",
         "preempted_turns",
     ),
     Mutant(

@@ -20,7 +20,7 @@ def test_only_whole_cells_from_the_beginning_are_shareable(cut: int, more: int) 
     def prefill(shareable: int, start: int, stop: int) -> int:
         while start < stop:
             end = cell_end(start, stop, 256)
-            shareable, start = shareable_after(shareable, start, end, 256), end
+            shareable, start = shareable_after(shareable, start, end), end
         return shareable
 
     once = prefill(0, 0, cut + more)

@@ -229,7 +229,7 @@ MUTANTS = (
     Mutant(
         "less than a cell is worth waiting for",
         "prefix_sharing.py",
-        "best.shared_tokens >= have + self.cell_tokens",
+        "best.shared_tokens >= have + self.unit_tokens",
         "best.shared_tokens > have",
         PREFIX_WAIT,
     ),
@@ -682,8 +682,8 @@ MUTANTS = (
     Mutant(
         "a turn off the grid promises to share",
         "engine/sequence.py",
-        "return max(self.shareable, whole_cells) if is_on_grid else self.shareable",
-        "return max(self.shareable, whole_cells)",
+        "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS if is_on_grid else self.shareable",
+        "return self.prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS",
         TURN,
     ),
     Mutant(

@@ -90,11 +90,13 @@ def test_nobody_shares_across_namespaces_or_without_one() -> None:
     assert [job.began_from for job in world.ended] == [None] * 4
 
 
-def test_less_than_a_whole_cell_is_not_waited_for() -> None:
+def test_one_block_is_waited_for_also_where_cells_are_longer() -> None:
+    """A prompt of 1,000 tokens that others share is worth it on every device."""
     world = World(rules=Rules(cell_tokens=2 * CELL))
-    world.submit(sibling("a", "b", "c"), sibling("a", "x", "y"))
+    late = sibling("a", "x", "y")
+    world.submit(sibling("a", "b", "c"), late)
     world.step()
-    assert not world.scheduler.waiting
+    assert world.scheduler.waiting == [late]
 
 
 def test_a_turn_whose_own_memory_reaches_as_far_waits_for_nobody() -> None:
@@ -210,8 +212,8 @@ def test_the_prefix_source_is_the_one_that_has_most(
     best = 0
     for other in running:
         common = common_blocks(other.chain, turn.chain) * CELL
-        best = max(best, min(common, other.shareable) // sharing.cell_tokens * sharing.cell_tokens)
+        best = max(best, min(common, other.shareable) // sharing.unit_tokens * sharing.unit_tokens)
     prefix = sharing.prefix_source_of(turn, running)
     assert (prefix.shared_tokens if prefix else 0) == (
-        best if best >= turn.reusable_tokens + sharing.cell_tokens else 0
+        best if best >= turn.reusable_tokens + sharing.unit_tokens else 0
     )
