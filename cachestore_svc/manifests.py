@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from kvasir.cachestore.v1 import identity_pb2, manifest_pb2
 from kvasir.formats import manifest as manifests
-from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors, window_rows
+from kvasir.formats.block_file import FileIdentity, HeaderError, expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, chain_hashes, kv_identity_hash, window_block_hash
 from kvasir.formats.digest import Digest
-from kvasir.formats.layer_groups import windows_of
 from kvasir.formats.token_files import file_identities, state_identity
 
 from cachestore_svc.blobs.blob_checks import schema_hash, schema_text
@@ -27,7 +26,7 @@ class NamedBlob:
     start: int
     tokens: int
     chain: str
-    schema_hash: str | None  # None for a state: see StateSchemas
+    schema_hash: str | None  # None where no file can be of the layout
     window: int = 0  # group of a block's or tail's layers
 
 
@@ -41,7 +40,6 @@ class ManifestFacts:
     shareable_blocks: int
     request_id: str
     named: tuple[NamedBlob, ...]  # blocks, tail, each window's blocks and tail, states
-    windows_in_blocks: bool  # states hold recurrent layers alone
 
 
 def read_manifest(data: bytes | memoryview) -> ManifestFacts:
@@ -58,25 +56,19 @@ def read_manifest(data: bytes | memoryview) -> ManifestFacts:
         message.shareable_tokens // BLOCK_TOKENS,
         message.turn.request_id,
         tuple(_named_blobs(message, hash_)),
-        bool(message.windows),
     )
 
 
-def unfit(need: NamedBlob, found: FileIdentity, facts: ManifestFacts) -> str | None:
-    """Why a stored tensor file is not the one needed, in words; None when it is, but for its tensors."""
+def unfit(need: NamedBlob, found: FileIdentity, schema_hash_found: str | None, facts: ManifestFacts) -> str | None:
+    """Why a stored tensor file is not the one needed, in words; None when it is."""
     if found.kv_identity_hash != facts.kv_identity_hash:
         return f"kv_identity: expected {facts.kv_identity_hash[:12]}…, found {found.kv_identity_hash[:12]}…"
     for field in ("kind", "window", "start", "tokens", "chain"):
         expected, value = getattr(need, field), getattr(found, field)
         if value != expected:
             return f"{field}: expected {expected}, found {value}"
-    return None
-
-
-def unfit_schema(need: NamedBlob, schema_hash_found: str | None) -> str | None:
-    """Why the tensors of a block or tail are not those of the layout; None when they are. States: see StateSchemas."""
-    is_right = need.schema_hash is None or schema_hash_found == need.schema_hash
-    return None if is_right else "tensors: not those of the layout"
+    is_right = need.schema_hash is not None and schema_hash_found == need.schema_hash
+    return None if is_right else f"tensors: not those of a {need.kind} of the layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,32 +96,6 @@ def shared_blocks(facts: ManifestFacts, namespace: str) -> list[SharedBlock]:
     return sorted(found, key=lambda block: (block.index, block.place))
 
 
-class StateSchemas:
-    """What the tensors of a KV identity's states must be: exactly the layers that are not in blocks.
-
-    A manifest names a thousand states of thousands of tensors each; they differ only in the rows that windows keep, so
-    each distinct schema is built once, and outside of the index: what a digest names never changes.
-    """
-
-    def __init__(self, identity: identity_pb2.KvIdentity, *, windows_in_blocks: bool) -> None:
-        self._identity = identity
-        self._windows_in_blocks = windows_in_blocks
-        self._windows = () if windows_in_blocks else windows_of(identity)
-        self._hashes: dict[tuple[int, ...], str] = {}
-
-    def unfit(self, tokens: int, schema_hash_found: str | None) -> str | None:
-        """Why tensors are not a memory after so many tokens; None when they are."""
-        kept = tuple(window_rows(window, tokens) for window in self._windows)
-        if kept not in self._hashes:
-            try:
-                specs = expected_state_tensors(self._identity, tokens, windows_in_blocks=self._windows_in_blocks)
-                self._hashes[kept] = schema_hash(schema_text(specs))
-            except HeaderError as error:
-                return f"tensors: {error}"
-        is_right = schema_hash_found == self._hashes[kept]
-        return None if is_right else f"tensors: not those of a state of {tokens} tokens of the layout"
-
-
 def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBlob]:
     tokens = message.token_ids
     chain = chain_hashes(hash_, tokens)
@@ -138,8 +104,17 @@ def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBl
     for each in message.windows:
         files = file_identities(hash_, tokens, chain, int(each.first_block), each.window)
         yield from _named_rows(message, each, files)
+    schema = _state_schema(message.kv_identity) if message.states else None
     for point in message.states:
-        yield _named(point.digest, state_identity(hash_, tokens, point.tokens, chain), None)
+        yield _named(point.digest, state_identity(hash_, tokens, point.tokens, chain), schema)
+
+
+def _state_schema(identity: identity_pb2.KvIdentity) -> str | None:
+    """The same for all states; None if the layout does not describe them."""
+    try:
+        return schema_hash(schema_text(expected_state_tensors(identity)))
+    except HeaderError:
+        return None
 
 
 def _named_rows(

@@ -22,7 +22,6 @@ from cachestore_svc.index import listing
 from cachestore_svc.index.catalog import AgentFilter, CatalogChange, CatalogView, Commit, Done
 from cachestore_svc.index.refusals import missing
 from cachestore_svc.index.resting import gone_by
-from cachestore_svc.index.state_check import check_states
 from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
 from cachestore_svc.manifests import read_manifest, shared_blocks
@@ -125,7 +124,6 @@ class Store(LeaseStore):
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         facts = read_manifest(self._manifest_bytes(namespace, manifest))
-        check_states(self._core.catalog, namespace, facts)
         asked = Commit(
             LineKey(namespace, agent_id, facts.kv_identity_hash),
             manifest,

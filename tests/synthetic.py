@@ -96,7 +96,6 @@ class SyntheticAgent:
     shareable_tokens: int = 0
     parent_manifest: str = ""
     turns: int = 0
-    windows_in_blocks: bool = True  # else they are whole in states, as they were before windows had blocks
     more_window_blocks: int = 0  # that it keeps before those that the next token sees
     _chains: list[str] = field(default_factory=list)  # of the full blocks
     _blocks: list[Digest] = field(default_factory=list)
@@ -138,7 +137,7 @@ class SyntheticAgent:
     def remember(cls, manifest: manifest_pb2.Manifest, seed: int, turns: int, engine_seed: int = 0) -> "SyntheticAgent":
         """The agent whose memory a manifest is, ready for its next turn."""
         agent = cls(manifest.kv_identity, seed, engine_seed, list(manifest.token_ids), manifest.shareable_tokens)
-        agent.turns, agent.windows_in_blocks = turns, bool(manifest.windows)
+        agent.turns = turns
         agent._new_blocks()
         agent._window_blocks = {
             (each.window, index): Digest.from_proto(digest)
@@ -157,9 +156,9 @@ class SyntheticAgent:
         has_all = bool(expected_tensors(self.identity, 1))
         new |= self._new_blocks()
         tail = self._new_tail(new, 0) if has_all else None
-        windows = [self._window(each, new) for each in windows_of(self.identity)] if self.windows_in_blocks else []
-        if expected_state_tensors(self.identity, len(self.token_ids), windows_in_blocks=self.windows_in_blocks):
-            data = state_file(self.identity, self.token_ids, self.engine_seed, windows_in_blocks=self.windows_in_blocks)
+        windows = [self._window(each, new) for each in windows_of(self.identity)]
+        if expected_state_tensors(self.identity):
+            data = state_file(self.identity, self.token_ids, self.engine_seed)
             self._states.append((len(self.token_ids), Digest.of(data)))
             new[Digest.of(data)] = data
         manifest = self._manifest(tail, windows, request_id)
@@ -257,20 +256,14 @@ def _tensor_file(
     return encode(name, random_tensors(expected_tensors(identity, len(tokens), group), seed))
 
 
-def state_file(
-    identity: identity_pb2.KvIdentity,
-    token_ids: Sequence[int],
-    engine_seed: int = 0,
-    *,
-    windows_in_blocks: bool = False,
-) -> bytes:
-    """Memory, after the tokens, of the recurrent layers and of windows that have no blocks."""
+def state_file(identity: identity_pb2.KvIdentity, token_ids: Sequence[int], engine_seed: int = 0) -> bytes:
+    """Memory of the recurrent layers after the tokens."""
     kv_hash = kv_identity_hash(identity)
     chain = ""
     for start in range(0, len(token_ids), BLOCK_TOKENS):
         chain = chain_hash(kv_hash, chain, token_ids[start : start + BLOCK_TOKENS])
     name = FileIdentity("state", kv_hash, 0, len(token_ids), chain)
-    specs = expected_state_tensors(identity, len(token_ids), windows_in_blocks=windows_in_blocks)
+    specs = expected_state_tensors(identity)
     return encode(name, random_tensors(specs, f"{engine_seed}/state/{chain}"))
 
 

@@ -16,7 +16,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.journal_lines import Position
 from cachestore_svc.journal.replay import Change, State, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock
+from cachestore_svc.manifests import ManifestFacts, SharedBlock
 from cachestore_svc.records import (
     AgentRecord,
     EventBatch,
@@ -212,10 +212,6 @@ class CatalogView(Protocol):
 
     def names_others(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> bool:
         """Whether a manifest that is held holds on to other blobs than these."""
-
-    def fitting_blobs(self, namespace: str, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
-        """Blobs that the manifest names, in order. Raises FailedPrecondition (BLOB_MISSING, BLOB_UNFIT) naming the
-        first that is missing, damaged, or not what the manifest says."""
 
     # --- sums ---
 

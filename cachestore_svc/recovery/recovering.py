@@ -40,15 +40,6 @@ _USUAL = ("default",)
 Say = Callable[[str, int, int], None]
 
 
-@dataclass(frozen=True)
-class _Naming:
-    """What a blob's tensors are, as the manifest that names it says."""
-
-    kv_identity_hash: str
-    kv_identity: identity_pb2.KvIdentity
-    windows_in_blocks: bool
-
-
 @dataclass
 class _RebuiltNamespace:
     """The part of one namespace that comes back."""
@@ -58,8 +49,8 @@ class _RebuiltNamespace:
     found: salvage.Found
     manifests: set[Digest] = field(default_factory=set)
     # Not the manifests themselves: all of them together may be more than fits in memory.
-    named: dict[Digest, tuple[NamedBlob, _Naming]] = field(default_factory=dict)
-    namings: dict[tuple[str, bool], _Naming] = field(default_factory=dict)  # one for all manifests that agree
+    named: dict[Digest, tuple[NamedBlob, str]] = field(default_factory=dict)  # and of which KV identity
+    identities: dict[str, identity_pb2.KvIdentity] = field(default_factory=dict)
     lost: list[LostVersion] = field(default_factory=list)
     named_anew: list[str] = field(default_factory=list)
     damaged: set[Digest] = field(default_factory=set)
@@ -159,11 +150,8 @@ class _Recovery:
             if facts is None:
                 return f"its manifest {digest.hash} is missing or damaged"
             space.manifests.add(digest)
-            naming = space.namings.setdefault(
-                (facts.kv_identity_hash, facts.windows_in_blocks),
-                _Naming(facts.kv_identity_hash, facts.kv_identity, facts.windows_in_blocks),
-            )
-            space.named |= {blob.digest: (blob, naming) for blob in facts.named}
+            space.identities[facts.kv_identity_hash] = facts.kv_identity
+            space.named |= {blob.digest: (blob, facts.kv_identity_hash) for blob in facts.named}
         return ""
 
     # --- the new index ---
@@ -205,7 +193,7 @@ class _Recovery:
             return found
         assert named is not None, "manifests were read before"
         space.damaged.add(digest)
-        return _as_named(*named)
+        return _as_named(named[0], named[1], space.identities[named[1]])
 
     def _insert(self, space: _RebuiltNamespace, batch: list[tuple[Digest, BlobFacts]], change: CatalogChange) -> None:
         for digest, facts in batch:
@@ -284,18 +272,17 @@ def _versions_of(state: Namespace) -> "Iterator[tuple[str, VersionKey, Version]]
             yield agent, key, facts.versions[key]
 
 
-def _as_named(need: NamedBlob, facts: _Naming) -> BlobFacts:
+def _as_named(need: NamedBlob, kv_hash: str, kv_identity: identity_pb2.KvIdentity) -> BlobFacts:
     """The facts that a blob which is not whole must have, by the manifest that names it."""
     try:
+        is_state = need.kind == "state"
         specs = (
-            expected_state_tensors(facts.kv_identity, need.tokens, windows_in_blocks=facts.windows_in_blocks)
-            if need.kind == "state"
-            else expected_tensors(facts.kv_identity, need.tokens, need.window)
+            expected_state_tensors(kv_identity) if is_state else expected_tensors(kv_identity, need.tokens, need.window)
         )
         schema = schema_text(specs)
     except HeaderError:
         schema = ""
-    identity = FileIdentity(need.kind, facts.kv_identity_hash, need.start, need.tokens, need.chain, need.window)
+    identity = FileIdentity(need.kind, kv_hash, need.start, need.tokens, need.chain, need.window)
     return BlobFacts(need.kind, identity, schema)
 
 

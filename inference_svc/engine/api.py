@@ -81,6 +81,19 @@ class Restored:
     keep_tokens: int
     shareable_tokens: int = 0
     state: bytes | None = None  # state file of exactly `keep_tokens` tokens; models with states need it
+    windows: tuple["RestoredWindow", ...] = ()  # one for each window of the layout
+
+
+@dataclass(frozen=True, slots=True)
+class RestoredWindow:
+    """The files of one window's layers: from a block that the token at `keep_tokens` sees to the end of `token_ids`.
+
+    A wrong file raises DataLoss with "window" beside "blob", which then counts from `first_block`.
+    """
+
+    window: int
+    first_block: int
+    blobs: tuple[bytes, ...]
 
 
 Reuse: TypeAlias = Cold | Hot | Restored
@@ -256,8 +269,8 @@ class HotMemory:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and the tail if the snapshot reaches
-    it. For a model with states also the state file of each rewind point.
+    """Tensor files of a sequence: blocks [first_block, first_block + len(blocks)), and, if the snapshot reaches the
+    end, the tail, the files of windows, and for a model with recurrent layers the state file of each rewind point.
     """
 
     first_block: int
@@ -265,3 +278,15 @@ class Snapshot:
     tail: tuple[FileIdentity, bytes] | None
     state: SequenceState  # as of the snapshot
     states: tuple[tuple[FileIdentity, bytes], ...] = ()
+    windows: tuple["WindowFiles", ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WindowFiles:
+    """Files of one window's layers: of the blocks that the sequence holds, those that the asker lacks; and the tail."""
+
+    window: int
+    held_from: int  # the first block that the sequence holds
+    first_block: int  # of `blocks`
+    blocks: tuple[tuple[FileIdentity, bytes], ...]
+    tail: tuple[FileIdentity, bytes] | None

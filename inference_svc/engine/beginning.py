@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 from kvasir.errors import FailedPrecondition
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
+from kvasir.formats.layer_groups import first_touched_block
 
 from inference_svc.engine.api import Hot, Restored
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
-from inference_svc.engine.scheduling.prefix_sharing import PrefixSource
 from inference_svc.engine.sequence import Sequence
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_files import from_files
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import check_files, check_state
+from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
@@ -49,9 +49,9 @@ def reuse_of_memory(sequence: Sequence, memory: ResidentMemory[SequenceKV] | Non
     return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens)
 
 
-def reuse_of_prefix(sequence: Sequence, prefix: PrefixSource[object], kv: SequenceKV) -> Reuse:
+def reuse_of_prefix(sequence: Sequence, tokens: int, kv: SequenceKV) -> Reuse:
     """What a turn begins with that shares a prefix: the bits that it would compute itself."""
-    return Reuse(kv, prefix.shared_tokens, sequence.chain, prefix.shared_tokens, is_shared=True)
+    return Reuse(kv, tokens, sequence.chain, tokens, is_shared=True)
 
 
 def begin(sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None, pool: KvPool, model: ModelInfo) -> None:
@@ -86,7 +86,7 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     kept = {sequence.cached, sequence.prompt_rewind_point, len(state.token_ids)}
     # A warm-up turn generates nothing, so it keeps the existing rewind points (at most MOST_REWIND_POINTS).
     kv.keep_rewind_points(kept if sequence.plan.generates else kv.rewind_points[-MOST_REWIND_POINTS:])
-    sequence.rewind_points = kv.rewind_points
+    sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are
     state = sequence.state()
     known = sequence.known_chain[: len(state.token_ids) // BLOCK_TOKENS]
     chain = chain_hashes(kv_identity_hash, state.token_ids, known)
@@ -104,9 +104,25 @@ def _restore(sequence: Sequence, restored: Restored, pool: KvPool, model: ModelI
             raise FailedPrecondition("the plan restores no state of the tokens that it keeps", reason="STATE_MISSING")
         kept_ids = restored.token_ids[:keep]
         states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
-    sequence.kv = from_files(pool, files, keep, states)
+    windows = _windows(restored, keep, model)
+    sequence.kv = from_files(pool, files, keep, states, windows)
     sequence.known_chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
     sequence.began(keep, restored.shareable_tokens)
+
+
+def _windows(restored: Restored, keep: int, model: ModelInfo) -> dict[int, list[CheckedFile]]:
+    """The checked files of windows, which have all that the token at `keep` sees."""
+    first_blocks = {each.window: each.first_block for each in restored.windows}
+    if keep and any(
+        first_blocks.get(window, keep) > first_touched_block(window, keep) for window in model.window_bytes_per_token
+    ):
+        raise FailedPrecondition("the plan does not restore what the windows keep", reason="STATE_MISSING")
+    return {
+        each.window: check_files(
+            model.kv_identity, model.kv_identity_hash, each.blobs, restored.token_ids, each.window, each.first_block
+        )
+        for each in restored.windows
+    }
 
 
 def _begins_with(tokens: collections.abc.Sequence[int], prompt: collections.abc.Sequence[int], count: int) -> bool:

@@ -5,10 +5,11 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
@@ -206,6 +207,7 @@ class Engine:
             self._matcher(plan),
             listener=on_events,
             has_states=self.model.has_states,
+            has_windows=bool(self.model.window_bytes_per_token),
         )
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
@@ -238,19 +240,26 @@ class Engine:
         return self._when_idle(source, lambda worker: worker.fork(source, target))
 
     def snapshot(
-        self, key: AgentKey, first_block: int, *, blocks_only: bool = False, max_blocks: int | None = None
+        self,
+        key: AgentKey,
+        first_block: int,
+        *,
+        blocks_only: bool = False,
+        max_blocks: int | None = None,
+        stored_windows: Mapping[int, range] = MappingProxyType({}),
     ) -> "Future[Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
         of the key runs.
 
         `max_blocks`: at most so many blocks, and the tail only with the last of the memory. So a long memory is taken
-        in pieces, and other turns go on between them. `blocks_only`: full blocks alone, at once, of the running turn if
+        in pieces, and other turns go on between them. `stored_windows`: by window, blocks of these tokens that the
+        caller has. `blocks_only`: full blocks alone, at once, of the running turn if
         there is one. Bytes are copies: later turns do not change them. Rows from a turn's `cached_tokens` on may differ
         from those before it, even for equal tokens: publish from block `cached_tokens // 256`.
         """
         if blocks_only:
             return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
-        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block, max_blocks))
+        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block, max_blocks, stored_windows))
 
     def close(self) -> None:
         """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""
@@ -300,8 +309,8 @@ class Engine:
 
 def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
     rules = Rules(cell_tokens=model.cell_tokens, budget_s=step_budget_s)
-    # Layers that do not keep all tokens share no rows, so a turn would wait for its sibling in vain.
-    return replace(rules, prefix_wait_s=0) if model.has_states else rules
+    # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.
+    return replace(rules, prefix_wait_s=0) if model.has_rewind_points else rules
 
 
 def _closed() -> Unavailable:

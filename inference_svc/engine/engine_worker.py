@@ -7,7 +7,8 @@ cancelled changes no memory.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -144,12 +145,18 @@ class EngineWorker:
         self.memories.put(target, forked)
         return True
 
-    def snapshot(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+    def snapshot(
+        self,
+        key: AgentKey,
+        first_block: int,
+        max_blocks: int | None = None,
+        stored_windows: Mapping[int, range] = MappingProxyType({}),
+    ) -> Snapshot | None:
         """The key's memory: blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the
         last block.
         """
         memory = self.memories.get(key)
-        return None if memory is None else memory_snapshot(memory, self._model, first_block, max_blocks)
+        return None if memory is None else memory_snapshot(memory, self._model, first_block, max_blocks, stored_windows)
 
     def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
         """Full blocks from `first_block` on, at most `max_blocks`, of the key's running turn or else of its memory."""
@@ -242,7 +249,12 @@ class EngineWorker:
             return None
         source = prefix.source
         owner = source if isinstance(source, Sequence) else self.memories.get(source)  # type: ignore[arg-type]
-        return None if owner is None or owner.kv is None else reuse_of_prefix(sequence, prefix, owner.kv)
+        if owner is None or owner.kv is None:
+            return None
+        # Less than the whole prefix where the windows have gone on.
+        tokens, cell = owner.kv.start_before(prefix.shared_tokens), self._model.cell_tokens
+        is_worth = tokens % cell == 0 and tokens >= sequence.reusable_tokens + cell
+        return reuse_of_prefix(sequence, tokens, owner.kv) if is_worth else None
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv is not None

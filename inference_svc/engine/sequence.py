@@ -3,7 +3,7 @@
 No tensor is touched here: a sequence only holds the KV and the sampler that the MLX thread gives it.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -51,6 +51,7 @@ class SwappedOut:
 
     tokens: int  # tokens whose KV is in the files
     rewind_points: tuple[int, ...]  # token counts of the state files, which come last; the last count is `tokens`
+    first_blocks: Mapping[int, int]  # by group of layers in the order of their files: the first block that is there
     unstored_bytes: int  # bytes of files that are still in memory
 
 
@@ -69,8 +70,9 @@ class Sequence:
         *,
         listener: Listener = lambda _events: None,
         has_states: bool = False,
+        has_windows: bool = False,
     ) -> None:
-        """`has_states`: the model has layers that do not keep all tokens."""
+        """`has_states`: some layers are recurrent. `has_windows`: some keep the last tokens alone."""
         self.plan = plan
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
@@ -93,6 +95,7 @@ class Sequence:
         self._full_reported = self._prefilled_reported = 0
         self._cell_tokens = cell_tokens
         self._has_states = has_states
+        self._has_windows = has_windows
         self._clock = clock
         self._events: list[Event] = []
         self._reply = ReplyText(token_text, plan.sampling, stop_token_ids)
@@ -196,11 +199,15 @@ class Sequence:
 
     @property
     def prompt_rewind_point(self) -> int:
-        """Prompt tokens after which the memory must have a rewind point; 0 for none."""
-        if not self._has_states:
+        """Prompt tokens after which the memory must have a rewind point; 0 for none.
+
+        Windows can go on from wherever their blocks are, so theirs is an edge of the grid, which others may share.
+        """
+        if not self._has_states and not self._has_windows:
             return 0
         asked = self.plan.rewind_point_tokens
-        return self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
+        point = self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
+        return point if self._has_states else point // self._cell_tokens * self._cell_tokens
 
     @property
     def is_at_rewind_point(self) -> bool:

@@ -1,23 +1,34 @@
 """Tensor files of a memory, or of a turn that still runs. On the MLX thread; the bytes are copies."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Tokens
+from typing import TypeAlias
 
 from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
+from kvasir.formats.layer_groups import layers_of, windows_of
 from kvasir.formats.token_files import file_identities, state_identity
 
-from inference_svc.engine.api import Snapshot
+from inference_svc.engine.api import Snapshot, WindowFiles
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.sequence_files import files_of, row_layers
+from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 
+File: TypeAlias = tuple[FileIdentity, bytes]
+
 
 def memory_snapshot(
-    memory: ResidentMemory[SequenceKV], model: ModelInfo, first_block: int, max_blocks: int | None
+    memory: ResidentMemory[SequenceKV],
+    model: ModelInfo,
+    first_block: int,
+    max_blocks: int | None,
+    stored_windows: Mapping[int, range],
 ) -> Snapshot:
-    """Blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the last block."""
+    """Blocks from `first_block` on, at most `max_blocks`. The tail, the windows and the states come with the last
+    block. `stored_windows`: blocks of windows that the asker has.
+    """
     tokens, last_block = memory.state.token_ids, len(memory.chain)
     if max_blocks is not None and first_block + max_blocks < last_block:
         last_block = first_block + max_blocks
@@ -25,8 +36,11 @@ def memory_snapshot(
     files = _files(memory.kv, model, tokens, memory.chain[:last_block], first_block)
     if last_block < len(memory.chain):
         return Snapshot(first_block, tuple(files), None, memory.state)
-    tail = files.pop() if files and files[-1][0].kind == "tail" else None
-    return Snapshot(first_block, tuple(files), tail, memory.state, _states(memory, model))
+    tail = _pop_tail(files)
+    windows = tuple(
+        _window(memory, model, window, stored_windows.get(window, range(0))) for window in windows_of(model.kv_identity)
+    )
+    return Snapshot(first_block, tuple(files), tail, memory.state, _states(memory, model), windows)
 
 
 def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max_blocks: int | None) -> Snapshot:
@@ -40,15 +54,29 @@ def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max
 
 
 def _files(
-    kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int
-) -> list[tuple[FileIdentity, bytes]]:
-    if not row_layers(model.kv_identity):
+    kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int, group: int = 0
+) -> list[File]:
+    if not layers_of(model.kv_identity, group):
         return []  # no layer is kept in blocks
-    identities = file_identities(model.kv_identity_hash, token_ids, chain, first_block)
+    identities = file_identities(model.kv_identity_hash, token_ids, chain, first_block, group)
     return list(zip(identities, files_of(kv, identities), strict=True))
 
 
+def _pop_tail(files: list[File]) -> File | None:
+    return files.pop() if files and files[-1][0].kind == "tail" else None
+
+
+def _window(memory: ResidentMemory[SequenceKV], model: ModelInfo, window: int, stored: range) -> WindowFiles:
+    held_from = first_whole_block(memory.kv, window)
+    first_block = stored.stop if held_from in stored else held_from
+    files = _files(memory.kv, model, memory.state.token_ids, memory.chain, first_block, window)
+    tail = _pop_tail(files)
+    return WindowFiles(window, held_from, first_block, tuple(files), tail)
+
+
 def _states(memory: ResidentMemory[SequenceKV], model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:
+    if not model.has_states:
+        return ()
     tokens, hash_ = memory.state.token_ids, model.kv_identity_hash
     identities = [state_identity(hash_, tokens, point, memory.chain) for point in memory.kv.rewind_points]
     return tuple(zip(identities, files_of(memory.kv, identities), strict=True))

@@ -268,7 +268,7 @@ class SequenceKV:
         """
         if self.can_go_on_from(length):
             for table in self.tables:
-                table.valid_from = min(table.valid_from, window_start(table.window, length))
+                table.valid_from = min(table.valid_from, needed_blocks(table.window, length).start * PAGE_TOKENS)
         self._points = [point for point in self._points if point.tokens <= length]
         if not self._has_states_of(length):
             self._become(self._points[-1].states if self._points else [s.empty_like() for s in self.states.values()])

@@ -20,7 +20,7 @@ from kvasir.formats.block_file import (
     parse_header,
 )
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
-from kvasir.formats.manifest import keeps_all_tokens
+from kvasir.formats.layer_groups import layers_of
 from kvasir.formats.token_files import file_identities, state_identity
 
 # bfloat16 is unknown to numpy: its 16 bits travel as they are.
@@ -45,45 +45,54 @@ class CheckedFile:
 
 
 def check_files(
-    identity: identity_pb2.KvIdentity, kv_identity_hash: str, blobs: Sequence[bytes], token_ids: Sequence[int]
+    identity: identity_pb2.KvIdentity,
+    kv_identity_hash: str,
+    blobs: Sequence[bytes],
+    token_ids: Sequence[int],
+    group: int = 0,
+    first_block: int = 0,
 ) -> list[CheckedFile]:
-    """Check that the headers of `blobs` name, and their tensors fit, KV of exactly these tokens under this identity.
+    """Check that the headers of `blobs` name, and their tensors fit, KV of exactly these tokens under this identity: of
+    one group of layers (0: those that keep all tokens, else a window), from a block on.
 
     Raises DataLoss that names the first blob which does not.
     """
-    expected = file_identities(kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids))
-    if not keeps_all_tokens(identity):
+    expected = file_identities(
+        kv_identity_hash, token_ids, chain_hashes(kv_identity_hash, token_ids), first_block, group
+    )
+    if not layers_of(identity, group):
         expected = []  # nothing is in blocks
     if len(blobs) != len(expected):
-        raise _damaged(min(len(blobs), len(expected)), f"expected {len(expected)} tensor files, got {len(blobs)}")
-    schemas = {rows: expected_tensors(identity, rows) for rows in {file.tokens for file in expected}}
+        what = f"expected {len(expected)} tensor files, got {len(blobs)}"
+        raise _damaged(min(len(blobs), len(expected)), what, group)
+    schemas = {rows: expected_tensors(identity, rows, group) for rows in {file.tokens for file in expected}}
     files: list[CheckedFile] = []
     for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
         try:
             files.append(_checked(identity, schemas[file_identity.tokens], file_identity, data))
         except HeaderError as error:
-            raise _damaged(index, str(error)) from None
+            raise _damaged(index, str(error), group) from None
     return files
 
 
 def check_state(
     identity: identity_pb2.KvIdentity, kv_identity_hash: str, blob: bytes, token_ids: Sequence[int]
 ) -> CheckedFile:
-    """Check that the header of `blob` names, and its tensors fit, the state after exactly these tokens.
+    """Check that the header of `blob` names, and its tensors fit, the recurrent layers' state after exactly these
+    tokens.
 
     Raises DataLoss, whose metadata say the state's tokens.
     """
     expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
-        return _checked(identity, expected_state_tensors(identity, expected.tokens), expected, blob)
+        return _checked(identity, expected_state_tensors(identity), expected, blob)
     except HeaderError as error:
         raise _damaged_state(expected, str(error)) from None
 
 
-def state_arrays(identity: identity_pb2.KvIdentity, file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
+def state_arrays(file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
     """The tensors of a state file, [1, …] each. Raises DataLoss for a value that is not finite."""
-    specs = expected_state_tensors(identity, file.header.identity.tokens)
-    arrays = list(_views(file))
+    specs, arrays = file.header.tensors, list(_views(file))
     for spec, array in zip(specs, arrays, strict=True):
         if not _is_finite(array, spec.dtype):
             raise _damaged_state(file.header.identity, f"{spec.name}: holds a value that is not finite")
@@ -95,7 +104,8 @@ def page_units(identity: identity_pb2.KvIdentity, file: CheckedFile) -> Array:
     """The tensors of a block or tail file as a page, uint16 [units]: of a block its bytes as they are, of a tail with
     zeros behind its rows.
     """
-    units = sum(spec.size_bytes for spec in expected_tensors(identity, BLOCK_TOKENS)) // _UNIT_BYTES
+    specs = expected_tensors(identity, BLOCK_TOKENS, file.header.identity.window)
+    units = sum(spec.size_bytes for spec in specs) // _UNIT_BYTES
     if file.header.identity.tokens == BLOCK_TOKENS:
         return np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
     page = np.zeros(units, dtype=np.uint16)
@@ -103,17 +113,17 @@ def page_units(identity: identity_pb2.KvIdentity, file: CheckedFile) -> Array:
     return page
 
 
-def exponents(identity: identity_pb2.KvIdentity) -> Array:
+def exponents(identity: identity_pb2.KvIdentity, group: int = 0) -> Array:
     """For each unit of such a page the bits of a number's exponent; 0 for codes, of which any bits are valid."""
-    specs = expected_tensors(identity, BLOCK_TOKENS)
+    specs = expected_tensors(identity, BLOCK_TOKENS, group)
     return np.concatenate(
         [np.full(spec.size_bytes // _UNIT_BYTES, _EXPONENTS.get(spec.dtype, 0), np.uint16) for spec in specs]
     )
 
 
-def not_finite(index: int) -> DataLoss:
+def not_finite(index: int, group: int = 0) -> DataLoss:
     """The error for a file with a scale, bias or exact value that is not finite."""
-    return _damaged(index, "holds a value that is not finite")
+    return _damaged(index, "holds a value that is not finite", group)
 
 
 def _spread(page: Array, file: CheckedFile) -> None:
@@ -173,7 +183,7 @@ def _not_finite(array: Array, dtype: str) -> npt.NDArray[np.bool_]:
 
 
 def _difference(expected: FileIdentity, found: FileIdentity) -> str:
-    for name in ("kind", "kv_identity_hash", "start", "tokens", "chain"):
+    for name in ("kind", "kv_identity_hash", "window", "start", "tokens", "chain"):
         ours, theirs = getattr(expected, name), getattr(found, name)
         if ours != theirs:
             return f"{name}: expected {ours}, found {theirs}"
@@ -185,5 +195,7 @@ def _damaged_state(identity: FileIdentity, what: str) -> DataLoss:
     return DataLoss(f"state file of {tokens} tokens: {what}", metadata={"state": tokens})
 
 
-def _damaged(index: int, what: str) -> DataLoss:
-    return DataLoss(f"tensor file {index}: {what}", metadata={"blob": str(index)})
+def _damaged(index: int, what: str, group: int) -> DataLoss:
+    """`index` is the file's place among the given files of its group."""
+    place = {"blob": str(index), **({"window": str(group)} if group else {})}
+    return DataLoss(f"tensor file {index}{f' of window {group}' if group else ''}: {what}", metadata=place)

@@ -14,6 +14,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotOutcome
 from inference_svc.memory.remote_cache import EventCursor, Head
+from inference_svc.memory.stored_windows import StoredWindow, listed_window, stored_window
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import of_caller
@@ -37,6 +38,7 @@ class PublicationState:
     expected_version: int | None = None
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
+    windows: dict[int, StoredWindow] = field(default_factory=dict)  # by window, those of its files in the store
     states: dict[int, Digest] = field(default_factory=dict)  # by rewind point, those that are in the store
     # The version that a commit was sent for and whose answer was lost: if it is the newest, it is ours after all.
     attempted: Version | None = None
@@ -117,7 +119,7 @@ def as_hot(memory: AgentMemory) -> AgentMemory:
     """The memory that the engine's KV holds, for comparison with a prompt."""
     if (ahead := memory.ahead) is None:
         return memory
-    publication = replace(memory.publication, blocks=list(ahead.blocks), tail=None, states={})
+    publication = replace(memory.publication, blocks=list(ahead.blocks), tail=None, windows={}, states={})
     shareable_tokens, rewind_points = ahead.shareable_tokens, ahead.rewind_points
     return replace(
         memory,
@@ -140,6 +142,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     blocks = [Digest.from_proto(block) for block in manifest.blocks]
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
+    windows = {int(each.window): stored_window(each) for each in manifest.windows}
     return AgentMemory(
         transcript=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
@@ -147,7 +150,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         # An imported manifest may claim anything: it serves its own agent only.
         shareable_tokens=0 if head.is_brought else manifest.shareable_tokens,
         tokenizer_digest=manifest.tokenizer_digest,
-        publication=PublicationState(head, is_head=True, blocks=blocks, tail=tail, states=states),
+        publication=PublicationState(head, is_head=True, blocks=blocks, tail=tail, windows=windows, states=states),
         rewind_points=tuple(states),
         is_brought=head.is_brought,
     )
@@ -158,9 +161,12 @@ def to_manifest(
     model: ModelInfo,
     blocks: Sequence[Digest],
     tail: Digest | None,
+    windows: Mapping[int, StoredWindow],
     states: Mapping[int, Digest],
 ) -> bytes:
-    """The manifest of a memory whose tensors are stored under these digests; `states` by their points' tokens."""
+    """The manifest of a memory whose tensors are stored under these digests; `windows` by window, `states` by their
+    points' tokens.
+    """
     head = memory.publication.head
     return manifests.build(
         kv_identity=model.kv_identity,
@@ -170,6 +176,7 @@ def to_manifest(
         blocks=blocks,
         tail=tail,
         states=sorted(states.items()),
+        windows=[listed_window(window, stored) for window, stored in sorted(windows.items())],
         shareable_tokens=memory.shareable_tokens,
         messages=memory.messages,
         tokenizer_digest=model.tokenizer_digest,

@@ -7,19 +7,23 @@ hot and unstored, and the error has the numbers.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from kvasir import errors
+from kvasir.formats.block_file import FileIdentity
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import keeps_all_tokens
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.engine.api import AgentKey, Snapshot, WindowFiles
 from inference_svc.engine.engine import Engine
-from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.memory.stored_windows import StoredWindow
 
 _PIECE_BYTES = 16 << 20
 
@@ -30,9 +34,40 @@ def piece_blocks(kv_bytes_per_token: int) -> int:
 
 
 def files_of(snapshot: Snapshot) -> list[bytes]:
-    """Tensor files in the order of a manifest: blocks, then the tail, then the states."""
-    tail = (snapshot.tail,) if snapshot.tail is not None else ()
-    return [data for _, data in (*snapshot.blocks, *tail, *snapshot.states)]
+    """Tensor files in the order of a manifest: blocks, the tail, each window's blocks and tail, states."""
+    parts: tuple[Snapshot | WindowFiles, ...] = (snapshot, *snapshot.windows)
+    rows = [each for part in parts for each in (*part.blocks, *_tail_of(part))]
+    return [data for _, data in (*rows, *snapshot.states)]
+
+
+def _tail_of(part: Snapshot | WindowFiles) -> tuple[tuple[FileIdentity, bytes], ...]:
+    return (part.tail,) if part.tail is not None else ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFiles:
+    """Digests of a whole memory's files."""
+
+    blocks: list[Digest]
+    tail: Digest | None
+    windows: dict[int, StoredWindow]
+    states: dict[int, Digest]
+
+
+def stored_files(snapshot: Snapshot, digests: Sequence[Digest], publication: PublicationState) -> StoredFiles:
+    """All files of a memory: those of the snapshot have `digests`, in the order of `files_of`; the store had the others
+    before."""
+    rest = iter(digests)
+    blocks = [*publication.blocks[: snapshot.first_block], *islice(rest, len(snapshot.blocks))]
+    tail = next(rest) if snapshot.tail is not None else None
+    windows = {}
+    for part in snapshot.windows:
+        known = publication.windows.get(part.window)
+        before = known.files(range(part.held_from, part.first_block)) if known is not None else ()
+        held = (*before, *islice(rest, len(part.blocks)))
+        windows[part.window] = StoredWindow(part.held_from, held, next(rest) if part.tail is not None else None)
+    states = dict(zip((identity.tokens for identity, _ in snapshot.states), rest, strict=True))
+    return StoredFiles(blocks, tail, windows, states)
 
 
 async def await_copy(asked: "Future[Snapshot | None]") -> Snapshot | None:
@@ -63,6 +98,11 @@ class Copies:
     def piece_bytes(self) -> int:
         return self.piece_blocks * BLOCK_TOKENS * self._engine.model.kv_bytes_per_token
 
+    def ask(self, key: AgentKey, first_block: int, stored: Mapping[int, StoredWindow]) -> "Future[Snapshot | None]":
+        """Ask for a piece of the key's memory from a block on. `stored`: files of windows that need no copy."""
+        places = {window: each.places for window, each in stored.items()}
+        return self._engine.snapshot(key, first_block, max_blocks=self.piece_blocks, stored_windows=places)
+
     async def rest(
         self, key: AgentKey, memory: AgentMemory, first: Snapshot, store: RemoteCache, patience_s: float
     ) -> tuple[Snapshot, int]:
@@ -84,7 +124,7 @@ class Copies:
                     held_bytes = self._hold(key.namespace, snapshot, held_bytes)
                     if not await self._has_room(key.namespace, give_up - self._clock()):
                         raise self._too_much(key.namespace, snapshot, memory)
-                piece = await await_copy(self._engine.snapshot(key, _end(snapshot), max_blocks=self.piece_blocks))
+                piece = await await_copy(self.ask(key, _end(snapshot), memory.publication.windows))
                 if piece is None or tuple(piece.state.token_ids) != tuple(memory.transcript.token_ids):
                     raise errors.ResourceExhausted("the memory was dropped or went on before all of it was copied")
                 snapshot = replace(piece, first_block=snapshot.first_block, blocks=(*snapshot.blocks, *piece.blocks))

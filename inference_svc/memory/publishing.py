@@ -17,7 +17,7 @@ from kvasir.formats.digest import Digest
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, to_manifest
-from inference_svc.memory.copies import Copies, await_copy, files_of
+from inference_svc.memory.copies import Copies, await_copy, files_of, stored_files
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
@@ -357,12 +357,8 @@ class Publisher:
             raise errors.ResourceExhausted("the memory was dropped before it could be stored")
         files = files_of(snapshot)
         digests, tensor_bytes = await store.write_tensors(files, timeout_s) if files else ([], 0)
-        count = len(snapshot.blocks)
-        blocks = [*publication.blocks[: snapshot.first_block], *digests[:count]]
-        tail = digests[count] if snapshot.tail is not None else None
-        points = [identity.tokens for identity, _ in snapshot.states]
-        states = dict(zip(points, digests[len(digests) - len(points) :], strict=True))
-        manifest = to_manifest(memory, self._engine.model, blocks, tail, states)
+        stored = stored_files(snapshot, digests, publication)
+        manifest = to_manifest(memory, self._engine.model, stored.blocks, stored.tail, stored.windows, stored.states)
         digest = Digest.of(manifest)
         parent = publication.head.identity if publication.head is not None else NO_HEAD.identity
         publication.attempted = Version(parent.number + 1, digest)
@@ -392,7 +388,8 @@ class Publisher:
         publication.head, publication.is_head, publication.attempted = head, True, None
         if (leases := self._leases.get(key.namespace)) is not None:
             leases.committed(key.agent_id, head, publication.generation)
-        publication.blocks[:], publication.tail, publication.states = blocks, tail, states
+        publication.blocks[:], publication.tail = stored.blocks, stored.tail
+        publication.windows, publication.states = stored.windows, stored.states
         written_bytes = sent_bytes + tensor_bytes + digest.size_bytes
         counters = self._stats.of(key.namespace)
         counters.publications[SnapshotState.COMMITTED] += 1
@@ -406,11 +403,12 @@ class Publisher:
         hot = self._engine.hot_memory(key)
         if hot is None or hot.tag is not memory:
             return None
-        first = await await_copy(self._engine.snapshot(key, 0, max_blocks=self.copies.piece_blocks))
+        first = await await_copy(self.copies.ask(key, 0, {}))
         # A newer turn may have extended it meanwhile.
         if first is None or tuple(first.state.token_ids) != tuple(memory.transcript.token_ids):
             return None
         memory.publication.blocks.clear()
+        memory.publication.windows.clear()
         whole, _ = await self.copies.rest(key, memory, first, store, self._limits.timeout_s)
         return whole
 

@@ -8,6 +8,7 @@ text did not cover. Whatever the store cannot give is a miss with its reason.
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TypeVar
 
 from kvasir.cachestore.v1 import manifest_pb2
@@ -16,14 +17,16 @@ from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import MAX_HEADER_BYTES
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
 from kvasir.formats.digest import Digest
+from kvasir.formats.layer_groups import row_groups
 
-from inference_svc.engine.api import AgentKey, Cold, Hot, Restored, Reuse
+from inference_svc.engine.api import AgentKey, Cold, Hot, Restored, RestoredWindow, Reuse
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, as_hot, from_manifest
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
 from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.memory.trust import is_unbroken, may_use_hot
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.prefix_matching import NO_MATCH, Outcome, PrefixMatch, RememberedText, match_prefix
@@ -65,6 +68,7 @@ class Prepared:
     match: Outcome
     miss: Miss | None
     stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
+    stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,13 @@ class _Candidate:
     tail: Digest | None = None
     shareable_tokens: int = 0
     states: Mapping[int, Digest] = field(default_factory=dict)  # by rewind point, ascending
+    windows: Mapping[int, StoredWindow] = field(default_factory=dict)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether the files of windows have all that the token behind the reused ones sees. The engine itself knows how
+        far a hot memory can go back."""
+        return self.source is Source.HOT or covers(self.windows, self.keep)
 
 
 class Recall:
@@ -210,14 +221,17 @@ class Recall:
 
     def _too_large(self, publication: PublicationState) -> str | None:
         """Why a blob is too large for this layout, or None. A manifest may name any size; such a blob is not read."""
-        largest = self._engine.model.kv_bytes_per_token * BLOCK_TOKENS + MAX_HEADER_BYTES
+        model = self._engine.model
         named = [*publication.blocks, *((publication.tail,) if publication.tail else ())]
-        largest_state = self._engine.model.state_bytes + MAX_HEADER_BYTES
-        bounded = [(largest, digest) for digest in named] + [
-            (largest_state, each) for each in publication.states.values()
-        ]
-        wrong = next(((most, digest) for most, digest in bounded if digest.size_bytes > most), None)
-        return f"blob {wrong[1]}: expected at most {wrong[0]} bytes" if wrong else None
+        bounded = [(model.kv_bytes_per_token * BLOCK_TOKENS, digest) for digest in named]
+        for window, stored in publication.windows.items():
+            most = model.window_bytes_per_token[window] * BLOCK_TOKENS
+            bounded += [(most, digest) for digest in stored.named]
+        bounded += [(model.state_bytes, digest) for digest in publication.states.values()]
+        for most, digest in bounded:
+            if digest.size_bytes > most + MAX_HEADER_BYTES:
+                return f"blob {digest}: expected at most {most + MAX_HEADER_BYTES} bytes"
+        return None
 
     # --- the plan ---
 
@@ -231,6 +245,7 @@ class Recall:
         hold: Callable[[int], Awaitable[None]],
         usable_files: int | None = None,
         usable_rewind_point: int | None = None,
+        usable_windows: bool = True,
         generates: bool = True,
     ) -> Prepared:
         """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
@@ -238,7 +253,8 @@ class Recall:
         `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
         wait for it does not count as the store's time. `usable_files`: how many leading tensor files of the memory may
         be used, after the engine refused the next one. `usable_rewind_point`: the last rewind point whose state may be
-        used, after the engine refused a later one. `generates`: False when only the prompt is computed; then all of it
+        used, after the engine refused a later one. `usable_windows`: False after the engine refused a file of a window.
+        `generates`: False when only the prompt is computed; then all of it
         may be reused.
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
@@ -249,7 +265,10 @@ class Recall:
         if self._engine.model.has_states:
             candidate, no_point = _at_rewind_point(candidate, recollection.memory, usable_rewind_point)
             miss = miss or no_point
-        elif store is not None and usable_files is None:
+        if not candidate.can_go_on or (candidate.windows and not usable_windows):
+            miss = miss or Miss(MissReason.NO_STATE_POINT, f"the windows of {candidate.keep} tokens are not stored")
+            candidate = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
+        if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, namespace, budget)
             miss = miss or shared_miss
         reuse, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
@@ -262,6 +281,9 @@ class Recall:
             match=candidate.match.outcome,
             miss=read_miss or miss,
             stored_blocks=tuple(candidate.blocks[: kept // BLOCK_TOKENS]),
+            stored_windows={
+                window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()
+            },
         )
 
     async def _by_text(self, namespace: str, recollection: Recollection, text: str, generates: bool) -> _Candidate:
@@ -294,6 +316,7 @@ class Recall:
             publication.tail,
             memory.shareable_tokens,
             publication.states,
+            publication.windows,
         )
 
     def _match(self, transcript: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
@@ -327,15 +350,27 @@ class Recall:
                 len(tokens.ids) > _LONG_TOKENS,
                 lambda: block_hash_chain(namespace, kv_identity_hash, tokens.ids[: len(tokens.ids) - 1]),
             )
-            blocks = await store.find_prefix(kv_identity_hash, hashes, budget) if hashes else []
+            groups = row_groups(self._engine.model.kv_identity)
+            found = await store.find_prefix(kv_identity_hash, hashes, groups, budget) if hashes else FoundPrefix()
+            # Whole cells: from a cell's edge on, the rest is prefilled exactly as in a cold run.
+            while found.tokens % cell:
+                hashes = hashes[: found.tokens // cell * cell // BLOCK_TOKENS]
+                found = await store.find_prefix(kv_identity_hash, hashes, groups, budget)
         except StoreMiss as error:
             return candidate, error.miss
-        # Whole cells: from a cell's edge on, the rest is prefilled exactly as in a cold run.
-        keep = len(blocks) * BLOCK_TOKENS // cell * cell
+        keep = found.tokens
         if keep < candidate.keep + BLOCK_TOKENS:
             return candidate, None
-        found = blocks[: keep // BLOCK_TOKENS]
-        return _Candidate(tokens, keep, Source.SHARED, candidate.match, tokens.ids, found, None, keep), None
+        return _Candidate(
+            tokens,
+            keep,
+            Source.SHARED,
+            candidate.match,
+            tokens.ids,
+            found.blocks,
+            shareable_tokens=keep,
+            windows=found.windows,
+        ), None
 
     async def _reuse(
         self,
@@ -352,51 +387,58 @@ class Recall:
             return Cold(), None
         named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
         wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
-        # Room for one state is asked for at once with them: turns that hold room and wait could wait for each other.
-        states = max((candidate.states[point].size_bytes for point in _usable(candidate)), default=0)
-        await hold(sum(digest.size_bytes for digest in wanted) + states)
+        # All room is asked for at once: turns that hold room and wait for more could wait for each other.
+        rest = [max((candidate.states[point].size_bytes for point in _usable(candidate)), default=0)]
+        rest += [digest.size_bytes for stored in candidate.windows.values() for digest in stored.named]
+        await hold(sum(digest.size_bytes for digest in wanted) + sum(rest))
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
-        # The last file is full, or a tail that holds all the rest.
-        covered = min(len(blobs) * BLOCK_TOKENS, len(candidate.known_ids))
+        reach = candidate.keep
+        if manifests.keeps_all_tokens(self._engine.model.kv_identity):
+            reach = min(reach, len(blobs) * BLOCK_TOKENS)  # the last file is full, or a tail that holds all the rest
+        points = [reach]
         if self._engine.model.has_states:
-            return await self._from_state(candidate, blobs, covered, miss, store, budget)
-        if not covered:
-            return Cold(), miss
+            points = sorted((point for point in _usable(candidate) if point <= reach), reverse=True)
+        for point in points:
+            reuse, rest_miss = await self._from_files(candidate, point, blobs, store, budget)
+            miss = miss or rest_miss
+            if reuse is not None:
+                return reuse, miss
+        return Cold(), miss
+
+    async def _from_files(
+        self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], store: RemoteCache, budget: Budget
+    ) -> tuple[Reuse | None, Miss | None]:
+        """Restore the first `keep` tokens, if the files of windows and the state that this needs can be read."""
+        if not keep or not covers(candidate.windows, keep):
+            return None, None
+        places = {window: blocks_seen(window, keep) for window in candidate.windows}
+        wanted = [digest for window, stored in candidate.windows.items() for digest in stored.files(places[window])]
+        wanted += [candidate.states[keep]] if self._engine.model.has_states else []
+        found, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
+        if len(found) < len(wanted):
+            return None, miss
+        rest = iter(found)
+        windows = tuple(
+            RestoredWindow(window, blocks.start, tuple(islice(rest, len(blocks)))) for window, blocks in places.items()
+        )
+        has_rows = bool(blobs or windows)
+        known = min(-(-keep // BLOCK_TOKENS) * BLOCK_TOKENS, len(candidate.known_ids)) if has_rows else keep
         return (
             Restored(
-                blobs=tuple(blobs),
-                token_ids=tuple(candidate.known_ids[:covered]),
-                keep_tokens=min(candidate.keep, covered),
-                shareable_tokens=candidate.shareable_tokens,
+                blobs=tuple(blobs[: -(-keep // BLOCK_TOKENS)]),
+                token_ids=tuple(candidate.known_ids[:known]),
+                keep_tokens=keep,
+                shareable_tokens=0 if self._engine.model.has_states else candidate.shareable_tokens,
+                state=next(rest, None),
+                windows=windows,
             ),
             miss,
         )
 
-    async def _from_state(
-        self,
-        candidate: _Candidate,
-        blobs: Sequence[bytes],
-        covered: int,
-        miss: Miss | None,
-        store: RemoteCache,
-        budget: Budget,
-    ) -> tuple[Reuse, Miss | None]:
-        """Restore from the last rewind point that the files cover and whose state can be read."""
-        has_blocks = manifests.keeps_all_tokens(self._engine.model.kv_identity)
-        reach = min(candidate.keep, covered) if has_blocks else candidate.keep
-        for point in sorted((point for point in _usable(candidate) if point <= reach), reverse=True):
-            states, state_miss = await store.read_blobs([candidate.states[point]], budget)
-            miss = miss or state_miss
-            if states:
-                files = tuple(blobs[: -(-point // BLOCK_TOKENS)])
-                known = min(len(files) * BLOCK_TOKENS, len(candidate.known_ids)) if has_blocks else point
-                return Restored(files, tuple(candidate.known_ids[:known]), point, 0, states[0]), miss
-        return Cold(), miss
-
 
 def _usable(candidate: _Candidate) -> list[int]:
-    """The rewind points whose states may serve the candidate."""
-    return [point for point in candidate.states if point <= candidate.keep]
+    """The rewind points whose states, with what is stored of windows, may serve the candidate."""
+    return [point for point in candidate.states if point <= candidate.keep and covers(candidate.windows, point)]
 
 
 def _at_rewind_point(

@@ -15,10 +15,12 @@ import structlog
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
+from kvasir.formats.block_hash import BLOCK_TOKENS
 from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
+from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_window
 from inference_svc.memory.trust import LEASE_TTL_S, Version
 
 _LOG = structlog.get_logger(__name__)
@@ -193,13 +195,15 @@ class RemoteCache:
             return blobs, _miss(error)
         return blobs, None
 
-    async def find_prefix(self, kv_identity_hash: str, block_hashes: Sequence[str], budget: Budget) -> list[Digest]:
-        """Digests of the longest stored prefix of a chain that may be shared."""
+    async def find_prefix(
+        self, kv_identity_hash: str, block_hashes: Sequence[str], groups: Sequence[int], budget: Budget
+    ) -> FoundPrefix:
+        """The longest stored prefix of a chain that may be shared, in these groups of layers."""
         asked = block_hashes[:_MAX_BLOCK_HASHES]
 
-        async def find() -> list[Digest]:
-            found = await self._client.find_prefix(kv_identity_hash, asked, timeout_s=budget.remaining_s)
-            return [Digest.from_proto(digest) for digest in found.blocks[: len(asked)]]
+        async def find() -> FoundPrefix:
+            answer = await self._client.find_prefix(kv_identity_hash, asked, groups, timeout_s=budget.remaining_s)
+            return _found_prefix(answer, groups, len(asked))
 
         try:
             return await self._read(find, budget)
@@ -461,6 +465,19 @@ _REASONS: tuple[tuple[type[Exception], MissReason], ...] = (
     (errors.NotFound, MissReason.BLOB_MISSING),
     (errors.DataLoss, MissReason.BLOB_DAMAGED),
 )
+
+
+def _found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[int], most: int) -> FoundPrefix:
+    """The store's answer for these groups and `most` block hashes. Raises ValueError unless it can be one."""
+    count = int(answer.tokens) // BLOCK_TOKENS
+    if not count:
+        return FoundPrefix()
+    windows = {int(each.window): stored_window(each) for each in answer.windows}
+    has_all = len(answer.blocks) == (count if 0 in groups else 0)
+    is_whole = all(stored.places == blocks_seen(window, int(answer.tokens)) for window, stored in windows.items())
+    if count > most or not has_all or not is_whole or list(windows) != [group for group in groups if group]:
+        raise ValueError("FindPrefix: the answer is not a prefix of the groups that were asked for")
+    return FoundPrefix(count * BLOCK_TOKENS, tuple(map(Digest.from_proto, answer.blocks)), windows)
 
 
 def _miss(error: Exception) -> Miss:

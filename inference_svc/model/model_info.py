@@ -1,6 +1,7 @@
 """The facts of a loaded model, as plain data for the rooms above."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import identity_pb2
 
@@ -24,7 +25,13 @@ class ModelInfo:
     stop_token_ids: tuple[int, ...]  # the model's own end tokens
     policy_name: str = ""  # as text: "q4-rotated, layer 7 exact"
     policy_why: str = ""  # the reason for this policy
-    has_states: bool = False  # some layers do not keep all tokens: a sequence can continue from rewind points only
-    state_bytes: int = 0  # the most that those layers keep at one rewind point
+    has_states: bool = False  # some layers are recurrent: a sequence can go on from rewind points only
+    state_bytes: int = 0  # that those layers keep at one rewind point
+    window_bytes_per_token: Mapping[int, int] = field(default_factory=dict)  # by window, of all its layers
     weights_bytes: int = 0  # in memory, in the type that is computed in
     live_state_bytes: int = 0  # of the recurrent layers' states at one length
+
+    @property
+    def has_rewind_points(self) -> bool:
+        """Whether some layer does not keep all tokens. A sequence keeps what such layers need at rewind points."""
+        return self.has_states or bool(self.window_bytes_per_token)

@@ -9,7 +9,7 @@ from typing import Any
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import expected_state_tensors, expected_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
-from kvasir.formats.manifest import keeps_states
+from kvasir.formats.layer_groups import has_recurrent_layers, windows_of
 
 from inference_svc.formats.grammars import Grammars
 from inference_svc.kv.capacity import live_state_bytes
@@ -30,7 +30,6 @@ from inference_svc.text.token_text import TokenText
 _CELL_TOKENS = {"cpu": BLOCK_TOKENS, "metal": 4 * BLOCK_TOKENS, "cuda": 8 * BLOCK_TOKENS}
 _SPARE_BYTES = 8 << 30  # of buffers that a cell and a step use again
 _DEFAULT_CONTEXT_TOKENS = 4096
-_ANY_LENGTH = 1 << 40  # longer than any window
 
 
 @dataclass(frozen=True)
@@ -85,8 +84,12 @@ def open_model(
         ),
         layer_count=sum(layer.kind != identity_pb2.LAYER_KIND_STATE for layer in identity.layers),
         policy_applied_layers=runner.applied_layers(identity),
-        has_states=keeps_states(identity),
-        state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity, _ANY_LENGTH)),
+        has_states=has_recurrent_layers(identity),
+        state_bytes=sum(tensor.size_bytes for tensor in expected_state_tensors(identity)),
+        window_bytes_per_token={
+            window: sum(tensor.size_bytes for tensor in expected_tensors(identity, 1, window))
+            for window in windows_of(identity)
+        },
         live_state_bytes=live_state_bytes(identity),
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,

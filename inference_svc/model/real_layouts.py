@@ -13,7 +13,6 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import expected_state_tensors, expected_tensors, layer_tensors, recurrent_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-_ANY_LENGTH = 1 << 40  # longer than any window
 Layers = Sequence[identity_pb2.LayerLayout]
 
 
@@ -70,8 +69,8 @@ def byte_costs(layers: Layers) -> dict[str, Any]:
         "layers": [{"kind": kind, "window": window, "count": n} for (kind, window), n in _kinds(layers).items()],
         "kv_bytes_per_token": sum(tensor.size_bytes for tensor in expected_tensors(quantized, 1)),
         "kv_bytes_per_token_fp16": sum(tensor.size_bytes for tensor in expected_tensors(exact, 1)),
-        "state_bytes": sum(tensor.size_bytes for tensor in expected_state_tensors(quantized, _ANY_LENGTH)),
-        "state_bytes_fp16": sum(tensor.size_bytes for tensor in expected_state_tensors(exact, _ANY_LENGTH)),
+        "state_bytes": sum(tensor.size_bytes for tensor in expected_state_tensors(quantized)),
+        "state_bytes_fp16": sum(tensor.size_bytes for tensor in expected_state_tensors(exact)),
     }
 
 

@@ -62,7 +62,7 @@ class TurnEnding:
             publication, store = hot.tag.publication, self._stores.get(key.namespace)
             if not publication.is_safe and not publication.lost_to and store is not None and self._clock() < give_up:
                 if store.is_reachable or await store.answers():
-                    asked = self._engine.snapshot(key, len(publication.blocks), max_blocks=self.copies.piece_blocks)
+                    asked = self.copies.ask(key, len(publication.blocks), publication.windows)
                     await self._publish(key, hot.tag, store, None, asked, None)
                 await self._publisher.drain(max(give_up - self._clock(), 0))
             stored, unstored = stored + publication.is_safe, unstored + (not publication.is_safe)
@@ -185,6 +185,7 @@ class TurnEnding:
                 event_cursor=turn.event_cursor,
                 # A stop string may have removed tokens of a block that was sent already.
                 blocks=stored[: len(state.token_ids) // BLOCK_TOKENS],
+                windows=dict(prepared.stored_windows),
             ),
             rewind_points=state.rewind_points,
             is_brought=_is_brought(recollection, prepared),
@@ -225,8 +226,8 @@ class TurnEnding:
         previous = (
             recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
         )
-        first, most = len(memory.publication.blocks), self.copies.piece_blocks
-        asked = turn.snapshot or self._engine.snapshot(key, first, max_blocks=most)
+        publication = memory.publication
+        asked = turn.snapshot or self.copies.ask(key, len(publication.blocks), publication.windows)
         # Awaited before the next turn of the agent may begin: the copies must be this turn's.
         return await self._publish(key, memory, store, previous, asked, turn.stream)
 

@@ -309,7 +309,8 @@ class TurnService:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
         usable_files: int | None = None
         usable_rewind_point: int | None = None
-        if (dialogue := turn.dialogue) is not None and self._engine.model.has_states:
+        usable_windows = True
+        if (dialogue := turn.dialogue) is not None and self._engine.model.has_rewind_points:
             template = self._prompting.template
             turn.rewind_point_chars = await self._prompting.run(
                 turn.request.namespace, lambda: conversation.lasting_chars(template, dialogue, text)
@@ -329,6 +330,7 @@ class TurnService:
                     hold=hold,
                     usable_files=usable_files,
                     usable_rewind_point=usable_rewind_point,
+                    usable_windows=usable_windows,
                     generates=not turn.request.is_warming,
                 )
                 self._check_line(turn)
@@ -352,6 +354,8 @@ class TurnService:
                 # computes them again from there on.
                 if point := error.metadata.get("state"):
                     usable_rewind_point, what = int(point) - 1, f"the state of {point} tokens"
+                elif window := error.metadata.get("window"):
+                    usable_windows, what = False, f"a tensor file of window {window}"
                 else:
                     usable_files = int(error.metadata.get("blob", "0"))
                     what = f"tensor file {usable_files} of the memory"
@@ -377,8 +381,8 @@ class TurnService:
         def on_events(events: list[Event]) -> None:
             # On the MLX thread. Ask for the snapshot here, because the next step may drop this memory for another.
             if stream is not None and isinstance(events[-1], Ended):
-                most = self._ending.copies.piece_blocks
-                turn.snapshot = self._engine.snapshot(stream.key, len(stream.stored), max_blocks=most)
+                stored_windows = prepared.stored_windows
+                turn.snapshot = self._ending.copies.ask(stream.key, len(stream.stored), stored_windows)
             self._handoff.send(inbox.put_nowait, events)
 
         needed_bytes = self._engine.needed_bytes(plan)

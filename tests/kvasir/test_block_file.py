@@ -99,20 +99,15 @@ def test_layers_that_do_not_keep_all_tokens_have_no_place_in_a_block() -> None:
     assert layer_tensors(MIXED, 1, 100)[0].shape == (1, 100, 8)
 
 
-@pytest.mark.parametrize(("tokens", "rows"), [(1, 1), (126, 126), (127, 127), (128, 127), (5000, 127)])
-def test_a_state_holds_what_the_next_token_sees_of_a_window_and_the_recurrent_tensors(tokens: int, rows: int) -> None:
-    """A window of 128 is the next token and 127 before it (LESSONS 12)."""
-    specs = {spec.name: (spec.dtype, spec.shape) for spec in expected_state_tensors(MIXED, tokens)}
-    window = {f"layer_1_{letter}_{part}" for letter in "kv" for part in ("weights", "scales", "biases")}
-    assert set(specs) == window | {"layer_2_state_0", "layer_2_state_1"}
-    assert specs["layer_1_k_weights"] == ("U32", (1, rows, 8))
-    assert (specs["layer_2_state_0"], specs["layer_2_state_1"]) == (("F32", (2, 16, 8)), ("F16", (3, 32)))
+def test_a_state_holds_the_recurrent_tensors() -> None:
+    specs = {spec.name: (spec.dtype, spec.shape) for spec in expected_state_tensors(MIXED)}
+    assert specs == {"layer_2_state_0": ("F32", (2, 16, 8)), "layer_2_state_1": ("F16", (3, 32))}
 
 
 def test_a_layout_that_does_not_describe_its_recurrent_state_has_no_state_files() -> None:
     silent = kv_identity("silent", [identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE)])
     with pytest.raises(HeaderError, match="layer 0: the layout does not describe"):
-        expected_state_tensors(silent, 5)
+        expected_state_tensors(silent)
 
 
 def test_exact_layers_and_latent_layers_have_their_own_tensors() -> None:
@@ -311,15 +306,14 @@ def test_a_file_of_a_window_names_it_and_holds_its_layers_alone() -> None:
                 check_schema(foreign, WINDOWED)
 
 
-def test_a_state_beside_window_blocks_holds_recurrent_layers_alone() -> None:
-    for windows_in_blocks, layers in ((True, {"2"}), (False, {"1", "2"})):
-        turn = SyntheticAgent(MIXED, 1, windows_in_blocks=windows_in_blocks).turn(300)
-        data = turn.new_blobs[Digest.from_proto(turn.manifest.states[0].digest)]
-        header = parse_header(data, len(data))
-        assert {spec.name.split("_")[1] for spec in header.tensors} == layers
-        check_schema(header, MIXED, windows_in_blocks=windows_in_blocks)
-        with pytest.raises(HeaderError, match="of the layout"):
-            check_schema(header, MIXED, windows_in_blocks=not windows_in_blocks)
+def test_a_state_holds_recurrent_layers_alone() -> None:
+    turn = SyntheticAgent(MIXED, 1).turn(300)
+    data = turn.new_blobs[Digest.from_proto(turn.manifest.states[0].digest)]
+    header = parse_header(data, len(data))
+    assert {spec.name.split("_")[1] for spec in header.tensors} == {"2"}
+    check_schema(header, MIXED)
+    with pytest.raises(HeaderError, match="of the layout"):
+        check_schema(header, WINDOWED)
 
 
 # --- anything ---

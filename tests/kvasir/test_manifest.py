@@ -238,8 +238,6 @@ def test_half_a_million_tokens_with_their_messages_fit() -> None:
 
 def test_every_kind_of_layer_may_be_described() -> None:
     assert manifest.keeps_all_tokens(MIXED)
-    assert manifest.keeps_states(MIXED)
-    assert not manifest.keeps_states(SMALL)
     only_state = identity_pb2.KvIdentity()
     only_state.CopyFrom(MIXED)
     del only_state.layers[0:2]

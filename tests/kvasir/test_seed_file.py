@@ -241,9 +241,8 @@ def test_rows_of_other_tokens_than_the_file_says_are_refused() -> None:
         from_seed_file(_with_header(file, header))
 
 
-@pytest.mark.parametrize(("identity", "windows_in_blocks"), [(MIXED, True), (WINDOWED, False)])
-def test_a_memory_with_states_has_no_seed_form(identity: identity_pb2.KvIdentity, windows_in_blocks: bool) -> None:
-    turn = SyntheticAgent(identity, 1, windows_in_blocks=windows_in_blocks).turn(300)
+def test_a_memory_with_states_has_no_seed_form() -> None:
+    turn = SyntheticAgent(MIXED, 1).turn(300)
     with pytest.raises(FailedPrecondition, match="archive") as refused:
         exported(turn.manifest, dict(turn.new_blobs))
     assert refused.value.reason == "NO_SEED_FORM"

@@ -15,7 +15,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.refusals import head_moved, missing, unfit_blob
 from cachestore_svc.index.sqlite import agents, blobs, leases, provenance, versions
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit, unfit_schema
+from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock, unfit
 from cachestore_svc.records import Origin, SnapshotVersion
 
 
@@ -104,7 +104,7 @@ def _check_lease(rows: Rows, asked: Commit, live: LiveLeases) -> None:
 
 def fitting_blobs(rows: Rows, namespace: str, facts: ManifestFacts, needs: Sequence[NamedBlob]) -> list[BlobEntry]:
     """Rows of blobs that the manifest names, in order. Raises FailedPrecondition naming the first that is missing,
-    damaged, or not what the manifest says. A state's tensors are looked at elsewhere (manifests.StateSchemas)."""
+    damaged, or not what the manifest says."""
     found = blobs.find_blobs(rows, namespace, [need.digest for need in needs])
     for need in needs:
         row = found.get(need.digest)
@@ -121,7 +121,7 @@ def _misfit(row: BlobEntry, need: NamedBlob, facts: ManifestFacts) -> str | None
     if row.kv_identity_hash is None or row.start is None or row.tokens is None or row.chain is None:
         return f"kind: expected {need.kind}, found {row.kind}"
     identity = FileIdentity(row.kind, row.kv_identity_hash, row.start, row.tokens, row.chain, row.window)
-    return unfit(need, identity, facts) or unfit_schema(need, row.schema_hash)
+    return unfit(need, identity, row.schema_hash, facts)
 
 
 def bind(rows: Rows, namespace: str, shared: Sequence[SharedBlock], named: Sequence[BlobEntry | None]) -> None:

@@ -40,7 +40,6 @@ class SqliteTransaction(Rows):
     held_digests = agents.held_digests
 
     commit_version = committing.commit_version
-    fitting_blobs = committing.fitting_blobs
     bound_blobs = committing.bound_blobs
     fork_agent = lineage.fork_agent
     roll_back = lineage.roll_back

@@ -279,12 +279,13 @@ def test_a_rolled_back_memory_has_the_blocks_of_its_windows(store: Store) -> Non
     assert_restores(store, back, turns[0])
 
 
-# --- both forms ---
+# --- manifests ---
 
 
 CHANGES: dict[str, Callable[[manifest_pb2.Manifest], object]] = {
     "a window is missing": lambda m: m.windows.pop(),
     "a window of no layer": lambda m: setattr(m.windows[1], "window", 513),
+    "no window at all": lambda m: m.ClearField("windows"),
     "begins behind the window": lambda m: (m.windows[0].ClearField("blocks"), setattr(m.windows[0], "first_block", 2)),
 }
 
@@ -300,14 +301,3 @@ def test_a_manifest_whose_windows_are_not_the_layouts_is_refused(store: Store, n
     with pytest.raises(InvalidArgument, match="windows") as refused:
         store.commit(NS, "a", Digest.of(raw), 0)
     assert refused.value.reason == "MANIFEST_REFUSED"
-
-
-def test_a_memory_with_windows_in_states_goes_on_with_windows_in_blocks(store: Store) -> None:
-    agent = SyntheticAgent(WINDOWED, 1, windows_in_blocks=False)
-    content = agent.turn(700)
-    assert len(content.manifest.states) == 1
-    assert_restores(store, publish(store, "a", content, 0), content)
-    agent.windows_in_blocks, agent._states = True, []
-    content = agent.turn(50)
-    assert_restores(store, publish(store, "a", content, 1), content)
-    assert store.check().is_clean

@@ -162,17 +162,15 @@ def test_a_prefix_of_more_than_a_slice_is_found_whole_and_ends_at_its_gap(lab: L
         assert store.find_prefix(NS, kv_hash, [*hashes[:499], *gap, *hashes[500:]]) == content.digests[:499]
 
 
-def test_the_schemas_of_states_are_built_once_each_and_not_by_the_index(
-    lab: Lab, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_schema_of_states_is_built_once_and_not_by_the_index(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thousand states of 4,096 tensors each held the index, and so every namespace, for twenty seconds."""
     built: list[str] = []
 
-    def expected(identity: identity_pb2.KvIdentity, tokens: int, **how: bool) -> tuple[TensorSpec, ...]:
+    def expected(identity: identity_pb2.KvIdentity) -> tuple[TensorSpec, ...]:
         built.append(threading.current_thread().name)
-        return expected_state_tensors(identity, tokens, **how)
+        return expected_state_tensors(identity)
 
-    agent = SyntheticAgent(MIXED, 1, windows_in_blocks=False)
+    agent = SyntheticAgent(MIXED, 1)
     turns = [agent.turn(50) for _ in range(12)]
     with lab.open() as store:
         for version, turn in enumerate(turns[:-1]):
@@ -180,9 +178,8 @@ def test_the_schemas_of_states_are_built_once_each_and_not_by_the_index(
         upload(store, turns[-1])
         monkeypatch.setattr(manifests, "expected_state_tensors", expected)
         store.commit(NS, "a", turns[-1].manifest_digest, len(turns) - 1)
-        # Three lengths of the window of 128: 50, 100, and the whole of it.
         assert len(turns[-1].manifest.states) == 12
-        assert len(built) == 3
+        assert len(built) == 1
         assert "kvasir-index" not in built
 
 

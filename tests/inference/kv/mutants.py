@@ -208,16 +208,16 @@ MUTANTS = (
         WINDOW,
     ),
     Mutant(
-        "rows before a restored window count as stored",
+        "a block that is whole only for a rewind point counts as whole",
         "sequence_files.py",
-        "    table.valid_from = start\n",
+        " and (block - 1) * PAGE_TOKENS >= table.valid_from",
         "",
         FILES,
     ),
     Mutant(
-        "a restored window never forgets that rows were missing",
+        "a window that goes back never forgets that rows were missing",
         "sequence_kv.py",
-        "table.valid_from = min(table.valid_from, window_start(table.window, length))",
+        "table.valid_from = min(table.valid_from, needed_blocks(table.window, length).start * PAGE_TOKENS)",
         "pass",
         FILES,
     ),
@@ -283,8 +283,8 @@ MUTANTS = (
     Mutant(
         "a restored sequence is one token short",
         "sequence_files.py",
-        "    kv.length = keep\n",
-        "    kv.length = keep - (keep > 1)\n",
+        "        kv.length = keep\n",
+        "        kv.length = keep - (keep > 1)\n",
         FILES,
     ),
     Mutant(

@@ -17,6 +17,7 @@ import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import ResourceExhausted
 from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
+from kvasir.formats.layer_groups import first_touched_block, row_groups
 from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
@@ -24,7 +25,7 @@ from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.block_table import needed_blocks, window_start
 from inference_svc.kv.prefill_layer import PrefillLayer, commit, prefill_layers
-from inference_svc.kv.sequence_files import files_of, from_files, row_layers
+from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import check_files, check_state
@@ -267,19 +268,31 @@ class SequenceWorld:
         identity, tokens = self.pool.identity, member.tokens
         if member.kv.has_rewind_points:
             self.mark_end(member)
-        name = kv_identity_hash(identity)
-        named = file_identities(name, tokens, chain_hashes(name, tokens)) if row_layers(identity) else []
-        points = [point for point in member.points if point]
-        with self._others_untouched():
-            blobs = files_of(member.kv, [*named, *(state_identity(name, tokens, point) for point in points)])
-        states = [
-            check_state(identity, name, blob, tokens[:point])
-            for blob, point in zip(blobs[len(named) :], points, strict=True)
+        name, chain = kv_identity_hash(identity), chain_hashes(kv_identity_hash(identity), tokens)
+        firsts = {group: first_whole_block(member.kv, group) for group in row_groups(identity)}
+        points = [
+            point
+            for point in member.points
+            if point and all(first <= first_touched_block(group, point) for group, first in firsts.items())
         ]
-        checked = check_files(identity, name, blobs[: len(named)], tokens)
-        restored = None
+        with self._others_untouched():
+            blobs = {
+                group: files_of(member.kv, file_identities(name, tokens, chain, first, group))
+                for group, first in firsts.items()
+            }
+            has_states = bool(member.kv.states)
+            states = [
+                check_state(
+                    identity, name, files_of(member.kv, [state_identity(name, tokens, point)])[0], tokens[:point]
+                )
+                for point in (points if has_states else ())
+            ]
+        checked = {
+            group: check_files(identity, name, found, tokens, group, firsts[group]) for group, found in blobs.items()
+        }
+        all_tokens, restored = checked.pop(0, []), None
         with self._others_untouched(), self._perhaps_no_room():
-            restored = from_files(self.pool, checked, len(tokens), states)
+            restored = from_files(self.pool, all_tokens, len(tokens), states, checked, points=points)
         if restored is None:
             return
         self.members.remove(member)

@@ -10,16 +10,15 @@ from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import DataLoss, ResourceExhausted
 from kvasir.formats.block_file import FileIdentity, parse_header
 from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
-from kvasir.formats.token_files import file_identities, state_identity
+from kvasir.formats.layer_groups import first_touched_block, windows_of
+from kvasir.formats.token_files import file_identities
 
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.sequence_files import files_of, from_files, row_layers
+from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
+from inference_svc.kv.tensor_files import CheckedFile, check_files
 from tests.inference.kv.sequences import (
-    DIM,
-    HEADS,
     fed,
     four_bits,
     full,
@@ -48,13 +47,19 @@ def checked(identity: identity_pb2.KvIdentity, blobs: Sequence[bytes], count: in
     return check_files(identity, kv_identity_hash(identity), blobs, TOKENS[:count])
 
 
-def state_of(kv: SequenceKV, point: int) -> bytes:
-    [blob] = files_of(kv, [state_identity(kv_identity_hash(kv.pool.identity), TOKENS, point)])
-    return blob
+def window_files(kv: SequenceKV, window: int, first: int | None = None) -> list[bytes]:
+    """Of the blocks that it holds whole, or from `first` on."""
+    name, first = kv_identity_hash(kv.pool.identity), first_whole_block(kv, window) if first is None else first
+    tokens = TOKENS[: kv.length]
+    return files_of(kv, file_identities(name, tokens, chain_hashes(name, tokens), first, window))
 
 
-def checked_state(identity: identity_pb2.KvIdentity, blob: bytes, point: int) -> CheckedFile:
-    return check_state(identity, kv_identity_hash(identity), blob, TOKENS[:point])
+def checked_windows(kv: SequenceKV) -> dict[int, list[CheckedFile]]:
+    identity, found = kv.pool.identity, {}
+    for window in windows_of(identity):
+        blobs, first = window_files(kv, window), first_whole_block(kv, window)
+        found[window] = check_files(identity, kv_identity_hash(identity), blobs, TOKENS[: kv.length], window, first)
+    return found
 
 
 @pytest.mark.parametrize("scale_type", [identity_pb2.SCALE_TYPE_FLOAT16, identity_pb2.SCALE_TYPE_BFLOAT16])
@@ -119,56 +124,81 @@ def test_writing_files_changes_no_byte_and_takes_no_page() -> None:
     kv.mark()
     held, used = page_bytes(kv.pool, kv.pages), kv.pool.allocator.used
     files(kv)
-    state_of(kv, 601)
+    checked_windows(kv)
     assert (page_bytes(kv.pool, kv.pages), kv.pool.allocator.used) == (held, used)
 
 
 # --- windows ---
 
 
-@pytest.mark.parametrize("length", [1, 62, 63, 64, 65, 200, 256, 257, 319, 320])
-def test_what_a_file_holds_of_a_window_is_all_that_it_needs(length: int) -> None:
+@pytest.mark.parametrize("length", [1, 62, 63, 64, 65, 200, 256, 257, 319, 320, 512, 575])
+def test_files_of_a_window_hold_all_that_it_needs(length: int) -> None:
     kv = fed(SequenceKV(pool_of([windowed(64)])), [length])
-    kv.mark()
-    blob, kept = state_of(kv, length), min(63, length)
-    size_bytes = sum(tensor.size_bytes for tensor in parse_header(blob, len(blob)).tensors)
-    assert size_bytes == 2 * HEADS * kept * (DIM // 2 + 4)
-    pool = pool_of([windowed(64)])
-    back = from_files(pool, [], length, [checked_state(pool.identity, blob, length)])
+    first = first_whole_block(kv, 64)
+    assert first == max(0, length - 63) // PAGE_TOKENS
+    assert len(window_files(kv, 64)) == -(-length // PAGE_TOKENS) - first
+    back = from_files(pool_of([windowed(64)]), [], length, windows=checked_windows(kv))
     assert (back.length, back.rewind_points) == (length, (length,))
     assert stored(back) == stored(kv)
+    assert window_files(back, 64) == window_files(kv, 64)
     for counts in ([20], [1], [1, 1], [300]):
         assert stored(fed(back.fork(), counts, seed=4)) == stored(fed(kv.fork(), counts, seed=4))
 
 
+def test_blocks_that_have_left_a_window_are_refused() -> None:
+    kv = fed(SequenceKV(pool_of([windowed(64)])), [700])
+    assert first_whole_block(kv, 64) == 2
+    with pytest.raises(ValueError, match="of a window the last"):
+        window_files(kv, 64, first=1)
+
+
+def test_a_block_that_is_whole_only_for_a_rewind_point_is_no_file() -> None:
+    """The rows behind the point were never stored: the window had gone on."""
+    kv = fed(SequenceKV(pool_of([windowed(64)])), [300])
+    kv.mark()
+    fed(kv, [700], seed=1)
+    assert [sorted(table.pages) for table in kv.tables] == [[0, 1, 3]]
+    assert first_whole_block(kv, 64) == 3
+    kv.trim_to(300)
+    assert first_whole_block(kv, 64) == 0
+    fed(kv, [1], seed=2)
+    assert first_whole_block(kv, 64) == 0
+
+
 @pytest.mark.parametrize("points", [(60, 200), (100, 120), (310, 1000), (256, 512), (500, 513)])
-def test_a_sequence_comes_back_with_all_its_rewind_points(points: tuple[int, int]) -> None:
-    """Also where their windows touch the same blocks, and where rows between them are missing."""
+def test_a_sequence_comes_back_with_the_rewind_points_that_its_files_reach(points: tuple[int, int]) -> None:
+    """Also where their windows touch the same blocks; not where blocks between them are missing."""
     kv = SequenceKV(pool_of(MIXED))
     for number, (start, stop) in enumerate(zip((0, *points), points, strict=False)):
         fed(kv, [stop - start], seed=number)
         kv.mark()
-    written = files(kv)
-    states = [checked_state(kv.pool.identity, state_of(kv, point), point) for point in points]
-    back = from_files(pool_of(MIXED), checked(kv.pool.identity, written, points[1]), points[1], states)
-    assert back.rewind_points == points
+    firsts = {window: first_whole_block(kv, window) for window in (100, 300)}
+    kept = tuple(p for p in points if all(first <= first_touched_block(w, p) for w, first in firsts.items()))
+    assert kept == ((1000,) if points == (310, 1000) else points)
+    back = from_files(
+        pool_of(MIXED),
+        checked(kv.pool.identity, files(kv), points[1]),
+        points[1],
+        windows=checked_windows(kv),
+        points=kept,
+    )
+    assert back.rewind_points == kept
     assert stored(back) == stored(kv)
-    for length in {0, *points, *range(1, points[1], 37)}:
+    for length in {0, *kept, *range(1, points[1], 37)}:
         assert back.can_go_on_from(length) <= kv.can_go_on_from(length), "it has no rows that were not stored"
         if back.can_go_on_from(length):
             one, other = back.fork(length), kv.fork(length)
             assert stored(one) == stored(other), length
             assert stored(fed(one, [290], seed=7)) == stored(fed(other, [290], seed=7))
             assert one.can_go_on_from(one.length)
-    assert all(back.can_go_on_from(length) for length in (0, *points))
-    assert [state_of(back, point) for point in points] == [state_of(kv, point) for point in points]
+    assert all(back.can_go_on_from(length) for length in (0, *kept))
+    assert [window_files(back, window) for window in firsts] == [window_files(kv, window) for window in firsts]
 
 
 def test_after_the_beginning_a_restored_window_is_as_free_as_any() -> None:
     """It forgets that rows before its window were missing, once they are there."""
     kv = fed(SequenceKV(pool_of([windowed(64)])), [500])
-    kv.mark()
-    back = from_files(kv.pool, [], 500, [checked_state(kv.pool.identity, state_of(kv, 500), 500)])
+    back = from_files(kv.pool, [], 500, windows=checked_windows(kv))
     back.trim_to(0)
     fed(back, [100], seed=1)
     assert all(back.can_go_on_from(length) for length in range(101))
@@ -205,14 +235,15 @@ def test_a_number_that_is_not_finite_is_refused_with_its_files_index(rung: Rung,
 
 
 @pytest.mark.parametrize("tensor", range(1, 3))
-def test_a_state_that_is_not_finite_is_refused_with_its_tokens(tensor: int) -> None:
-    kv = fed(SequenceKV(pool_of([windowed(64)])), [100])
-    kv.mark()
-    blob = not_a_number(state_of(kv, 100), tensor)
-    pool = pool_of([windowed(64)])
-    with pytest.raises(DataLoss, match=r"100 tokens: .*not finite") as error:
-        from_files(pool, [], 100, [checked_state(pool.identity, blob, 100)])
-    assert error.value.metadata == {"state": "100"}
+def test_a_window_that_is_not_finite_is_refused_with_its_files_place(tensor: int) -> None:
+    kv = fed(SequenceKV(pool_of([windowed(64)])), [600])
+    identity, pool = kv.pool.identity, pool_of([windowed(64)])
+    blobs = [not_a_number(blob, tensor) for blob in window_files(kv, 64)]
+    first = first_whole_block(kv, 64)
+    damaged = check_files(identity, kv_identity_hash(identity), blobs, TOKENS[:600], 64, first)
+    with pytest.raises(DataLoss, match=r"file 0 of window 64: .*not finite") as error:
+        from_files(pool, [], 600, windows={64: damaged})
+    assert error.value.metadata == {"blob": "0", "window": "64"}
     assert pool.allocator.used == 0
 
 
@@ -220,10 +251,7 @@ def test_a_state_that_is_not_finite_is_refused_with_its_tokens(tensor: int) -> N
 def test_files_without_room_leave_nothing_in_the_pool(pages: int) -> None:
     """Also while the error is held, which holds the frames that it went through."""
     kv = fed(SequenceKV(pool_of(MIXED)), [500, 100])
-    kv.mark()
-    states = [checked_state(kv.pool.identity, state_of(kv, 600), 600)]
-    assert row_layers(kv.pool.identity) == [0, 2]
     small = pool_of(MIXED, pages=pages)
     with pytest.raises(ResourceExhausted) as error:
-        from_files(small, checked(kv.pool.identity, files(kv), 600), 600, states)
+        from_files(small, checked(kv.pool.identity, files(kv), 600), 600, windows=checked_windows(kv))
     assert (error.value.reason, small.allocator.free) == ("MEMORY_EXCEEDED", pages)

@@ -46,7 +46,9 @@ def remembered(head: Head, content: str, source: Source = Source.WARM) -> Recoll
 class Surroundings:
     """What a turn meets: the recollections in turn, an engine whose hot memory goes away so often, and its end."""
 
-    model = SimpleNamespace(context_tokens=100, kv_identity_hash="x", stop_token_ids=(), has_states=False)
+    model = SimpleNamespace(
+        context_tokens=100, kv_identity_hash="x", stop_token_ids=(), has_states=False, has_rewind_points=False
+    )
     specials = Specials()
     memory_budget_bytes = 100
 

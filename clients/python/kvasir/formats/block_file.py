@@ -102,27 +102,16 @@ def expected_tensors(identity: identity_pb2.KvIdentity, rows: int, group: int = 
     return tuple(spec for index in layers_of(identity, group) for spec in layer_tensors(identity, index, rows))
 
 
-def expected_state_tensors(
-    identity: identity_pb2.KvIdentity, tokens: int, *, windows_in_blocks: bool = False
-) -> tuple[TensorSpec, ...]:
-    """Tensors of the state after `tokens` tokens, layers in order: the states of recurrent layers and, unless
-    `windows_in_blocks`, the rows of each window that the next token sees.
+def expected_state_tensors(identity: identity_pb2.KvIdentity) -> tuple[TensorSpec, ...]:
+    """Tensors of a state: those of every recurrent layer, in order.
 
     Raises HeaderError if the identity does not describe a recurrent layer's state, because then no file can hold it.
     """
     specs: list[TensorSpec] = []
     for index, layer in enumerate(identity.layers):
-        if layer.kind == identity_pb2.LAYER_KIND_WINDOW and not windows_in_blocks:
-            if rows := window_rows(layer.window, tokens):
-                specs += layer_tensors(identity, index, rows)
-        elif layer.kind == identity_pb2.LAYER_KIND_STATE:
+        if layer.kind == identity_pb2.LAYER_KIND_STATE:
             specs += recurrent_tensors(layer, index)
     return tuple(specs)
-
-
-def window_rows(window: int, tokens: int) -> int:
-    """Rows that a window layer keeps after `tokens` tokens: all that the next token sees, without its own."""
-    return min(window - 1, tokens)
 
 
 def recurrent_tensors(layer: identity_pb2.LayerLayout, index: int) -> list[TensorSpec]:
@@ -228,12 +217,11 @@ def parse_header(data: bytes | memoryview, file_size_bytes: int) -> Header:
     return header
 
 
-def check_schema(header: Header, identity: identity_pb2.KvIdentity, *, windows_in_blocks: bool = False) -> None:
-    """Raise HeaderError unless a file's tensors are exactly those of the KV identity. `windows_in_blocks` is about
-    states: see expected_state_tensors."""
+def check_schema(header: Header, identity: identity_pb2.KvIdentity) -> None:
+    """Raise HeaderError unless a file's tensors are exactly those of the KV identity."""
     file = header.identity
     expected = (
-        expected_state_tensors(identity, file.tokens, windows_in_blocks=windows_in_blocks)
+        expected_state_tensors(identity)
         if file.kind == "state"
         else expected_tensors(identity, file.tokens, file.window)
     )

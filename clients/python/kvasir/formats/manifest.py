@@ -144,16 +144,6 @@ def keeps_all_tokens(identity: identity_pb2.KvIdentity) -> bool:
     return any(layer.kind in KEEPS_ALL for layer in identity.layers)
 
 
-def keeps_states(identity: identity_pb2.KvIdentity) -> bool:
-    """Whether any layer keeps a window or a recurrent state, so that there are state blobs."""
-    return any(layer.kind in _KEEPS_STATE for layer in identity.layers)
-
-
-def has_windows_in_states(manifest: manifest_pb2.Manifest) -> bool:
-    """Whether windows are whole in state files, as all were before windows had blocks."""
-    return not manifest.windows and bool(windows_of(manifest.kv_identity))
-
-
 def digests(manifest: manifest_pb2.Manifest) -> list[Digest]:
     """The blobs that a manifest names, each once: blocks, tail, each window's blocks and tail, states."""
     return list(dict.fromkeys(map(Digest.from_proto, _named(manifest))))
@@ -213,7 +203,7 @@ def _check_rows(
 def _check_windows(manifest: manifest_pb2.Manifest) -> None:
     """Each window of the layout once, with all the blocks that the next token sees."""
     found, expected = [each.window for each in manifest.windows], list(windows_of(manifest.kv_identity))
-    if found and found != expected:
+    if found != expected:
         raise _wrong("windows", f"expected the layout's {expected}, ascending, got {found[:MAX_LAYERS]}")
     tokens = len(manifest.token_ids)
     for index, each in enumerate(manifest.windows):
@@ -224,9 +214,8 @@ def _check_windows(manifest: manifest_pb2.Manifest) -> None:
 
 
 def _check_states(manifest: manifest_pb2.Manifest) -> None:
-    may_have = has_recurrent_layers(manifest.kv_identity) or has_windows_in_states(manifest)
-    if manifest.states and not may_have:
-        raise _wrong("states", "expected none: no layer has one")
+    if manifest.states and not has_recurrent_layers(manifest.kv_identity):
+        raise _wrong("states", "expected none: no layer is recurrent")
     if len(manifest.states) > MAX_STATES:
         raise _wrong("states", f"expected at most {MAX_STATES}, got {len(manifest.states)}")
     seen = 0

@@ -73,10 +73,10 @@ def to_seed_file(
     """Yield the bytes of one safetensors file, tensor by tensor.
 
     `read_blob` reads every block and tail, once each; all of a group's are held in memory. Raises FailedPrecondition
-    for a memory with recurrent layers, or with windows that are whole in states: the form has no place for these.
+    for a memory with recurrent layers: the form has no place for their states.
     """
     identity = manifest.kv_identity
-    _check_has_form(identity, has_windows_in_states=manifests.has_windows_in_states(manifest))
+    _check_has_form(identity)
     groups = _groups_of(manifest)
     specs = (spec for group in groups for spec in group.seed_specs(identity))
     yield _header(specs, _metadata(manifest, agent_id, model_id))
@@ -127,8 +127,8 @@ def from_seed_file(data: bytes, *, identity: identity_pb2.KvIdentity | None = No
 # --- groups of layers ---
 
 
-def _check_has_form(identity: identity_pb2.KvIdentity, *, has_windows_in_states: bool = False) -> None:
-    if has_recurrent_layers(identity) or has_windows_in_states:
+def _check_has_form(identity: identity_pb2.KvIdentity) -> None:
+    if has_recurrent_layers(identity):
         raise FailedPrecondition(
             "the seed's form holds rows of tokens only, and this memory has states; use the archive form",
             reason="NO_SEED_FORM",

@@ -1,0 +1,185 @@
+"""Models with windows: their memories go out as block files, come back, go back in time, and are shared."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from kvasir.errors import DataLoss, FailedPrecondition
+from kvasir.formats.block_file import check_schema, parse_header
+from kvasir.formats.layer_groups import first_touched_block, windows_of
+
+from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot
+from inference_svc.engine.engine import Engine
+from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.engine.families import FAMILIES, write_family
+
+BUDGET = 128 << 20
+NAMES = ["gemma3", "gpt_oss"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Driver]]:
+    drivers: dict[str, Driver] = {}
+
+    def get(name: str) -> Driver:
+        if name not in drivers:
+            directory = write_family(tmp_path_factory.mktemp(name), FAMILIES[name], seed=1)
+            engine = Engine.open(directory, cache_dir=tmp_path_factory.mktemp("cache"), memory_budget_bytes=BUDGET)
+            drivers[name] = Driver(engine)
+        return drivers[name]
+
+    yield get
+    for driver in drivers.values():
+        driver.engine.close()
+
+
+def snapshot(driver: Driver, key: AgentKey, stored: dict[int, range] | None = None) -> Snapshot:
+    taken = driver.engine.snapshot(key, 0, stored_windows=stored or {}).result(60)
+    assert taken is not None
+    return taken
+
+
+def restored(taken: Snapshot, keep: int, wrong: tuple[int, int, bytes] | None = None) -> Restored:
+    """What a store gives back for the first `keep` tokens. `wrong`: window, index of its file, and other bytes."""
+    blobs = [data for _, data in (*taken.blocks, *([taken.tail] if taken.tail else []))]
+    windows = []
+    for each in taken.windows:
+        first = first_touched_block(each.window, keep)
+        files = [data for _, data in (*each.blocks, *([each.tail] if each.tail else []))][first - each.first_block :]
+        if wrong is not None and wrong[0] == each.window:
+            files[wrong[1]] = wrong[2]
+        windows.append(RestoredWindow(each.window, first, tuple(files)))
+    return Restored(tuple(blobs), taken.state.token_ids, keep, taken.state.shareable_tokens, windows=tuple(windows))
+
+
+def remembered(driver: Driver, length: int, reply: int = 5, seed: int = 0) -> tuple[AgentKey, Ended]:
+    """An agent that remembers a prompt of `length` tokens and all of a reply."""
+    for attempt in range(20):
+        key = driver.key()
+        ended = driver.turn(tokens_of(length, seed + 100 * attempt), key=key, max_tokens=reply)
+        if len(ended.state.token_ids) == length + reply:  # random models often end inside a character
+            return key, ended
+    raise AssertionError("no memory of that length in 20 attempts")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_window_has_block_files_of_its_own(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    model = driver.engine.model
+    key, ended = remembered(driver, 700, 30)
+    taken, tokens = snapshot(driver, key), len(ended.state.token_ids)
+    assert (
+        [each.window for each in taken.windows]
+        == list(windows_of(model.kv_identity))
+        == list(model.window_bytes_per_token)
+    )
+    assert not taken.states
+    assert ended.state.rewind_points == ()
+    for each in taken.windows:
+        assert each.held_from == each.first_block <= first_touched_block(each.window, tokens)
+        assert each.held_from > 0, "the first block has left the window"
+        assert each.tail is not None
+        for identity, data in (*each.blocks, each.tail):
+            header = parse_header(data, len(data))
+            check_schema(header, model.kv_identity)
+            assert header.identity == identity
+            assert identity.window == each.window
+    again = snapshot(driver, key, {each.window: range(each.held_from, 2) for each in taken.windows})
+    for one, other in zip(taken.windows, again.windows, strict=True):
+        assert (other.held_from, other.first_block, other.blocks, other.tail) == (one.held_from, 2, (), one.tail)
+    other = snapshot(driver, key, {each.window: range(2) for each in taken.windows if each.held_from == 2})
+    assert [each.blocks for each in other.windows] == [each.blocks for each in taken.windows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("length", [60, 251, 600])
+def test_a_memory_goes_back_to_wherever_its_windows_still_are(
+    name: str, length: int, family: Callable[[str], Driver]
+) -> None:
+    """Into the reply, to its beginning, and to the border before it: hot or from files, as if it had never left."""
+    driver = family(name)
+    key, ended = remembered(driver, length, 20)
+    taken, end = snapshot(driver, key), length + 20
+    assert len(ended.state.token_ids) == end
+    border = length // 256 * 256
+    for keep in (end, end - 7, length, *([border] if border else [])):
+        prompt = (*ended.state.token_ids[:keep], *tokens_of(20, seed=keep))
+        stayed = driver.turn(prompt, Hot(keep), driver.fork(key), max_tokens=12)
+        came_back = driver.turn(prompt, restored(taken, keep), driver.key(), max_tokens=12)
+        assert (stayed.cached_tokens, came_back.cached_tokens) == (keep, keep)
+        assert came_back.state.token_ids == stayed.state.token_ids
+        assert came_back.state == stayed.state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_memory_that_came_back_is_stored_again_to_the_bit(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    key, ended = remembered(driver, 600, 20)
+    taken, other = snapshot(driver, key), driver.key()
+    warmed = driver.turn(ended.state.token_ids, restored(taken, 620), other, max_tokens=0)
+    assert (warmed.cached_tokens, warmed.state.token_ids) == (620, ended.state.token_ids)
+    back = snapshot(driver, other)
+    assert (back.blocks, back.tail) == (taken.blocks, taken.tail)
+    for one, two in zip(taken.windows, back.windows, strict=True):
+        assert two.held_from == first_touched_block(one.window, 620)
+        assert two.blocks == one.blocks[two.held_from - one.held_from :]
+        assert two.tail == one.tail
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_shared_prefix_gives_what_a_cold_run_gives(name: str, family: Callable[[str], Driver]) -> None:
+    """In the engine, from another agent's pages; and from files, as FindPrefix finds them."""
+    driver = family(name)
+    common = tokens_of(600, seed=41)
+    prompts = [(*common, *tokens_of(30 + n, seed=50 + n)) for n in range(3)]
+    cold = [driver.turn(prompt, max_tokens=16) for prompt in prompts]
+    first = driver.key()
+    alone = driver.turn(prompts[0], key=first, namespace="tests", max_tokens=16)
+    assert alone.state.token_ids == cold[0].state.token_ids
+    taken = snapshot(driver, first)
+    assert taken.state.shareable_tokens == 512
+    second = driver.turn(prompts[1], key=driver.key(), namespace="tests", max_tokens=16)
+    assert second.cached_tokens == 512
+    assert second.state.token_ids == cold[1].state.token_ids
+    found = restored(taken, 512)
+    blobs = found.blobs[:2]
+    windows = tuple(
+        RestoredWindow(each.window, each.first_block, each.blobs[: 2 - each.first_block]) for each in found.windows
+    )
+    third = driver.turn(
+        prompts[2], Restored(blobs, common[:512], 512, 512, windows=windows), driver.key(), max_tokens=16
+    )
+    assert third.cached_tokens == 512
+    assert third.state.token_ids == cold[2].state.token_ids
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    key, ended = remembered(driver, 600, 20)
+    taken, other = snapshot(driver, key), snapshot(driver, remembered(driver, 600, 20, seed=50)[0])
+    prompt = (*ended.state.token_ids, *tokens_of(9))
+    [each] = taken.windows
+    files = [data for _, data in (*each.blocks, each.tail)]  # type: ignore[misc]
+    [theirs] = other.windows
+    assert theirs.tail is not None
+    assert taken.tail is not None
+    wrong = {
+        "of other tokens": theirs.tail[1],
+        "of the layers that keep all": taken.tail[1],
+        "cut short": files[-1][:-8],
+        "nothing": b"",
+        "of other weights": files[-1].replace(driver.engine.model.kv_identity_hash.encode(), b"0" * 64),
+        "no numbers": files[-1][:-2] + b"\x00\x7e" if name == "gemma3" else files[-1][:-2] + b"\xc0\x7f",
+    }
+    last = len(files) - 1 - (first_touched_block(each.window, 620) - each.first_block)
+    for what, data in wrong.items():
+        with pytest.raises(DataLoss) as refused:
+            driver.turn(prompt, restored(taken, 620, (each.window, last, data)), driver.key())
+        assert refused.value.metadata == {"blob": str(last), "window": str(each.window)}, what
+    good = restored(taken, 620)
+    late = tuple(RestoredWindow(w.window, w.first_block + 1, w.blobs[1:]) for w in good.windows)
+    for windows in ((), late):
+        with pytest.raises(FailedPrecondition) as refused_plan:
+            driver.turn(prompt, Restored(good.blobs, good.token_ids, 620, 0, windows=windows), driver.key())
+        assert refused_plan.value.reason == "STATE_MISSING"
+    assert driver.turn(prompt, good, driver.key(), max_tokens=2).cached_tokens == 620
