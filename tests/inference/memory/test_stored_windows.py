@@ -1,0 +1,125 @@
+"""Prompts held against memories of models with windows: what is read of each window, and when it does not reach."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.formats.digest import Digest
+
+from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow
+from inference_svc.memory.agent_memory import AgentMemory, PublicationState
+from inference_svc.memory.outcomes import MissReason, Source
+from inference_svc.memory.recall import Prepared, Recall, Recollection
+from inference_svc.memory.remote_cache import NO_HEAD, _found_prefix
+from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow
+from inference_svc.text.prefix_matching import RememberedText
+from tests.inference.memory.test_points import Surroundings
+from tests.synthetic import WINDOWED
+
+TEXT = "x" * 1100
+BLOCKS = [Digest.of(b"block %d" % index) for index in range(4)]
+TAIL = Digest.of(b"tail")
+
+
+def window(name: str, first: int) -> StoredWindow:
+    blocks = tuple(Digest.of(f"{name} {index}".encode()) for index in range(first, 4))
+    return StoredWindow(first, blocks, Digest.of(f"{name} tail".encode()))
+
+
+STORED = {300: window("300", 2), 512: window("512", 1)}
+
+
+class Windowed(Surroundings):
+    model = SimpleNamespace(
+        kv_identity=WINDOWED, kv_identity_hash="0" * 64, tokenizer_digest="t", cell_tokens=256, has_states=False
+    )
+
+    async def find_prefix(self, *_: object) -> Any:
+        return FoundPrefix()
+
+
+def planned(text: str, source: Source, around: Windowed, **usable: Any) -> Prepared:
+    parts: Any = around
+    recall = Recall(parts, parts, {"ns": parts}, worthwhile_fraction=0.3)
+    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(STORED))
+    transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
+    memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)
+
+    async def hold(size_bytes: int) -> None:
+        named = [*BLOCKS, TAIL, *STORED[300].named, *STORED[512].named]
+        assert size_bytes <= sum(digest.size_bytes for digest in named)
+
+    async def plan() -> Prepared:
+        recollection, budget = Recollection(memory, source, NO_HEAD), None
+        return await recall.plan(recollection, text, namespace="ns", budget=budget, hold=hold, **usable)  # type: ignore[arg-type]
+
+    return asyncio.run(plan())
+
+
+def read(name: str, first: int, stop: int) -> tuple[bytes, ...]:
+    found = window(name, first)
+    return tuple(digest.hash.encode() for digest in found.files(range(first, stop)))
+
+
+@pytest.mark.parametrize(("keep", "first_300", "first_512"), [(1100, 3, 2), (1050, 2, 2), (1024, 2, 2), (900, 2, 1)])
+def test_of_each_window_exactly_what_the_next_token_sees_is_read(keep: int, first_300: int, first_512: int) -> None:
+    around = Windowed()
+    found = planned(TEXT[:keep] + "y" * 300, Source.WARM, around)
+    stop = -(-keep // 256)
+    blobs = tuple(digest.hash.encode() for digest in [*BLOCKS, TAIL][:stop])
+    windows = (
+        RestoredWindow(300, first_300, read("300", first_300, stop)),
+        RestoredWindow(512, first_512, read("512", first_512, stop)),
+    )
+    assert found.reuse == Restored(blobs, tuple(map(ord, TEXT[: 256 * stop])), keep, 0, windows=windows)
+    assert len(around.asked) == len(blobs) + sum(len(each.blobs) for each in windows)
+    assert {name: stored.places for name, stored in found.stored_windows.items()} == {
+        300: range(2, keep // 256),
+        512: range(1, keep // 256),
+    }
+
+
+def test_a_length_that_the_stored_blocks_do_not_cover_is_a_miss_with_its_reason() -> None:
+    text = TEXT[:800] + "y" * 300  # behind 800 tokens window 300 sees block 1
+    warm = planned(text, Source.WARM, Windowed())
+    assert (warm.reuse, warm.source) == (Cold(), Source.COLD)
+    assert warm.miss is not None
+    # The engine knows by itself how far its pages reach.
+    assert planned(text, Source.HOT, Windowed()).reuse == Hot(800)
+
+
+def test_a_window_file_that_is_missing_or_was_refused_makes_the_turn_cold() -> None:
+    around = Windowed()
+    around.missing = {STORED[512].blocks[-1]}
+    found = planned(TEXT + "y", Source.WARM, around)
+    assert found.reuse == Cold()
+    assert found.miss is not None
+    assert found.miss.reason is MissReason.BLOB_MISSING
+    around = Windowed()
+    assert planned(TEXT + "y", Source.WARM, around, usable_windows=False).reuse == Cold()
+    assert around.asked == []
+
+
+def test_a_missing_block_leaves_what_the_windows_cover_behind_the_ones_before_it() -> None:
+    around = Windowed()
+    around.missing = {TAIL}
+    found = planned(TEXT + "y", Source.WARM, around)
+    assert isinstance(found.reuse, Restored)
+    assert (found.reuse.keep_tokens, [each.first_block for each in found.reuse.windows]) == (1024, [2, 2])
+    around.missing = {BLOCKS[3]}
+    assert planned(TEXT + "y", Source.WARM, around).reuse == Cold()
+
+
+def answer(tokens: int, blocks: int, first: int, count: int, name: int = 300) -> cachestore_pb2.FindPrefixResponse:
+    listed = manifest_pb2.WindowBlocks(window=name, first_block=first, blocks=[TAIL.to_proto()] * count)
+    return cachestore_pb2.FindPrefixResponse(tokens=tokens, blocks=[TAIL.to_proto()] * blocks, windows=[listed])
+
+
+def test_an_answer_that_is_no_prefix_of_what_was_asked_is_refused() -> None:
+    assert _found_prefix(answer(1024, 4, 2, 2), (0, 300), 4).tokens == 1024
+    assert _found_prefix(answer(0, 0, 0, 0), (0, 300), 4) == FoundPrefix()
+    for wrong in (answer(1280, 5, 3, 2), answer(1024, 3, 2, 2), answer(1024, 4, 3, 1), answer(1024, 4, 2, 2, 301)):
+        with pytest.raises(ValueError, match="FindPrefix"):
+            _found_prefix(wrong, (0, 300), 4)
