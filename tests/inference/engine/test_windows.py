@@ -183,3 +183,26 @@ def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: 
             driver.turn(prompt, Restored(good.blobs, good.token_ids, 620, 0, windows=windows), driver.key())
         assert refused_plan.value.reason == "STATE_MISSING"
     assert driver.turn(prompt, good, driver.key(), max_tokens=2).cached_tokens == 620
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Callable[[str], Driver]) -> None:
+    """Each of 40 agents has pages of its own for what it adds, and no more: the common blocks are counted once."""
+    driver = family(name)
+    worker = driver.engine._worker
+    common, agents = tokens_of(1024, seed=7), 40
+
+    def used_pages() -> int:
+        return driver.engine._thread.post(lambda worker: worker.memories.ledger.used_pages).result(60)
+
+    before, shared = used_pages(), 0
+    for number in range(agents):
+        key = AgentKey("many", f"{name} {number}")
+        ended = driver.turn((*common, *tokens_of(30, seed=100 + number)), key=key, namespace="many", max_tokens=2)
+        shared += ended.cached_tokens == 1024
+    per_sequence = worker._pool.pages_for(1056)
+    # Of its own an agent has the block that it writes, in each group, and where a window's first blocks differ theirs.
+    own = 2 * len(worker._pool.groups)
+    assert shared == agents - 1
+    assert used_pages() - before <= per_sequence + agents * own
+    assert used_pages() - before < agents * per_sequence / 2
