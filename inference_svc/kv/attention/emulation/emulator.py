@@ -40,12 +40,15 @@ _TYPES = {
     mx.uint16: ("uint16_t", "uint16_t"),
     mx.int32: ("int32_t", "int32_t"),
 }
-# Sizes are of copies, made for each run: an address sanitizer then sees what lies beside each input.
-_RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const int** shapes, const int64_t** strides,
-                       void** outputs, const int* grid, int lane_count, int shared_bytes) {
+# Sizes are of copies, made for each run: an address sanitizer then sees what lies beside each input. Inputs that the
+# kernel writes are copied back.
+_RUN = """extern "C" void kv_run(const void** inputs, const long* sizes, const bool* is_written, const int** shapes,
+                       const int64_t** strides, void** outputs, const int* grid, int lane_count, int shared_bytes) {
   std::vector<fibers::Copied> copies;
   for (int i = 0; i < %d; ++i) copies.emplace_back(inputs[i], sizes[i]);
   fibers::run(grid, lane_count, shared_bytes, [&] { kernel::kernel(%s); });
+  for (int i = 0; i < %d; ++i)
+    if (is_written[i]) std::memcpy((void*)inputs[i], copies[i].bytes.get(), sizes[i]);
 }
 """
 
@@ -81,7 +84,11 @@ class _EmulatedKernel:
     ) -> list[mx.array]:
         types = tuple(each.dtype for each in inputs)
         library = _library(self._text(types, tuple(output_dtypes), template))
-        given = [_Given(each, is_row_contiguous=self._source.is_row_contiguous) for each in inputs]
+        written = [name in self._source.written_inputs for name in self._source.input_names]
+        given = [
+            _Given(each, is_row_contiguous=self._source.is_row_contiguous, is_written=is_written)
+            for each, is_written in zip(inputs, written, strict=True)
+        ]
         # Nothing may rest on what an output held before.
         outputs = [
             np.full(int(np.prod(shape)) * dtype.size, 0xFF, np.uint8)
@@ -91,6 +98,7 @@ class _EmulatedKernel:
         library.kv_run(
             (ctypes.c_void_p * len(given))(*[each.bytes.ctypes.data for each in given]),
             (ctypes.c_long * len(given))(*[each.bytes.nbytes for each in given]),
+            (ctypes.c_bool * len(given))(*written),
             (ctypes.c_void_p * len(given))(*[each.shape.ctypes.data for each in given]),
             (ctypes.c_void_p * len(given))(*[each.strides.ctypes.data for each in given]),
             (ctypes.c_void_p * len(outputs))(*[each.ctypes.data for each in outputs]),
@@ -121,7 +129,7 @@ class _EmulatedKernel:
         arguments = [f"(const {_TYPES[kind][side]}*)copies[{i}].bytes.get()" for i, kind in enumerate(types)]
         arguments += [f"shapes[{i}], strides[{i}]" for i in range(len(types))]
         arguments += [f"({_TYPES[kind][side]}*)outputs[{i}]" for i, kind in enumerate(output_types)]
-        parts.append(_RUN % (len(types), ", ".join(arguments)))
+        parts.append(_RUN % (len(types), ", ".join(arguments), len(types)))
         return "".join(parts)
 
     def _header(self) -> str:
@@ -135,13 +143,16 @@ def _constant(name: str, given: int | bool | mx.Dtype, side: int) -> str:
 
 
 class _Given:
-    """An input as the kernel gets it: its bytes, its shape and its strides in values."""
+    """An input as the kernel gets it: its bytes, its shape and its strides in values. The bytes of an input that is
+    written are the array's own.
+    """
 
-    def __init__(self, value: mx.array, *, is_row_contiguous: bool) -> None:
+    def __init__(self, value: mx.array, *, is_row_contiguous: bool, is_written: bool) -> None:
         # A kernel that takes any strides gets those that a model's rows have: [B, H, n, D] in the order [B, n, H, D].
         order = list(range(value.ndim)) if is_row_contiguous or value.ndim != 4 else [0, 2, 1, 3]
-        stored = mx.contiguous(value.transpose(*order) if value.ndim else value)
-        self.bytes = np.array(stored.view(mx.uint8)).reshape(-1)
+        stored = value if is_written else mx.contiguous(value.transpose(*order) if value.ndim else value)
+        self.bytes = np.asarray(stored).view(np.uint8) if is_written else np.array(stored.view(mx.uint8)).reshape(-1)
+        assert self.bytes.flags.c_contiguous, "a kernel writes rows that follow each other"
         self.shape = np.array(value.shape, np.int32)
         strides = np.cumprod([1, *reversed(stored.shape[1:])])[::-1]
         self.strides = np.array([strides[place] for place in order], np.int64)

@@ -55,6 +55,7 @@ class KernelSource:
     header: str
     source: str
     is_row_contiguous: bool = True
+    written_inputs: tuple[str, ...] = ()  # which the kernel writes where they lie
 
 
 @cache
@@ -96,7 +97,16 @@ def quantize_source(dialect: Dialect) -> KernelSource:
 def append_source(dialect: Dialect) -> KernelSource:
     """New rows of K and V are quantized and written to their places in pages."""
     inputs = ("keys", "values", "pages", "block_table", "places")
-    return _source(dialect, "append", ["rows.h", "quantize.h"], inputs, ("stored",), "", is_row_contiguous=False)
+    return _source(
+        dialect,
+        "append",
+        ["rows.h", "quantize.h"],
+        inputs,
+        ("stored",),
+        "",
+        is_row_contiguous=False,
+        written_inputs=("pages",),
+    )
 
 
 @cache
@@ -110,7 +120,7 @@ def gather_source(dialect: Dialect) -> KernelSource:
 def store_source(dialect: Dialect) -> KernelSource:
     """Whole pages are written from other bytes."""
     inputs = ("pages", "content", "targets", "sources", "sizes")
-    return _source(dialect, "store", [], inputs, ("stored",), "", is_row_contiguous=True)
+    return _source(dialect, "store", [], inputs, ("stored",), "", is_row_contiguous=True, written_inputs=("pages",))
 
 
 def _source(
@@ -122,12 +132,13 @@ def _source(
     definitions: str,
     *,
     is_row_contiguous: bool,
+    written_inputs: tuple[str, ...] = (),
 ) -> KernelSource:
     header = "".join(text(part) for part in (f"{dialect.value}.h", *parts)) + definitions
     prologue = CUDA_SHARED + _CUDA_PROLOGUE if dialect is Dialect.CUDA else METAL_SHARED + _METAL_PROLOGUE
     body = prologue + text(f"{name}_body.h")
     digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
-    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, is_row_contiguous)
+    return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, is_row_contiguous, written_inputs)
 
 
 def text(name: str) -> str:

@@ -13,7 +13,7 @@ if (place < 0) return;
 const long page = block_table[sequence * block_table_shape[1] + place / KV_PAGE_TOKENS];
 const int line = head * KV_PAGE_TOKENS + place % KV_PAGE_TOKENS;
 // The pool is no output: MLX would copy all of it. Whoever reads it next waits for `stored`.
-KV_GLOBAL kv_u16* units = (KV_GLOBAL kv_u16*)pages + page * V::END;
+KV_GLOBAL kv_u16* units = (KV_GLOBAL kv_u16*)pages + page * pages_shape[1];
 if (group < K::GROUPS)
   kv_quantize_group<Key, K, IS_BFLOAT>(
       keys + sequence * keys_strides[0] + head * keys_strides[1] + row * keys_strides[2], keys_strides[3], group,

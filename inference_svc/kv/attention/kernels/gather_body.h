@@ -9,7 +9,7 @@ const long row = item / EIGHTS % count, head = item / EIGHTS / count;
 // `stored` is what the pass that wrote the rows gave back: reading it puts this behind that.
 if (head >= KV_HEADS || stored[0] == -2147483647) return;
 const long position = start + row;
-KV_GLOBAL const kv_u16* page = pages + long(block_table[position / KV_PAGE_TOKENS]) * V::END;
+KV_GLOBAL const kv_u16* page = pages + long(block_table[position / KV_PAGE_TOKENS]) * pages_shape[1];
 const int line = int(head) * KV_PAGE_TOKENS + int(position % KV_PAGE_TOKENS);
 if (eight < K_EIGHTS)
   kv_eight_values<K, IS_BFLOAT, Out>(page, line, eight, keys + (head * count + row) * KEY_DIM + eight * 8);

@@ -15,5 +15,5 @@ const long page = is_live ? block_table[sequence * blocks + first_token / KV_PAG
 const long first_query = (long(sequence) * query_heads + head * (query_heads / KV_HEADS)) * query_count + first_row;
 const int row_stride = kv_blocks_x * (VALUE_DIM + 4);
 KV_GLOBAL float* mine = partial + first_query * row_stride + kv_block_x * (VALUE_DIM + 4);
-KV_SPLIT(queries + first_query * KEY_DIM, pages + page * V::END, head, first_token, length, query_count, first_row,
+KV_SPLIT(queries + first_query * KEY_DIM, pages + page * pages_shape[1], head, first_token, length, query_count, first_row,
          row_count, settings[0], settings[1], window, mine, row_stride, kv_warp, kv_lane, kv_shared);
