@@ -92,7 +92,7 @@ class EngineWorker:
         for sequence in self._scheduler.cancelled():
             self._finish(sequence, None if sequence.keeps_its_part else _cancelled())
         before_s = self._clock()
-        self._admit()
+        self._admit(take_mail)
         spent_s = self._clock() - before_s
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
@@ -171,7 +171,7 @@ class EngineWorker:
 
     # --- beginning ---
 
-    def _admit(self) -> None:
+    def _admit(self, take_mail: Callable[[], None]) -> None:
         """Carry out what the scheduler decides about waiting turns. To restore a memory takes time: while turns decode,
         that time counts as prefill of the step.
         """
@@ -193,6 +193,7 @@ class EngineWorker:
                     has_time, may_preempt = True, False
                 case Blocked(blocked) if blocked and may_preempt and self._decoder.is_ahead and self._can_preempt:
                     self._take_in(self._decoder.settle())
+                    take_mail()  # the snapshot of a turn that just ended, before its memory may be dropped for another
                 case Blocked():
                     return
 
