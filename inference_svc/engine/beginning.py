@@ -45,8 +45,30 @@ def reuse_of_memory(sequence: Sequence, memory: ResidentMemory[SequenceKV] | Non
         return None
     keep = memory.kv.start_before(sequence.reusable_tokens) if memory is not None else 0
     if memory is None or not _begins_with(memory.state.token_ids, sequence.plan.token_ids, keep):
-        raise FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
+        raise hot_memory_gone()
     return Reuse(memory.kv, keep, memory.chain, memory.state.shareable_tokens)
+
+
+def hot_memory_gone() -> FailedPrecondition:
+    """The error for a plan whose hot memory is not there."""
+    return FailedPrecondition("the agent's hot memory is not the one planned with", reason="HOT_MEMORY_GONE")
+
+
+def forked_for(sequence: Sequence, reuse: Reuse | None) -> SequenceKV | None:
+    """A fork of what a turn reuses; None if it reuses nothing. It inherits only the rewind points that the turn's
+    memory will keep: what windows hold for others would be the turn's own pages once their agent is gone.
+    """
+    if reuse is None:
+        return None
+    forked = reuse.kv.fork(reuse.tokens)
+    kept = {reuse.tokens} if sequence.plan.generates else {*forked.rewind_points[-_warm_up_points(forked) :]}
+    forked.keep_rewind_points(kept)
+    return forked
+
+
+def _warm_up_points(kv: SequenceKV) -> int:
+    """Rewind points that a turn keeps which generates nothing: of windows alone fewer, because they hold pages."""
+    return MOST_REWIND_POINTS if kv.states else 2
 
 
 def reuse_of_prefix(sequence: Sequence, tokens: int, kv: SequenceKV) -> Reuse:
@@ -84,8 +106,8 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
         kv.mark()
     # Another turn may begin where this one began: a retry, or an edited last message.
     kept = {sequence.cached, sequence.prompt_rewind_point, len(state.token_ids)}
-    # A warm-up turn generates nothing, so it keeps the existing rewind points (at most MOST_REWIND_POINTS).
-    kv.keep_rewind_points(kept if sequence.plan.generates else kv.rewind_points[-MOST_REWIND_POINTS:])
+    # A warm-up turn generates nothing, so it keeps the existing rewind points.
+    kv.keep_rewind_points(kept if sequence.plan.generates else kv.rewind_points[-_warm_up_points(kv) :])
     sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are
     state = sequence.state()
     known = sequence.known_chain[: len(state.token_ids) // BLOCK_TOKENS]

@@ -74,10 +74,13 @@ class Decoder:
         """Take a sequence out of the batch."""
         self.batch.leave(kv)
 
-    def discard(self) -> None:
-        """Drop all that is computed, after a failed step."""
+    def discard(self) -> list[SequenceKV]:
+        """Drop all that is computed, after a failed step. Returns the KV of every row in it, also of a row that sat out
+        since: their lengths count a token that nobody will read.
+        """
+        lost = [sequence.kv for launched in self._launched for sequence in launched.order if sequence.kv is not None]
         self._launched.clear()
-        self.batch.discard()
+        return [*lost, *self.batch.discard()]
 
     def _launch(self, decoding: Collection[Sequence]) -> None:
         pending = self._launched[-1] if self._launched else None

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
+from kvasir.errors import Cancelled, FailedPrecondition, Internal, KvasirError, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import AgentKey, Snapshot
@@ -18,6 +18,8 @@ from inference_svc.engine.beginning import (
     MOST_REWIND_POINTS,
     Reuse,
     begin,
+    forked_for,
+    hot_memory_gone,
     memory_left,
     reuse_of_memory,
     reuse_of_prefix,
@@ -191,29 +193,33 @@ class EngineWorker:
                             self._preempt(sequence)
                     self._runner.release_unused()
                     has_time, may_preempt = True, False
-                case Blocked(blocked) if blocked and may_preempt and self._decoder.is_ahead and self._can_preempt:
-                    self._take_in(self._decoder.settle())
+                case Blocked(_, wants_preemption=True) if may_preempt:
+                    self._settle()
                     take_mail()  # the snapshot of a turn that just ended, before its memory may be dropped for another
                 case Blocked():
                     return
 
-    @property
-    def _can_preempt(self) -> bool:
-        return any(sequence.can_be_preempted for sequence in self._scheduler.running)
-
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
         """Give the turn its reservation and its KV, or ask for a preempted turn's files."""
         if sequence.swapped is not None:
-            self._reserve(sequence, protected, None, ForkBase())
+            has_room = self._reserve(sequence, protected, None, ForkBase())
+            assert has_room, "the scheduler admitted a turn without room"
             sequence.ask_for_files()
             self._emit(sequence)
             return
-        reuse = self._reuse(sequence)
-        # Before memories are dropped for the reservation: what the turn shares stays, whoever else held it.
-        forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None
-        extends = sequence.memory_key if reuse is None or not reuse.is_shared else None
-        self._reserve(sequence, protected, extends, ForkBase() if forked is None else ForkBase.of(forked))
-        begin(sequence, reuse, forked, self._pool, self._model)
+        for reuse in self._candidates(sequence):
+            # Before memories are dropped for the reservation: what the turn shares stays, whoever else held it.
+            forked = forked_for(sequence, reuse)
+            extends = sequence.memory_key if reuse is None or not reuse.is_shared else None
+            if self._reserve(sequence, protected, extends, ForkBase() if forked is None else ForkBase.of(forked)):
+                begin(sequence, reuse, forked, self._pool, self._model)
+                return
+            if forked is not None:
+                forked.release()
+        # What is left of its own memory does not fit beside what the turn adds to it: it is planned anew without it.
+        if sequence.plan.key is not None:
+            self.memories.drop(sequence.plan.key)
+        raise hot_memory_gone()
 
     def _reserve(
         self,
@@ -221,7 +227,8 @@ class EngineWorker:
         protected: Collection[Hashable] | None,
         extends: Hashable | None,
         base: ForkBase,
-    ) -> None:
+    ) -> bool:
+        """Reserve what the turn may take beyond its base; False if there is no room."""
         reservation = Reservation(
             sequence.namespace,
             self._pool.pages_for(sequence.most_tokens) - base.full_pages,
@@ -229,18 +236,18 @@ class EngineWorker:
             extends,
             lambda: 0 if sequence.kv is None else base.taken_by(sequence.kv),
         )
-        has_room = self.memories.reserve(reservation, self._protected(sequence, protected))
-        assert has_room, "the scheduler admitted a turn without room"
+        if not self.memories.reserve(reservation, self._protected(sequence, protected)):
+            return False
         sequence.reservation = reservation
+        return True
 
-    def _reuse(self, sequence: Sequence) -> Reuse | None:
-        """What the turn begins with: a prefix of its namespace, if that saves more than its plan does, or its plan's
-        hot memory.
+    def _candidates(self, sequence: Sequence) -> list[Reuse | None]:
+        """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does,
+        and its plan's hot memory, or nothing.
         """
+        own = reuse_of_memory(sequence, self.memories.get(sequence.plan.key))
         prefix = self._prefix_of(sequence)
-        if prefix is not None:
-            return prefix
-        return reuse_of_memory(sequence, self.memories.get(sequence.plan.key))
+        return [own] if prefix is None else [prefix, own]
 
     def _prefix_of(self, sequence: Sequence) -> Reuse | None:
         if sequence.namespace is None or self._model.has_states:
@@ -253,8 +260,8 @@ class EngineWorker:
         if owner is None or owner.kv is None:
             return None
         # Less than the whole prefix where the windows have gone on.
-        tokens, cell = owner.kv.start_before(prefix.shared_tokens), self._model.cell_tokens
-        is_worth = tokens % cell == 0 and tokens >= sequence.reusable_tokens + cell
+        tokens = owner.kv.start_before(prefix.shared_tokens)
+        is_worth = tokens % BLOCK_TOKENS == 0 and tokens >= sequence.reusable_tokens + BLOCK_TOKENS
         return reuse_of_prefix(sequence, tokens, owner.kv) if is_worth else None
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -291,11 +298,24 @@ class EngineWorker:
         return self.most_bytes(sequence.most_tokens) - shared_bytes
 
     def _missing_bytes(self, sequence: Sequence, protected: Collection[Hashable] | None) -> int:
-        protected = self._protected(sequence, protected)
-        missing = self.memories.missing_bytes(self._needed_bytes(sequence), protected)
-        if missing and sequence.swapped is None and (prefix := self._prefix_of(sequence)) is not None:
-            missing = self.memories.missing_bytes(self._bytes_beyond(sequence, prefix.tokens), protected)
-        return missing
+        """Asked with the fork in hand that the turn would begin with: to drop its source frees nothing of it then."""
+        kept = self._protected(sequence, protected)
+        if sequence.swapped is not None:
+            return self.memories.missing_bytes(self._bytes_beyond(sequence, 0), kept)
+        try:
+            candidates = self._candidates(sequence)
+        except FailedPrecondition:
+            return 0  # it begins in order to say so
+        missing = []
+        for reuse in candidates:
+            forked = forked_for(sequence, reuse)
+            shared = 0 if forked is None else forked.length
+            missing.append(self.memories.missing_bytes(self._bytes_beyond(sequence, shared), kept))
+            if forked is not None:
+                forked.release()
+        if protected is None:  # nothing runs: its own memory may go, and the turn be planned anew
+            missing.append(self.memories.missing_bytes(self._bytes_beyond(sequence, 0), None))
+        return min(missing)
 
     def _freed_bytes(self, sequence: Sequence) -> int:
         """Bytes that a running turn gives up: its reservation, and what nobody else holds of its memory."""
@@ -328,15 +348,23 @@ class EngineWorker:
         """Enqueue one more token of every decoding turn, in one forward pass, and take in the tokens that are read. A
         turn that sampled its last token in the step before computes that token here, so that it remembers it, and ends.
         """
+        before = self._decoder.computed
+        self._compute(lambda: self._decoder.step(decoding), decoding)
+        self.computed_tokens += self._decoder.computed - before
+        self._runner.stepped()
+
+    def _settle(self) -> None:
+        """Take in the tokens of the step that was not read."""
+        self._compute(self._decoder.settle)
+
+    def _compute(self, step: Callable[[], list[Decoded]], decoding: Collection[Sequence] = ()) -> None:
+        """Take in what a step gives. If it fails, the turns that it is about end."""
         try:
-            before = self._decoder.computed
-            decoded = self._decoder.step(decoding)
-            self.computed_tokens += self._decoder.computed - before
+            decoded = step()
         except Exception:
             logger.exception("decode.failed")
             self._lose(decoding)
             return
-        self._runner.stepped()
         self._take_in(decoded)
 
     def _take_in(self, decoded: Iterable[Decoded]) -> None:
@@ -440,9 +468,8 @@ class EngineWorker:
 
     def _lose(self, decoding: Collection[Sequence]) -> None:
         """A forward pass of these turns failed half-way: they end, and so does every other turn in the batch."""
-        batch = self._decoder.batch
-        lost = [each for each in self._with_kv if each in decoding or (each.kv is not None and each.kv in batch)]
-        self._decoder.discard()
+        rows = {id(kv) for kv in self._decoder.discard()}
+        lost = [each for each in self._with_kv if each in decoding or id(each.kv) in rows]
         for sequence in lost:
             self._finish(sequence, Internal("the turn failed in the engine"))
 

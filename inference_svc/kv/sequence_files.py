@@ -28,7 +28,7 @@ from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import Array, CheckedFile, exponents, not_finite, page_units, state_arrays
 
-_MOST_PAGES = 32  # that leave the device at once
+_MOST_PAGES = 32  # that leave or reach the device at once
 
 
 def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[bytes]:
@@ -92,6 +92,7 @@ def from_files(
         pool.evaluate()
         mx.eval(kv.state_arrays)
     except BaseException:
+        pool.forget_writes()  # pages that are free again may be another's when they would be written
         kv.release()  # now: an error that is kept holds these frames, and with them the sequence
         raise
     return kv
@@ -137,22 +138,24 @@ def _load_rows(kv: SequenceKV, group: int, files: Sequence[CheckedFile]) -> None
     if not files:
         return
     pool = kv.pool
-    pages = to_device([page_units(pool.identity, file) for file in files])
-    bits = mx.array(exponents(pool.identity, group))
-    is_wrong = ((bits != 0) & ((pages & bits) == bits)).any(axis=1)
-    found: Any = is_wrong.tolist()
-    if any(found):
-        raise not_finite(found.index(True), group)
     first = files[0].header.identity.start // PAGE_TOKENS
     blocks = range(first, first + len(files))
     for table in kv.tables:
         if table.window == group:
             table.pages = dict(zip(blocks, pool.take(len(blocks)), strict=True))
-    offset = 0
-    for layer in layers_of(pool.identity, group):
-        units = pool.formats[layer].units
-        pool.write_pages(layer, kv.table_of(layer).held(blocks), pages, offset)
-        offset += units
+    bits = mx.array(exponents(pool.identity, group))
+    for begin in range(0, len(files), _MOST_PAGES):
+        some = slice(begin, begin + _MOST_PAGES)
+        pages = to_device([page_units(pool.identity, file) for file in files[some]])
+        is_wrong = ((bits != 0) & ((pages & bits) == bits)).any(axis=1)
+        found: Any = is_wrong.tolist()
+        if any(found):
+            raise not_finite(begin + found.index(True), group)
+        offset = 0
+        for layer in layers_of(pool.identity, group):
+            pool.write_pages(layer, kv.table_of(layer).held(blocks[some]), pages, offset)
+            offset += pool.formats[layer].units
+        pool.evaluate()
 
 
 # --- states ---

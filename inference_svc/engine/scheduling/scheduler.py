@@ -73,9 +73,11 @@ class Preempt(Generic[TurnT]):
 class Blocked(Generic[TurnT]):
     """No other turn begins now. These found no room: the first of each namespace, and the first of each namespace whose
     room is up to others (`RoomShares.is_up_to_others`). The latter keeps no turn of its namespace waiting.
+    `wants_preemption`: running turns would make room for one, if turns might be preempted now.
     """
 
     turns: tuple[TurnT, ...]
+    wants_preemption: bool = False
 
 
 Decision: TypeAlias = Admit[TurnT] | Preempt[TurnT] | Blocked[TurnT]
@@ -179,11 +181,12 @@ class Scheduler(Generic[TurnT]):
             # While no turn runs, none will ever make room: then no memory is protected.
             if not self.running and not self.room.missing_bytes(turn, None):
                 return self._admitted(turn, None)
-            if may_preempt:
-                chosen = self._preemptions(turn, self.room.missing_bytes(turn, protected))
-                if chosen and self.room.can_swap_out(chosen):
-                    self._note_preempted(chosen)
-                    return Preempt(chosen, turn)
+            chosen = self._preemptions(turn, self.room.missing_bytes(turn, protected))
+            if chosen and self.room.can_swap_out(chosen):
+                if not may_preempt:
+                    return Blocked(tuple(turn for turn, _ in refused), wants_preemption=True)
+                self._note_preempted(chosen)
+                return Preempt(chosen, turn)
         return Blocked(tuple(turn for turn, _ in refused))
 
     def _admitted(self, turn: TurnT, protected: frozenset[Hashable] | None) -> Admit[TurnT]:

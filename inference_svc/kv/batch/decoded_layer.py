@@ -174,6 +174,8 @@ class DecodedLayer:
     def _fill(self, target: SlotArrays, slot: int, more: int, key_type: mx.Dtype, value_type: mx.Dtype) -> None:
         """Decode a sequence's stored rows, and `more` behind them, into its slot of `target`."""
         kv = self._now.sequences[slot]
+        # Who was here may have left numbers that are none, and what is masked still counts as 0 times them.
+        target.zero(slot)
         stop = kv.length + more
         start = max(0, stop - self._window) if self._window else 0
         # Rows before what the next token sees may be gone; the new row takes the place of the one before them.

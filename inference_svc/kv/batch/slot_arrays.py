@@ -50,6 +50,11 @@ class SlotArrays:
         for array, new in zip(self.arrays, rows, strict=True):
             array[slot : slot + 1, :, start : start + new.shape[2]] = new
 
+    def zero(self, slot: int) -> None:
+        """Forget what a slot holds."""
+        for array in self.arrays:
+            array[slot : slot + 1] = 0
+
     def put_each(self, positions: Sequence[int], rows: EncodedRows) -> None:
         """Write one row [slots', heads, 1, …] of each of the first slots, at that slot's own position."""
         count = len(positions)

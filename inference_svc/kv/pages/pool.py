@@ -143,6 +143,10 @@ class KvPool:
         mx.eval(self.arrays, self._written)
         self._written.clear()
 
+    def forget_writes(self) -> None:
+        """Writes of kernels that were not evaluated will not happen."""
+        self._written.clear()
+
     def release(self, pages: Iterable[int]) -> None:
         self.allocator.release(pages)
 

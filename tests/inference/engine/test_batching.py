@@ -118,3 +118,55 @@ def test_nobody_begins_with_what_another_namespace_holds(driver: Driver, namespa
 
 def started(listener: Listener) -> Started:
     return next(event for event in listener.events if isinstance(event, Started))
+
+
+def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_many(
+    driver: Driver, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its token of the step before was enqueued and never read, so its length counts a token that it does not have."""
+    prompt = tokens_of(64, 5)
+    worker = engine._worker
+    begin_step, step = worker._scheduler.begin_step, worker._decoder.batch.step
+    steps: list[int] = []
+
+    def without_the_first(now: float) -> object:
+        rows = begin_step(now)
+        steps.append(len(rows))
+        if steps.count(2) != 6:
+            return rows
+        monkeypatch.setattr(worker._scheduler, "begin_step", begin_step)
+        monkeypatch.setattr(worker._decoder.batch, "step", failing)
+        return rows[1:]
+
+    def failing(token_ids: object) -> object:
+        monkeypatch.setattr(worker._decoder.batch, "step", step)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(worker._scheduler, "begin_step", without_the_first)
+    both = [driver.submit(each, key=driver.key(), max_tokens=60) for each in (prompt, tokens_of(70, 6))]
+    for listener in both:
+        with pytest.raises(Internal):
+            listener.end()
+
+
+def test_looking_ahead_changes_no_token_and_no_byte_of_what_is_remembered(driver: Driver, engine: Engine) -> None:
+    """Greedy, drawn, ended by a stop token and by length: what a step computed too much is not remembered."""
+    decoder = engine._worker._decoder
+
+    def all_turns() -> list[tuple[object, ...]]:
+        found: list[tuple[object, ...]] = []
+        for number, sampling in enumerate(
+            ({}, {"temperature": 0.9, "seed": 5}, {"max_tokens": 7}, {"stop_token_ids": stops})
+        ):
+            key = driver.key()
+            ended = driver.turn(tokens_of(250 + number, seed=number), key=key, **sampling)
+            found.append((ended.finish_reason, ended.text, ended.state.token_ids, driver.files(key)))
+        return found
+
+    stops = tuple(driver.reply(driver.turn(tokens_of(253, seed=3), max_tokens=12))[8:9])
+    ahead = all_turns()
+    decoder._looks_ahead = False
+    try:
+        assert all_turns() == ahead
+    finally:
+        decoder._looks_ahead = True

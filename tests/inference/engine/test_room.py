@@ -75,3 +75,21 @@ def used_and_accounted(driver: Driver) -> tuple[int, int]:
     for reservation in ledger.reservations:
         assert 0 <= reservation.taken_pages() <= reservation.pages
     return worker.memory_used_bytes, ledger.used_bytes + ledger.promised_bytes
+
+
+@pytest.mark.cells_of_a_block
+def test_a_turn_finds_its_room_also_where_the_memory_whose_beginning_it_shares_cannot_make_any(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """To drop that memory frees nothing of what the turn itself shares with it."""
+    with driver_with_room_for(12 * 256, model_dir, tmp_path) as driver:
+        common, waiting = tokens_of(1024, 5), Listener()
+        driver.turn((*common, 7), key=driver.key(), namespace="one", max_tokens=2)
+
+        def submit() -> None:
+            driver.submit((*common, *tokens_of(40, 8)), listener=waiting, namespace="one", max_tokens=1200)
+
+        driver.submit(
+            tokens_of(700, 3), namespace="one", max_tokens=300, listener=Listener().at(Tokens, 3, submit)
+        ).end()
+        assert waiting.end().cached_tokens in (0, 1024)

@@ -7,9 +7,9 @@ from kvasir.errors import DataLoss, FailedPrecondition
 from kvasir.formats.block_file import check_schema, parse_header
 from kvasir.formats.layer_groups import first_touched_block, windows_of
 
-from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot
+from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot, Tokens
 from inference_svc.engine.engine import Engine
-from tests.inference.engine.driving import Driver, tokens_of
+from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.engine.families import FAMILIES, write_family
 
 BUDGET = 128 << 20
@@ -206,3 +206,28 @@ def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Call
     assert shared == agents - 1
     assert used_pages() - before <= per_sequence + agents * own
     assert used_pages() - before < agents * per_sequence / 2
+
+
+def test_a_turns_window_pages_stay_within_its_reservation_when_its_source_is_gone(
+    family: Callable[[str], Driver],
+) -> None:
+    """It inherits no rewind point that its memory will not keep: those pages would be its own then."""
+    driver = family("gemma3")
+    key, ended = remembered(driver, 600, 20)
+    tokens = ended.state.token_ids
+    for number in range(3):
+        tokens = driver.turn(
+            (*tokens, *tokens_of(300, seed=number)), Hot(len(tokens)), key, max_tokens=4
+        ).state.token_ids
+    promised: list[int] = []
+    worker = driver.engine._worker
+
+    def drop_and_count() -> None:
+        worker.memories.drop(key)
+        [sequence] = [each for each in worker._scheduler.turns if each.plan.key == key]
+        assert sequence.reservation is not None
+        promised.append(sequence.reservation.pages - sequence.reservation.taken_pages())
+
+    listener = Listener().at(Tokens, 2, drop_and_count)
+    driver.submit((*tokens, *tokens_of(900, seed=9)), Hot(len(tokens)), key, listener=listener, max_tokens=40).end()
+    assert [count >= 0 for count in promised] == [True]
