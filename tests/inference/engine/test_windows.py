@@ -1,16 +1,25 @@
 """Models with windows: their memories go out as block files, come back, go back in time, and are shared."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from kvasir.errors import DataLoss, FailedPrecondition
 from kvasir.formats.block_file import check_schema, parse_header
 from kvasir.formats.layer_groups import first_touched_block, windows_of
 
-from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot, Tokens
+from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot
+from inference_svc.engine.beginning import Reuse, forked_for
 from inference_svc.engine.engine import Engine
-from tests.inference.engine.driving import Driver, Listener, tokens_of
+from inference_svc.engine.fork_base import ForkBase
+from inference_svc.kv.sequence_kv import SequenceKV
+from tests.inference.engine.driving import Driver, tokens_of
 from tests.inference.engine.families import FAMILIES, write_family
+from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
+
+if TYPE_CHECKING:
+    from inference_svc.engine.sequence import Sequence
 
 BUDGET = 128 << 20
 NAMES = ["gemma3", "gpt_oss"]
@@ -208,26 +217,27 @@ def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Call
     assert used_pages() - before < agents * per_sequence / 2
 
 
-def test_a_turns_window_pages_stay_within_its_reservation_when_its_source_is_gone(
-    family: Callable[[str], Driver],
-) -> None:
+@pytest.mark.parametrize("window", [512, 1024])
+def test_a_turns_pages_stay_within_its_reservation_when_its_source_is_gone(window: int) -> None:
     """It inherits no rewind point that its memory will not keep: those pages would be its own then."""
-    driver = family("gemma3")
-    key, ended = remembered(driver, 600, 20)
-    tokens = ended.state.token_ids
-    for number in range(3):
-        tokens = driver.turn(
-            (*tokens, *tokens_of(300, seed=number)), Hot(len(tokens)), key, max_tokens=4
-        ).state.token_ids
-    promised: list[int] = []
-    worker = driver.engine._worker
-
-    def drop_and_count() -> None:
-        worker.memories.drop(key)
-        [sequence] = [each for each in worker._scheduler.turns if each.plan.key == key]
-        assert sequence.reservation is not None
-        promised.append(sequence.reservation.pages - sequence.reservation.taken_pages())
-
-    listener = Listener().at(Tokens, 2, drop_and_count)
-    driver.submit((*tokens, *tokens_of(900, seed=9)), Hot(len(tokens)), key, listener=listener, max_tokens=40).end()
-    assert [count >= 0 for count in promised] == [True]
+    pool = pool_of([full(), windowed(window)], four_bits())
+    source = SequenceKV(pool)
+    for _ in range(3):
+        fed(source, [256] * 8)
+        source.mark()
+    sequence = cast("Sequence", SimpleNamespace(plan=SimpleNamespace(generates=True)))
+    forked = forked_for(sequence, Reuse(source, 6144, (), 0))
+    assert forked is not None
+    base, most = ForkBase.of(forked), 6144 + 16 * 256 + 200
+    promised = pool.pages_for(most) - base.full_pages
+    source.release()
+    taken = [base.taken_by(forked)]
+    for step in range(16):
+        fed(forked, [256])
+        if step == 14:
+            forked.mark()
+        taken.append(base.taken_by(forked))
+    for _ in range(200):
+        fed(forked, [1])
+        taken.append(base.taken_by(forked))
+    assert max(taken) <= promised
