@@ -31,11 +31,13 @@ class FusedLayer:
         """The next pass computes one token of each sequence of `step`."""
         self._step = step
 
-    def leave(self, slot: int, last: int, last_length: int) -> None:
-        """Without effect: a sequence's rows lie in its pages alone."""
+    def leave(self, slot: int, last: int, last_length: int) -> None:  # noqa: ARG002
+        """A sequence's rows lie in its pages alone: nothing moves."""
+        self._step = None  # which holds the sequence, and so its pages
 
     def forget_decoded(self) -> None:
-        """Without effect: there is no copy."""
+        """There is no copy."""
+        self._step = None
 
     @property
     def scratch_bytes(self) -> int:

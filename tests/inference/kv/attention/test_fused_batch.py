@@ -1,0 +1,115 @@
+"""A batch over pages where they lie: whose pages it holds, and when MLX may keep a step's graph."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.pages.pool import KvPool
+from inference_svc.kv.sequence_kv import SequenceKV
+from tests.inference.kv.sequences import full, identity_of, recurrent, windowed
+
+LAYERS = [full(), windowed(100)]
+PAGE_BYTES = KvPool(identity_of(LAYERS), 1).page_bytes
+
+
+def pool(pages: int, dialect: Dialect | None = Dialect.CUDA, *, is_allocated: bool = True) -> KvPool:
+    return KvPool(identity_of(LAYERS), pages * PAGE_BYTES, is_allocated=is_allocated, dialect=dialect)
+
+
+def logits_of(tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Numbers that show what a step was told, without any kernel: tokens, lengths, and each group's last pages."""
+    told = [tokens[:, 0], *(cache.offset for cache in caches)]
+    told += [group.block_table.sum(axis=1) for group in caches[0]._now.groups]
+    return mx.stack([one.astype(mx.float32) for one in told], axis=1)[:, None]
+
+
+def batch_of(pool: KvPool, forward: Any = logits_of) -> DecodeBatch:
+    return DecodeBatch(pool, forward, 0, FusedLayer)
+
+
+def told(batch: DecodeBatch, tokens: Sequence[int]) -> list[list[float]]:
+    """What the next step must be told."""
+    after = []
+    for token, kv in zip(tokens, batch.sequences, strict=True):
+        pages = [float(sum(table.pages.values())) for table in kv.tables]
+        after.append([token, kv.length - 1, kv.length - 1, *pages])
+    return after
+
+
+def test_a_sequence_that_left_gives_its_pages_back_when_it_is_dropped() -> None:
+    here = pool(20, is_allocated=False)
+    batch = batch_of(here)
+    for _ in range(2):
+        batch.join(SequenceKV(here))
+    mx.eval(batch.step([1, 2]))
+    assert here.allocator.used == 4
+    for left in (2, 0):
+        batch.leave(batch.sequences[0])
+        assert here.allocator.used == left
+
+
+def test_a_discarded_batch_holds_no_page() -> None:
+    def fail(_tokens: mx.array, _caches: list[Any]) -> mx.array:
+        raise ZeroDivisionError
+
+    here = pool(20, is_allocated=False)
+    batch = batch_of(here, fail)
+    batch.join(SequenceKV(here))
+    with pytest.raises(ZeroDivisionError):
+        batch.step([1])
+    assert here.allocator.used == 2
+    batch.discard()
+    assert here.allocator.used == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: int) -> None:
+    here = pool(40)
+    batch = batch_of(here)
+    for _ in range(rows):
+        batch.join(SequenceKV(here))
+    traced = []
+    batch._compiled = mx.compile(lambda *given: traced.append(given) or batch._traced(*given))
+    for step in range(4):
+        tokens = [10 * step + row for row in range(rows)]
+        logits = batch.step(tokens)
+        assert logits.tolist() == told(batch, tokens)
+        if step == 2:
+            batch.join(SequenceKV(here))
+            rows += 1
+    assert len(traced) == 2, "once for each number of rows"
+
+
+def asks_for_a_kept_graph(here: KvPool) -> bool:
+    asked = []
+    batch = batch_of(here, lambda tokens, _caches: mx.zeros((*tokens.shape, 4)))
+    compiled = batch._compiled
+    batch._compiled = lambda *given: asked.append(given) or compiled(*given)
+    batch.join(SequenceKV(here))
+    mx.eval(batch.step([1]))
+    return bool(asked)
+
+
+def test_a_graph_is_kept_only_where_the_pools_arrays_stay_the_same() -> None:
+    """A pool that grows makes new arrays, which a kept graph would not read; so does MLX's own write."""
+    assert asks_for_a_kept_graph(pool(20))
+    assert not asks_for_a_kept_graph(pool(20, dialect=None))
+    growing = pool(20, is_allocated=False)
+    assert not asks_for_a_kept_graph(growing)
+    held = growing.take(10)  # more than at first
+    assert not growing.is_whole
+    assert not asks_for_a_kept_graph(growing)
+    growing.take(growing.allocator.free - 2)
+    assert asks_for_a_kept_graph(growing), "it cannot grow any more"
+    assert held
+
+
+def test_no_graph_is_kept_of_a_model_with_states() -> None:
+    """They are other arrays after each step."""
+    identity = identity_of([full(), recurrent(4)])
+    assert not DecodeBatch(KvPool(identity, 1, dialect=Dialect.CUDA), logits_of, 0, FusedLayer)._compiles
