@@ -6,7 +6,7 @@ been computed: a pass that fails or is cancelled has changed nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import joined_rows
-from inference_svc.kv.sequence_kv import SequenceKV, Span
+from inference_svc.kv.sequence_kv import Room, SequenceKV, Span
 from inference_svc.kv.state_kv import StateKV
 
 # Behind fewer tokens MLX's attention over de-quantized rows is as fast.
@@ -75,21 +75,21 @@ class InPlaceLayer(PrefillLayer):
 
     attends = False
 
-    def __init__(self, kv: SequenceKV, layer: int, places: "_Places") -> None:
+    def __init__(self, kv: SequenceKV, layer: int, places: "Places") -> None:
         super().__init__(kv, layer)
-        self._places = places
+        self.places = places
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As `PrefillLayer.update_and_fetch`."""
         pool, before = self._kv.pool, self.offset
         self.offset += keys.shape[2]
-        span = self._places.of(self._layer, keys.shape[2])
+        span = self.places.of(self._layer, keys.shape[2])
         page_format, array = pool.formats[self._layer], pool.arrays[pool.slot_of(self._layer)]
         assert pool.dialect is not None
         stored = append_rows(keys, values, array, page_format, span.block_table[None], span.places, pool.dialect)
         self.new_rows = (stored,)
         # Not remembered from `make_mask`: a model asks one layer of a kind for the mask of all.
-        self.attends = _attends(before, keys.shape[2])
+        self.attends = self._attends(before, keys.shape[2])
         if self.attends:
             self._attended = (array, page_format, span.block_table[None], stored[-1:])
             return keys, values
@@ -110,8 +110,15 @@ class InPlaceLayer(PrefillLayer):
 
     def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """As `PrefillLayer.make_mask`; none where `attend` will be called."""
-        is_masked = not _attends(self.offset, rows)
+        is_masked = not self._attends(self.offset, rows)
         return super().make_mask(rows, return_array, window_size) if is_masked else None
+
+    def _attends(self, stored: int, count: int) -> bool:
+        """Whether `count` rows behind so many are attended to where they lie. Not if a row leaves the window within the
+        chunk: it may be written nowhere.
+        """
+        is_written = not self.window or count < self.window
+        return is_written and count <= MAX_QUERIES and stored >= _LONG_TOKENS
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
         """As `FusedLayer.attend`."""
@@ -120,31 +127,26 @@ class InPlaceLayer(PrefillLayer):
         return paged_attention(queries, *self._attended, scale=scale, window=self.window or None, sinks=sinks)
 
 
-def _attends(stored: int, count: int) -> bool:
-    """Whether `count` rows behind so many are attended to where they lie."""
-    return count <= MAX_QUERIES and stored >= _LONG_TOKENS
-
-
 AnyLayer: TypeAlias = PrefillLayer | StateKV
 
 
 @dataclass
-class _Places:
+class Places:
     """Where the rows of one pass go. Its first layer with rows says how many there are."""
 
     kv: SequenceKV
-    spans: list[Span] = field(default_factory=list)
+    room: Room | None = None
 
     def of(self, layer: int, count: int) -> Span:
         """Raises ResourceExhausted, and nothing has changed, if the pool has no room."""
-        if not self.spans:
-            self.spans = self.kv.spans(count)
-        return self.spans[self.kv.table_number(layer)]
+        if self.room is None:
+            self.room = self.kv.room(count)
+        return self.room.spans[self.kv.table_number(layer)]
 
 
 def prefill_layers(kv: SequenceKV) -> list[AnyLayer]:
     """What a model is given for the next chunk of the sequence, one for each entry of the layout."""
-    places = _Places(kv)
+    places = Places(kv)
     layers: list[AnyLayer] = []
     for index in range(len(kv.pool.identity.layers)):
         if index in kv.states:
@@ -165,9 +167,23 @@ def commit(kv: SequenceKV, layers: Sequence[AnyLayer], count: int) -> None:
         kv.append(rows)
     else:
         mx.eval([*rows.values()])
+        for room in _rooms(layers):
+            kv.move_in(room)
         kv.advanced(count)
     for index, layer in enumerate(layers):
         if isinstance(layer, StateKV):
             kv.states[index] = layer
     kv.pool.evaluate()
     mx.eval(kv.state_arrays)
+
+
+def abandon(layers: Sequence[AnyLayer]) -> None:
+    """Give back at once what a pass that failed took of the pool: its error may hold the layers for long."""
+    for room in _rooms(layers):
+        room.release()
+
+
+def _rooms(layers: Sequence[AnyLayer]) -> list[Room]:
+    """That of the pass, if it writes in place."""
+    places = next((layer.places for layer in layers if isinstance(layer, InPlaceLayer)), None)
+    return [] if places is None or places.room is None else [places.room]

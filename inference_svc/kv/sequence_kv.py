@@ -8,7 +8,7 @@ Recurrent layers can only go back to a *rewind point*, a length at which their s
 back wherever the pages are left that the window touches there; they are kept for the rewind points.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -37,6 +37,35 @@ class Span:
 
     block_table: mx.array
     places: mx.array
+
+
+class Room:
+    """Private pages for the rows of one pass, which the sequence does not hold yet: new ones go back to the pool if
+    the pass does not come to its end. `spans`: where the rows go in each table.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        self.spans: list[Span] = []
+        self.pages: list[dict[int, int]] = []  # of each table by block, those to be written
+        self._pool = pool
+        self._new: list[int] = []
+
+    def __del__(self) -> None:
+        self.release()
+
+    def take(self, count: int) -> list[int]:
+        """New pages. Raises ResourceExhausted, and takes none, if there are not so many."""
+        self._new = self._pool.take(count)
+        return self._new
+
+    def release(self) -> None:
+        """Give the new pages back. Idempotent."""
+        self._pool.release(self._new)
+        self._new = []
+
+    def give_up(self) -> None:
+        """Somebody else holds the pages now."""
+        self._new = []
 
 
 class SequenceKV:
@@ -128,7 +157,7 @@ class SequenceKV:
         count = next(iter(rows.values()))[0].shape[2] if rows else 0
         stop = self.length + count
         spans = [self._span(table, stop) for table in self.tables]
-        own = self._own_pages(spans)
+        own = self._own_pages(spans, self.pool.take)
         for group, table, blocks, pages in zip(self.pool.groups, self.tables, spans, own, strict=True):
             for layer in group.layers:
                 self._write(layer, table, blocks, pages, rows[layer])
@@ -136,13 +165,13 @@ class SequenceKV:
             self._replace(table, dict(zip(blocks, pages, strict=True)))
         self.advanced(count)
 
-    def spans(self, count: int) -> list["Span"]:
-        """Make room for `count` more rows in private pages, for kernels that write them: a span for each table. The
-        rows that are there stay. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
+    def room(self, count: int) -> Room:
+        """Room for `count` more rows in private pages, for kernels that write them. The sequence and what it holds stay
+        as they are until they `move_in`. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
         """
-        stop = self.length + count
+        stop, made = self.length + count, Room(self.pool)
         blocks = [self._span(table, stop) for table in self.tables]
-        own = self._own_pages(blocks)
+        own = self._own_pages(blocks, made.take)
         copied = [
             (table.pages[some.start], pages[0])
             for table, some, pages in zip(self.tables, blocks, own, strict=True)
@@ -150,16 +179,17 @@ class SequenceKV:
         ]
         self.pool.copy_pages([old for old, _ in copied], [new for _, new in copied])
         for table, some, pages in zip(self.tables, blocks, own, strict=True):
-            self._replace(table, dict(zip(some, pages, strict=True)))
-        return [
-            Span(
-                mx.array(table.padded(blocks_of(stop)), dtype=mx.int32),
-                mx.array(
-                    [at if at >= some.start * PAGE_TOKENS else -1 for at in range(self.length, stop)], dtype=mx.int32
-                ),
-            )
-            for table, some in zip(self.tables, blocks, strict=True)
-        ]
+            made.pages.append(dict(zip(some, pages, strict=True)))
+            places = [at if at >= some.start * PAGE_TOKENS else -1 for at in range(self.length, stop)]
+            padded = BlockTable(0, table.pages | made.pages[-1]).padded(blocks_of(stop))
+            made.spans.append(Span(mx.array(padded, dtype=mx.int32), mx.array(places, dtype=mx.int32)))
+        return made
+
+    def move_in(self, room: Room) -> None:
+        """Hold the pages of a room, in which kernels have written the rows that follow."""
+        for table, pages in zip(self.tables, room.pages, strict=True):
+            self._replace(table, pages)
+        room.give_up()
 
     def last_page(self, table: BlockTable) -> int | None:
         """The page that the next row belongs to; None if no row before it does."""
@@ -190,13 +220,13 @@ class SequenceKV:
         start = max(self.length, window_start(table.window, stop))
         return range(start // PAGE_TOKENS, blocks_of(stop))
 
-    def _own_pages(self, spans: Sequence[range]) -> list[list[int]]:
+    def _own_pages(self, spans: Sequence[range], take: Callable[[int], list[int]]) -> list[list[int]]:
         """Private pages for these blocks of each table: the one that it has, or new ones."""
         held = [
             [self._private_page(table, block) for block in blocks]
             for table, blocks in zip(self.tables, spans, strict=True)
         ]
-        new = iter(self.pool.take(sum(page is None for pages in held for page in pages)))
+        new = iter(take(sum(page is None for pages in held for page in pages)))
         return [[next(new) if page is None else page for page in pages] for pages in held]
 
     def _private_page(self, table: BlockTable, block: int) -> int | None:

@@ -14,7 +14,7 @@ from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import AnyLayer, commit, prefill_layers
+from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
 from inference_svc.kv.state_kv import StateKV
@@ -92,9 +92,13 @@ class ModelRunner:
 
     def _compute(self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> mx.array:
         layers = prefill_layers(kv)
-        logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)[:, -1]
-        self._evaluate(layers, is_cancelled)
-        commit(kv, layers, len(token_ids))
+        try:
+            logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)[:, -1]
+            self._evaluate(layers, is_cancelled)
+            commit(kv, layers, len(token_ids))
+        except BaseException:
+            abandon(layers)
+            raise
         return logits
 
     def _evaluate(self, layers: Sequence[AnyLayer], is_cancelled: Callable[[], bool]) -> None:

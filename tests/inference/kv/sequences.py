@@ -37,7 +37,7 @@ class PoisonedPool(KvPool):
         before = self.arrays[0].shape[0] if self.arrays else 0
         super()._allocate(pages)
         for array in self.arrays:
-            array[before:] = POISON
+            array[before:] = mx.full((pages - before, array.shape[1]), POISON, dtype=UNIT)
         mx.eval(self.arrays)
 
 
