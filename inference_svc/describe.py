@@ -22,7 +22,7 @@ from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
-from inference_svc.model.real_layouts import REAL_LAYOUTS, agent_bytes, byte_costs
+from inference_svc.model.real_layouts import REAL_LAYOUTS, agent_bytes, byte_costs, window_bytes
 
 _PROBE_MEMORY_BYTES = 1 << 30
 _LENGTHS = (1024, 4096, 8192, 32768)
@@ -73,6 +73,7 @@ def described(
             "compute_type": info.compute_type,
             "kv_bytes_per_token": info.kv_bytes_per_token,
             "kv_bytes_per_token_fp16": info.kv_bytes_per_token_fp16,
+            "window_bytes": window_bytes(info.kv_identity),
             "state_bytes": info.state_bytes,
             "memory": room(info, device_bytes(), kv_memory_bytes),
             "families": {name: byte_costs(layers) for name, layers in REAL_LAYOUTS.items()},

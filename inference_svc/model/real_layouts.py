@@ -12,6 +12,7 @@ from typing import Any
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_file import expected_state_tensors, expected_tensors, layer_tensors, recurrent_tensors
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.formats.layer_groups import windows_of
 
 Layers = Sequence[identity_pb2.LayerLayout]
 
@@ -61,17 +62,28 @@ REAL_LAYOUTS: Mapping[str, Layers] = {
 
 
 def byte_costs(layers: Layers) -> dict[str, Any]:
-    """Layers by kind, and the bytes of a token and of the state at one rewind point: under the default policy, and at
-    16 bits.
+    """Layers by kind, and the bytes of a token in the layers that keep all, of the rows that windows keep for the next
+    token, and of the states at one rewind point: under the default policy, and at 16 bits.
     """
     quantized, exact = _identity(layers, 4), _identity(layers, 16)
     return {
         "layers": [{"kind": kind, "window": window, "count": n} for (kind, window), n in _kinds(layers).items()],
         "kv_bytes_per_token": sum(tensor.size_bytes for tensor in expected_tensors(quantized, 1)),
         "kv_bytes_per_token_fp16": sum(tensor.size_bytes for tensor in expected_tensors(exact, 1)),
+        "window_bytes": window_bytes(quantized),
+        "window_bytes_fp16": window_bytes(exact),
         "state_bytes": sum(tensor.size_bytes for tensor in expected_state_tensors(quantized)),
         "state_bytes_fp16": sum(tensor.size_bytes for tensor in expected_state_tensors(exact)),
     }
+
+
+def window_bytes(identity: identity_pb2.KvIdentity) -> int:
+    """Bytes of the rows that the next token of a long sequence sees in window layers, apart from its own."""
+    return sum(
+        tensor.size_bytes
+        for window in windows_of(identity)
+        for tensor in expected_tensors(identity, window - 1, window)
+    )
 
 
 def agent_bytes(identity: identity_pb2.KvIdentity, tokens: int) -> int:

@@ -191,9 +191,11 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
         table.add_row(str(count), keeps, str(row["kv_heads"]), str(row["key_dim"]), str(row["value_dim"]), bits)
     out.print(table)
     ratio = facts["kv_bytes_per_token"] / max(1, facts["kv_bytes_per_token_fp16"])
+    windows = f"; {size(facts['window_bytes'])} in windows" if facts["window_bytes"] else ""
+    states = f"; {size(facts['state_bytes'])} of state per rewind point" if facts["state_bytes"] else ""
     out.print(
         f"{facts['kv_bytes_per_token']} bytes per token instead of {facts['kv_bytes_per_token_fp16']} at fp16 "
-        f"({ratio:.3f})" + (f"; {size(facts['state_bytes'])} of state per rewind point" if facts["state_bytes"] else "")
+        f"({ratio:.3f}){windows}{states}"
     )
     out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}", markup=False)
 
@@ -218,15 +220,16 @@ def _show_families(out: Console, families: dict[str, Any]) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold", title="well-known models, by their layouts")
     for column in ("model", "layers"):
         table.add_column(column)
-    for column in ("bytes/token q4", "fp16", "state q4", "fp16"):
+    for column in ("bytes/token q4", "fp16", "windows, states q4", "fp16"):
         table.add_column(column, justify="right")
     for name, row in families.items():
         layers = ", ".join(
             f"{kind['count']} {kind['kind']}" + (f" of {kind['window']}" if kind["window"] else "")
             for kind in row["layers"]
         )
-        states = [size(row[key]) if row[key] else "–" for key in ("state_bytes", "state_bytes_fp16")]
-        table.add_row(name, layers, str(row["kv_bytes_per_token"]), str(row["kv_bytes_per_token_fp16"]), *states)
+        others = [row[f"window_bytes{bits}"] + row[f"state_bytes{bits}"] for bits in ("", "_fp16")]
+        shown = [size(count) if count else "–" for count in others]
+        table.add_row(name, layers, str(row["kv_bytes_per_token"]), str(row["kv_bytes_per_token_fp16"]), *shown)
     out.print(table)
 
 
