@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.layer_groups import first_touched_block
 
 from inference_svc.bench.arithmetic import Target
 from inference_svc.bench.prompts import Prompts
@@ -20,10 +21,12 @@ from inference_svc.engine.api import (
     Hot,
     Prefilled,
     Restored,
+    RestoredWindow,
     Reuse,
     SamplingParams,
     Tokens,
     TurnPlan,
+    WindowFiles,
 )
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.engine.mlx_thread import MlxThread
@@ -344,8 +347,16 @@ class Lab:
         files = (*snapshot.blocks, *([snapshot.tail] if snapshot.tail else []))
         here = len(memory.tokens)
         state = next((data for identity, data in snapshot.states if identity.tokens == here), None)
-        return Restored(tuple(data for _, data in files), memory.tokens, here, state=state)
+        windows = tuple(_seen(window, here) for window in snapshot.windows)
+        return Restored(tuple(data for _, data in files), memory.tokens, here, state=state, windows=windows)
 
     def shortened(self, tokens: int, spare: int = 64) -> int:
         """`tokens`, or fewer if the model's context has no room for them and `spare` more."""
         return min(tokens, self.engine.model.context_tokens - spare)
+
+
+def _seen(window: WindowFiles, tokens: int) -> RestoredWindow:
+    """The files of a window from the first block on that the token at position `tokens` sees."""
+    first = first_touched_block(window.window, tokens)
+    files = (*window.blocks, *([window.tail] if window.tail else []))
+    return RestoredWindow(window.window, first, tuple(data for _, data in files[first - window.first_block :]))
