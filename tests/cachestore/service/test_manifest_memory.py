@@ -20,16 +20,17 @@ CALLS = 40
 # Idle it has about 90 MiB; 128 MiB wait for readers, 256 MiB are for manifests, and a call has up to 4 MiB on its way
 # through gRPC; the allocator keeps as much again. When each kept manifest, message and preamble: 1,600 and 1,800.
 BOUND_BYTES = 1000 * MIB
-WINDOW = kv_identity(
-    "window", [identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_WINDOW, window=64, kv_heads=1, key_dim=64)]
-)
+RECURRENT = kv_identity("recurrent", [identity_pb2.LayerLayout(kind=identity_pb2.LAYER_KIND_STATE)])
 
 
 def large_archive() -> list[bytes]:
-    """An archive of a manifest of 14 MiB that names no blob, in messages of 1 MiB."""
+    """An archive of a manifest of 14 MiB that names no blob, in messages of 1 MiB.
+
+    No layer has rows, and no state was recorded.
+    """
     said = [manifest_pb2.Message(role="user", content="x" * 1400) for _ in range(10_000)]
     data = manifests.build(
-        kv_identity=WINDOW, token_ids=[1], text="a", token_chars=[1], messages=said, created_unix_ms=1
+        kv_identity=RECURRENT, token_ids=[1], text="a", token_chars=[1], messages=said, created_unix_ms=1
     )
     archive = b"".join(pack(manifests.parse(data), {}, agent_id="big"))
     return [archive[start : start + MIB] for start in range(0, len(archive), MIB)]

@@ -135,7 +135,9 @@ def test_a_sliding_layer_of_a_llama_is_kept_among_full_ones(tmp_path: Path) -> N
     with opened(directory, tmp_path) as driver:
         model = driver.engine.model
         assert [layer.window for layer in model.kv_identity.layers] == [0, 64, 0]
-        assert model.has_states
+        assert model.has_rewind_points
+        assert not model.has_states
+        assert model.window_bytes_per_token == {64: model.kv_bytes_per_token // 2}  # one layer, beside two
         assert model.policy_applied_layers == model.layer_count == 3
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
@@ -57,7 +57,10 @@ class Engine:
     def drop_hot(self, _key: AgentKey) -> None:
         self.hot = None
 
-    def snapshot(self, _key: AgentKey, _first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
+    def snapshot(
+        self, _key: AgentKey, _first_block: int, *, max_blocks: int, stored_windows: Mapping[int, range]
+    ) -> "Future[Snapshot | None]":
+        assert not stored_windows
         return self.taken
 
 
@@ -429,8 +432,11 @@ class LongMemory:
         self.most_held = 0
         self.held: SharedRoom | None = None
 
-    def snapshot(self, _key: AgentKey, first_block: int, *, max_blocks: int) -> "Future[Snapshot | None]":
+    def snapshot(
+        self, _key: AgentKey, first_block: int, *, max_blocks: int, stored_windows: Mapping[int, range]
+    ) -> "Future[Snapshot | None]":
         assert self.held is not None
+        assert not stored_windows
         self.most_held = max(self.most_held, self.held.held_units)
         last = min(first_block + max_blocks, len(self.ids) // BLOCK_TOKENS)
         files: Any = tuple((None, bytes([block]) * 1000) for block in range(first_block, last))
@@ -454,7 +460,7 @@ def long_house(blocks: int, max_held_bytes: int, monkeypatch: pytest.MonkeyPatch
 
 
 async def copy_all(house: House, memory: AgentMemory) -> tuple[Snapshot, int]:
-    first = house.engine.snapshot(KEY, 0, max_blocks=2).result()
+    first = house.engine.snapshot(KEY, 0, max_blocks=2, stored_windows={}).result()
     return await house.publisher.copies.rest(KEY, memory, first, house.store, 3.0)
 
 
