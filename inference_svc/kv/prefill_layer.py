@@ -18,7 +18,7 @@ from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import joined_rows
-from inference_svc.kv.sequence_kv import Room, SequenceKV, Span
+from inference_svc.kv.sequence_kv import PassRoom, SequenceKV, Span
 from inference_svc.kv.state_kv import StateKV
 
 # Behind fewer tokens MLX's attention over de-quantized rows is as fast.
@@ -135,7 +135,7 @@ class Places:
     """Where the rows of one pass go. Its first layer with rows says how many there are."""
 
     kv: SequenceKV
-    room: Room | None = None
+    room: PassRoom | None = None
 
     def of(self, layer: int, count: int) -> Span:
         """Raises ResourceExhausted, and nothing has changed, if the pool has no room."""
@@ -183,7 +183,7 @@ def abandon(layers: Sequence[AnyLayer]) -> None:
         room.release()
 
 
-def _rooms(layers: Sequence[AnyLayer]) -> list[Room]:
+def _rooms(layers: Sequence[AnyLayer]) -> list[PassRoom]:
     """That of the pass, if it writes in place."""
     places = next((layer.places for layer in layers if isinstance(layer, InPlaceLayer)), None)
     return [] if places is None or places.room is None else [places.room]

@@ -39,7 +39,7 @@ class Span:
     places: mx.array
 
 
-class Room:
+class PassRoom:
     """Private pages for the rows of one pass, which the sequence does not hold yet: new ones go back to the pool if
     the pass does not come to its end. `spans`: where the rows go in each table.
     """
@@ -165,11 +165,11 @@ class SequenceKV:
             self._replace(table, dict(zip(blocks, pages, strict=True)))
         self.advanced(count)
 
-    def room(self, count: int) -> Room:
+    def room(self, count: int) -> PassRoom:
         """Room for `count` more rows in private pages, for kernels that write them. The sequence and what it holds stay
         as they are until they `move_in`. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
         """
-        stop, made = self.length + count, Room(self.pool)
+        stop, made = self.length + count, PassRoom(self.pool)
         blocks = [self._span(table, stop) for table in self.tables]
         own = self._own_pages(blocks, made.take)
         copied = [
@@ -185,7 +185,7 @@ class SequenceKV:
             made.spans.append(Span(mx.array(padded, dtype=mx.int32), mx.array(places, dtype=mx.int32)))
         return made
 
-    def move_in(self, room: Room) -> None:
+    def move_in(self, room: PassRoom) -> None:
         """Hold the pages of a room, in which kernels have written the rows that follow."""
         for table, pages in zip(self.tables, room.pages, strict=True):
             self._replace(table, pages)

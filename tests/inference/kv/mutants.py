@@ -261,8 +261,8 @@ MUTANTS = (
     Mutant(
         "a pass is committed before it has ended",
         "model_runner.py",
-        "        self._evaluate(layers, is_cancelled)\n        commit(kv, layers, len(token_ids))\n",
-        "        commit(kv, layers, len(token_ids))\n        self._evaluate(layers, is_cancelled)\n",
+        "            self._evaluate(layers, is_cancelled)\n            commit(kv, layers, len(token_ids))\n",
+        "            commit(kv, layers, len(token_ids))\n            self._evaluate(layers, is_cancelled)\n",
         PREFILL,
     ),
     Mutant(
