@@ -64,6 +64,11 @@ class BlockStream:
         self.stored = list(stored)
         self.sent_bytes = 0
 
+    def began(self, stored: Sequence[Digest]) -> None:
+        """The turn's KV has these of the blocks planned with. On the MLX thread, before any block is full."""
+        self.stored[len(stored) :] = []
+        self._full = len(stored)
+
     def blocks_full(self, count: int) -> None:
         """The turn's sequence now has `count` full blocks."""
         self._full = max(self._full, count)

@@ -19,7 +19,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, differing_
 from kvasir.formats.digest import Digest
 from kvasir.formats.layer_groups import row_groups
 
-from inference_svc.engine.api import AgentKey, Cold, Hot, Restored, RestoredWindow, Reuse
+from inference_svc.engine.api import AgentKey, Cold, Hot, Restored, RestoredWindow, Reuse, Started
 from inference_svc.engine.engine import Engine
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, as_hot, from_manifest
 from inference_svc.memory.line_leases import LineLeases
@@ -69,6 +69,17 @@ class Prepared:
     miss: Miss | None
     stored_blocks: tuple[Digest, ...]  # the leading full blocks of the prompt that the store already holds
     stored_windows: Mapping[int, StoredWindow] = field(default_factory=dict)  # and, by window, blocks of those layers
+    shareable_tokens: int = 0  # of these blocks' tokens, leading ones whose rows every prefill makes
+
+    def begun(self, started: Started) -> "Prepared":
+        """The same with the stored blocks that the turn's KV still has. The engine may begin further back than planned,
+        and then computes rows anew that the reply before had; or from another agent's KV, which is the same only where
+        it was prefilled.
+        """
+        kept = min(started.cached_tokens, self.shareable_tokens) if started.is_shared else started.cached_tokens
+        blocks = kept // BLOCK_TOKENS
+        windows = {window: stored.before(blocks) for window, stored in self.stored_windows.items()}
+        return replace(self, stored_blocks=self.stored_blocks[:blocks], stored_windows=windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +295,7 @@ class Recall:
             stored_windows={
                 window: stored.before(kept // BLOCK_TOKENS) for window, stored in candidate.windows.items()
             },
+            shareable_tokens=candidate.shareable_tokens,
         )
 
     async def _by_text(self, namespace: str, recollection: Recollection, text: str, generates: bool) -> _Candidate:

@@ -122,14 +122,15 @@ class TurnEnding:
             memory = replace(
                 base, ahead=Ahead(transcript, prepared.stored_blocks, state.shareable_tokens, state.rewind_points)
             )
-        elif recollection.kv_from is Source.COLD:
-            memory = replace(memory, shareable_tokens=state.shareable_tokens, rewind_points=state.rewind_points)
-        elif recollection.kv_from is Source.WARM:
-            memory = replace(memory, rewind_points=state.rewind_points)  # only one of its states was read
-        elif memory.ahead is not None:
-            # The KV is the memory's own again, no longer that of a prompt computed ahead.
+        elif recollection.kv_from is not Source.HOT or memory.ahead is not None:
+            # The KV is the memory's own again. What was not reused is computed anew, and is not what the store has.
+            stored, windows = list(prepared.stored_blocks), dict(prepared.stored_windows)
             memory = replace(
-                memory, ahead=None, shareable_tokens=state.shareable_tokens, rewind_points=state.rewind_points
+                memory,
+                ahead=None,
+                shareable_tokens=state.shareable_tokens,
+                rewind_points=state.rewind_points,
+                publication=replace(memory.publication, blocks=stored, windows=windows),
             )
         if turn.key is not None:
             if memory.publication.is_elsewhere:

@@ -344,7 +344,8 @@ class TurnService:
                 prepared = replace(prepared, reuse=Cold())
                 running = self._run_plan(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
-                return recollection, prepared, await running
+                prepared, ended = await running
+                return recollection, prepared, ended
             except errors.FailedPrecondition as error:
                 if error.reason != "HOT_MEMORY_GONE" or turn.key is None:
                     raise
@@ -365,7 +366,8 @@ class TurnService:
                 self._let_go(turn)
         raise _moved_away()
 
-    async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> Ended:
+    async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> tuple[Prepared, Ended]:
+        """What the turn truly began with, and its end."""
         namespace, constraint = turn.request.namespace, turn.request.sampling.constraint
         if constraint is not None and not self._engine.grammars.knows(namespace, constraint):
             # Other formats took its place while the turn waited. To compile one may take a second.
@@ -380,6 +382,11 @@ class TurnService:
 
         def on_events(events: list[Event]) -> None:
             # On the MLX thread. Ask for the snapshot here, because the next step may drop this memory for another.
+            nonlocal prepared
+            if isinstance(events[0], Started):
+                prepared = prepared.begun(events[0])
+                if stream is not None:
+                    stream.began(prepared.stored_blocks)
             if stream is not None and isinstance(events[-1], Ended):
                 stored_windows = prepared.stored_windows
                 turn.snapshot = self._ending.copies.ask(stream.key, len(stream.stored), stored_windows)
@@ -394,7 +401,8 @@ class TurnService:
                 turn.running.handle = self._engine.submit(plan, on_events)
                 del plan
                 swap = self._swap_store(turn, turn.running.handle, store) if store is not None else None
-                return await self._until_ended(turn, inbox, reporter, swap)
+                ended = await self._until_ended(turn, inbox, reporter, swap)
+                return prepared, ended
         except BaseException:
             if turn.running.handle is not None:
                 turn.running.handle.cancel()

@@ -1,6 +1,7 @@
 """Prompts held against memories of models with windows: what is read of each window, and when it does not reach."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow
+from inference_svc.engine.api import Cold, Hot, Restored, RestoredWindow, Started
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Prepared, Recall, Recollection
@@ -88,6 +89,21 @@ def test_a_length_that_the_stored_blocks_do_not_cover_is_a_miss_with_its_reason(
     assert warm.miss is not None
     # The engine knows by itself how far its pages reach.
     assert planned(text, Source.HOT, Windowed()).reuse == Hot(800)
+
+
+def test_what_the_store_has_of_a_turn_ends_where_the_engine_truly_began() -> None:
+    found = planned(TEXT[:1050] + "y" * 300, Source.HOT, Windowed())
+    assert found.reuse == Hot(1050)
+
+    def stored(started: Started) -> tuple[int, dict[int, range]]:
+        begun = found.begun(started)
+        return len(begun.stored_blocks), {window: each.places for window, each in begun.stored_windows.items()}
+
+    assert stored(Started(1050)) == (4, {300: range(2, 4), 512: range(1, 4)})
+    assert stored(Started(512)) == (2, {300: range(2, 2), 512: range(1, 2)})
+    # Another agent's rows are prefilled, and this memory's are its replies: nothing of it may be shared.
+    assert stored(Started(1280, is_shared=True)) == (0, {300: range(2, 2), 512: range(1, 1)})
+    assert [len(replace(found, shareable_tokens=768).begun(Started(1280, is_shared=True)).stored_blocks)] == [3]
 
 
 def test_a_window_file_that_is_missing_or_was_refused_makes_the_turn_cold() -> None:
