@@ -238,7 +238,7 @@ class Sequence:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cached = self.computed = cached
         if isinstance(self.plan.reuse, Restored):  # the files are KV now: do not hold them for the turn's whole life
-            self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None))
+            self.plan = replace(self.plan, reuse=replace(self.plan.reuse, blobs=(), state=None, windows=()))
         self._full_reported = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
