@@ -38,7 +38,6 @@ def measured(*, is_quick: bool, clock: Callable[[], float], say: Callable[[str],
     for case in cases:
         say(f"{case.batch} x {case.tokens} tokens, {case.bits} bits")
         rows += measuring.measured_case(case, stopwatch)
-    rows += measuring.measured_quantization(cases[0], stopwatch)
     for row in rows:
         row["share_of_copy"] = row["read_bytes_per_s"] / copy
     return {

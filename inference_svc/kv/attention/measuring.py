@@ -10,8 +10,7 @@ from kvasir.cachestore.v1 import identity_pb2
 from inference_svc.kv.attention.emulation.emulator import cuda_emulator, cxx
 from inference_svc.kv.attention.fused import fused_attention
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.paged import Implementation, implementation, paged_attention, quantize_rows
-from inference_svc.kv.attention.quantize import reference_quantized
+from inference_svc.kv.attention.paged import Implementation, implementation, paged_attention
 from inference_svc.kv.attention.reference import gathered, reference_attention
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 
@@ -113,18 +112,6 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
             return mx.fast.scaled_dot_product_attention(queries, *mine, scale=scale, mask=given)
 
         yield _row(facts, who, keys.nbytes + values.nbytes, stopwatch.seconds(plain, 8))
-
-
-def measured_quantization(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[str, Any]]:
-    """Rows of results for quantizing one new token of each row."""
-    rows = mx.random.normal((case.batch, case.kv_heads, 1, case.dim)).astype(mx.bfloat16)
-    mx.eval(rows)
-    facts = {"batch": case.batch, "tokens": 1, "bits": case.bits}
-    size = 2 * rows.nbytes
-    yield _row(facts, "new rows, served", size, stopwatch.seconds(lambda _: quantize_rows(rows, rows, case.format)))
-    yield _row(
-        facts, "new rows, operations", size, stopwatch.seconds(lambda _: reference_quantized(rows, rows, case.format))
-    )
 
 
 def _row(facts: dict[str, Any], who: str, read_bytes: int, seconds: float) -> dict[str, Any]:

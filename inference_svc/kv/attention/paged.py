@@ -1,4 +1,4 @@
-"""The seam: attention over pages, and new rows for them, by the implementation that suits the device."""
+"""The seam: attention over pages, by the implementation that suits the device."""
 
 from enum import Enum
 from functools import cache
@@ -8,7 +8,6 @@ import mlx.core as mx
 from inference_svc.kv.attention.fused import fused_attention
 from inference_svc.kv.attention.geometry import MAX_QUERIES, why_not
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.quantize import fused_quantized, reference_quantized
 from inference_svc.kv.attention.reference import reference_attention
 from inference_svc.kv.page import PageFormat
 
@@ -61,15 +60,3 @@ def paged_attention(
     if dialect is None or queries.shape[2] > MAX_QUERIES:
         return reference_attention(queries, pages, page_format, block_table, lengths, **options)  # type: ignore[arg-type]
     return fused_attention(queries, pages, page_format, block_table, lengths, dialect=dialect, **options)  # type: ignore[arg-type]
-
-
-def quantize_rows(keys: mx.array, values: mx.array, page_format: PageFormat) -> mx.array:
-    """New rows [B, H, n, Dk] and [B, H, n, Dv] as units of pages: uint16 [B, n, units of a token].
-
-    A token's units are those of each part in the page's order, [kv_heads, part.units] each. They are what `mx.quantize`
-    and a cast make on the same device, to the bit on CUDA; Metal's division may round otherwise.
-    """
-    dialect = DIALECTS.get(implementation(page_format))
-    if dialect is None:
-        return reference_quantized(keys, values, page_format)
-    return fused_quantized(keys, values, page_format, dialect)

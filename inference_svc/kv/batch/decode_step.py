@@ -76,11 +76,6 @@ class DecodeStep:
         """Tokens that each sequence has stored, int32 [slots]."""
         return mx.array(list(self.lengths), dtype=mx.int32)
 
-    @cached_property
-    def stored(self) -> mx.array:
-        """Tokens that each sequence has stored, the new one included, int32 [slots]."""
-        return self.offsets + 1
-
 
 @dataclass(frozen=True)
 class TracedGroup:

@@ -3,8 +3,8 @@
 import mlx.core as mx
 
 from inference_svc.kv.attention.in_place import append_rows
-from inference_svc.kv.attention.paged import paged_attention, quantize_rows
-from inference_svc.kv.batch.decode_step import DecodeStep, RowPlaces
+from inference_svc.kv.attention.paged import paged_attention
+from inference_svc.kv.batch.decode_step import DecodeStep
 from inference_svc.kv.pages.pool import KvPool
 
 
@@ -21,7 +21,6 @@ class FusedLayer:
         self._format = pool.formats[layer]
         self._group = pool.groups.index(pool.group_of(layer))
         self._window = pool.group_of(layer).window
-        self._places = RowPlaces(self._format, tuple(range(len(self._format.parts))))
         self._step: DecodeStep | None = None
         self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 
@@ -63,13 +62,8 @@ class FusedLayer:
         """Store one new row [slots, kv_heads, 1, dim] behind each sequence, and return it: `attend` reads the rest."""
         pool, now = self._pool, self._now
         array, table = pool.arrays[pool.slot_of(self._layer)], now.groups[self._group].block_table
-        if pool.dialect is None:
-            rows = quantize_rows(keys, values, self._format)[:, 0]
-            group = now.groups[self._group]
-            pool.write_rows(self._layer, group.pages, group.columns(self._places), rows)
-            self._stored = now.stored
-        else:
-            self._stored = append_rows(keys, values, array, self._format, table, now.offsets, pool.dialect)
+        assert pool.dialect is not None
+        self._stored = append_rows(keys, values, array, self._format, table, now.offsets, pool.dialect)
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:

@@ -87,13 +87,6 @@ def reduce_source(dialect: Dialect) -> KernelSource:
 
 
 @cache
-def quantize_source(dialect: Dialect) -> KernelSource:
-    """New rows of K and V become a page's units."""
-    parts = ["rows.h", "quantize.h"]
-    return _source(dialect, "quantize", parts, ("keys", "values"), ("out",), "", is_row_contiguous=False)
-
-
-@cache
 def append_source(dialect: Dialect) -> KernelSource:
     """New rows of K and V are quantized and written to their places in pages."""
     inputs = ("keys", "values", "pages", "block_table", "places")

@@ -7,7 +7,6 @@ import pytest
 from inference_svc.kv.attention import in_place
 from inference_svc.kv.attention.in_place import append_rows, gathered_values, store_pages
 from inference_svc.kv.attention.kernels import Dialect
-from inference_svc.kv.attention.quantize import reference_quantized
 from inference_svc.kv.codec import Codec, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.page import PAGE_TOKENS, PageFormat, RowFormat
 from inference_svc.kv.pages.page_rows import row_columns, rows_of_pages
@@ -64,6 +63,14 @@ def new_rows(form: PageFormat, batch: int, count: int) -> tuple[mx.array, mx.arr
     return made[0].transpose(0, 2, 1, 3), made[1].transpose(0, 2, 1, 3)
 
 
+def quantized_units(keys: mx.array, values: mx.array, form: PageFormat) -> mx.array:
+    """A token's units in the page's order, uint16 [B, n, units], by MLX's own operations."""
+    parts = (*codec(form.key, form).encode(keys), *codec(form.value, form).encode(values))
+    batch, _, count, _ = keys.shape
+    units = [mx.contiguous(part).view(mx.uint16).transpose(0, 2, 1, 3).reshape(batch, count, -1) for part in parts]
+    return mx.concatenate(units, axis=-1)
+
+
 def codec(rows: RowFormat, form: PageFormat) -> Codec:
     scale_type = MLX_TYPES[form.scale_type]
     if not rows.is_quantized:
@@ -78,7 +85,7 @@ def test_rows_are_written_to_their_places_and_nowhere_else(name: str, dialect: D
     form = FORMATS[name]
     pages, table = pool(form), np.array([[6, 2], [1, 7], [3, 4]], np.int32)
     keys, values = new_rows(form, 3, 5)
-    rows, expected = np.array(reference_quantized(keys, values, form)), np.array(pages)
+    rows, expected = np.array(quantized_units(keys, values, form)), np.array(pages)
     first, step = (np.array(part) for part in row_columns(form, range(len(form.parts))))
     for sequence, places in enumerate(PLACES):
         for number, place in enumerate(places):
