@@ -39,9 +39,9 @@ MUTANTS = (
     ),
     Mutant(
         "a trim is skipped when a memory is cut",
-        "engine_worker.py",
-        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
-        "forked = reuse.kv.fork() if reuse is not None else None",
+        "beginning.py",
+        "forked = reuse.kv.fork(reuse.tokens)",
+        "forked = reuse.kv.fork()",
     ),
     Mutant(
         "another agent's memory is used, if it is long enough",
@@ -55,9 +55,9 @@ MUTANTS = (
     ),
     Mutant(
         "a turn works on its memory, not on a fork of it",
-        "engine_worker.py",
-        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
-        "forked = (reuse.kv.trim_to(reuse.tokens), reuse.kv)[1] if reuse is not None else None",
+        "beginning.py",
+        "forked = reuse.kv.fork(reuse.tokens)",
+        "forked = (reuse.kv.trim_to(reuse.tokens), reuse.kv)[1]",
     ),
     Mutant(
         "a fork and its source write to one page",

@@ -21,9 +21,9 @@ MUTANTS = (
     ),
     Mutant(
         "a turn works on its memory, not on a fork of it",
-        "engine_worker.py",
-        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
-        "forked = (reuse.kv.trim_to(reuse.tokens), reuse.kv)[1] if reuse is not None else None",
+        "beginning.py",
+        "forked = reuse.kv.fork(reuse.tokens)",
+        "forked = (reuse.kv.trim_to(reuse.tokens), reuse.kv)[1]",
         "turns",
     ),
     Mutant(

@@ -275,9 +275,9 @@ MUTANTS = (
     Mutant(
         "the second block of a restore is skipped",
         "sequence_files.py",
-        "    pages = to_device([page_units(pool.identity, file) for file in files])\n",
-        "    pages = to_device([page_units(pool.identity, file) for file in files])\n"
-        "    pages = mx.concatenate([pages[:1], 0 * pages[1:2], pages[2:]])\n",
+        "        pages = to_device([page_units(pool.identity, file) for file in files[some]])\n",
+        "        pages = to_device([page_units(pool.identity, file) for file in files[some]])\n"
+        "        pages = mx.concatenate([pages[:1], 0 * pages[1:2], pages[2:]])\n",
         FILES,
     ),
     Mutant(
@@ -324,9 +324,9 @@ MUTANTS = (
     ),
     Mutant(
         "a sibling begins with more than it shares",
-        "engine_worker.py",
-        "forked = reuse.kv.fork(reuse.tokens) if reuse is not None else None",
-        "forked = reuse.kv.fork() if reuse is not None else None",
+        "beginning.py",
+        "forked = reuse.kv.fork(reuse.tokens)",
+        "forked = reuse.kv.fork()",
         BATCHING,
     ),
 )
