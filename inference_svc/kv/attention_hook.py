@@ -21,7 +21,9 @@ _upstream: Any = getattr(base, _NAME)
 
 
 def install() -> None:
-    """Take the place of mlx-lm's attention in the modules of models that are loaded. Idempotent."""
+    """Take the place of mlx-lm's attention in the modules of models that are loaded, and in `base`, for those that are
+    loaded later. Idempotent.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith(_MODELS) and getattr(module, _NAME, None) is _upstream:
             setattr(module, _NAME, attention)
