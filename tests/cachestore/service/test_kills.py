@@ -110,7 +110,9 @@ def campaign(home: StoreHome, kills: int, seed: int) -> int:
 
 
 def test_eight_kills_under_load_lose_nothing_acknowledged(home: StoreHome) -> None:
-    assert campaign(home, int(os.environ.get("KVASIR_KILLS", "8")), seed=int(os.environ.get("KVASIR_SEED", "1"))) > 20
+    """A slow machine commits less between two kills; one commit a life is enough to lose."""
+    kills = int(os.environ.get("KVASIR_KILLS", "8"))
+    assert campaign(home, kills, seed=int(os.environ.get("KVASIR_SEED", "1"))) > kills
 
 
 def test_a_commit_that_lost_a_race_is_a_conflict_also_after_a_kill(home: StoreHome) -> None:

@@ -11,7 +11,7 @@ from inference_svc.kv.policy import Rung, policy_of
 from tests.inference.kv.sequence_world import STATE_WIDTH, SequenceWorld
 from tests.inference.kv.sequences import four_bits, full, recurrent, windowed
 
-ACTS = int(os.environ.get("KVASIR_KV_ACTS", "100"))
+ACTS = int(os.environ.get("KVASIR_KV_ACTS", "50"))
 FEW, MANY = 22, 60  # pages: with few there is often no room
 ROOMY, NONE = 1 << 40, 0  # budgets of decoded values
 

@@ -48,7 +48,6 @@ SAMPLED = {
     ("q4-rotated in groups of 32, five queries", BFLOATS, Dialect.METAL),
     ("k8v4, head dimension 96, sixteen queries", BFLOATS, Dialect.METAL),
     ("q8, head dimension 256", BFLOATS, Dialect.METAL),
-    ("16 bits, head dimension 80, soft cap", FLOATS, Dialect.CUDA),
 }
 MATRIX = [
     pytest.param(
