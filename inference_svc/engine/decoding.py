@@ -32,7 +32,7 @@ class Decoded:
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step that the device computes. `draws_of` has the rows, by slot, whose next token was not known."""
+    """A step that the device computes. `is_drawn` says by slot whether the row's next token was not known."""
 
     order: tuple[Sequence, ...]
     is_drawn: tuple[bool, ...]

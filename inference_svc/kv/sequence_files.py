@@ -42,11 +42,6 @@ def files_of(kv: SequenceKV, identities: Sequence[FileIdentity]) -> list[bytes]:
     return files
 
 
-def row_layers(identity: identity_pb2.KvIdentity) -> list[int]:
-    """The layers that keep all tokens."""
-    return layers_of(identity, 0)
-
-
 def first_whole_block(kv: SequenceKV, window: int) -> int:
     """The first of the blocks that the layers of a window still hold whole, without a gap up to the sequence's end."""
     first = 0

@@ -76,10 +76,6 @@ class StateKV:
         """A state of the same form that has seen no token."""
         return StateKV(len(self.tensors))
 
-    def part_count_after(self, tokens: int) -> int:  # noqa: ARG002 - a window without tokens has none
-        """How many tensors of this layer a state file after `tokens` tokens has."""
-        return len(self.tensors)
-
     def to_bytes(self) -> list[bytes]:
         """Bytes of each tensor without its batch axis. They must have been evaluated."""
         return [np.asarray(_bits(tensor)[0]).tobytes() for tensor in self.state]

@@ -70,9 +70,6 @@ class BatchStateKV:
         self.tensors = self._of(order) if order else []
         return row
 
-    def keep_decoded(self, is_kept: bool) -> None:
-        """Without effect: a state is never encoded."""
-
     @property
     def state(self) -> list[mx.array]:
         """All arrays, to be evaluated together."""
@@ -82,11 +79,6 @@ class BatchStateKV:
     def scratch_bytes(self) -> int:
         """Bytes that the batch holds besides its sequences' own tensors."""
         return sum(tensor.nbytes for tensor in self.state)
-
-    @property
-    def decoded_values(self) -> int:
-        """None: a state is never encoded."""
-        return 0
 
     def _of(self, slots: Sequence[int]) -> Tensors:
         chosen = mx.array(list(slots))

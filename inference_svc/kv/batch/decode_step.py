@@ -31,8 +31,8 @@ class GroupRows:
     """One group of layers in one step: the page of each sequence's new row, private since this was made."""
 
     def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int]) -> None:
-        self.pages = mx.array(pages, dtype=mx.int32)
-        self.rows_in_page = mx.array([length % PAGE_TOKENS for length in lengths], dtype=mx.int32)
+        self._pages = pages
+        self._lengths = lengths
         self._tables = tables
         self._width = max(_LEAST_WIDTH, 1 << (blocks_of(max(lengths) + 1) - 1).bit_length())
         self._columns: dict[RowPlaces, mx.array] = {}
@@ -42,11 +42,17 @@ class GroupRows:
         """Pages by sequence and block, int32 [slots, width]; 0 where there is none."""
         return mx.array([table.padded(self._width) for table in self._tables], dtype=mx.int32)
 
+    @cached_property
+    def pages(self) -> mx.array:
+        """The page of each sequence's new row, int32 [slots]."""
+        return mx.array(self._pages, dtype=mx.int32)
+
     def columns(self, places: RowPlaces) -> mx.array:
         """Where in its page the units of each sequence's new row go, [slots, units]. Made once for equal layers."""
         if places not in self._columns:
             first, step = places.columns
-            self._columns[places] = first[None] + step[None] * self.rows_in_page[:, None]
+            rows = mx.array([length % PAGE_TOKENS for length in self._lengths], dtype=mx.int32)
+            self._columns[places] = first[None] + step[None] * rows[:, None]
         return self._columns[places]
 
 

@@ -12,6 +12,7 @@ from inference_svc.engine.engine import Engine
 from inference_svc.engine.engine_worker import EngineWorker
 from tests.inference.engine.cells import cells_of_a_block, cells_of_new_engines
 from tests.inference.engine.driving import Driver
+from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
 
 # A busy machine is no failure.
@@ -42,6 +43,23 @@ def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         leaked = each.engine._thread.post(leaked_pages).result(60)
         each.engine.close()
         assert leaked == 0, "a turn of one of the tests left pages that no memory holds"
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Driver]]:
+    """By name: an engine with a model of the family, opened at the first need."""
+    opened: dict[str, Driver] = {}
+
+    def get(name: str) -> Driver:
+        if name not in opened:
+            directory = write_family(tmp_path_factory.mktemp(name), ALL[name], seed=1)
+            engine = Engine.open(directory, cache_dir=tmp_path_factory.mktemp("cache"), memory_budget_bytes=BUDGET)
+            opened[name] = Driver(engine)
+        return opened[name]
+
+    yield get
+    for driver in opened.values():
+        driver.engine.close()
 
 
 def leaked_pages(worker: EngineWorker) -> int:

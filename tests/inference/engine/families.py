@@ -158,6 +158,10 @@ FAMILIES = {
 }
 
 
+ALL = {**FAMILIES, "falcon_h1": FALCON_H1, "deepseek_v3": DEEPSEEK_V3}
+BUDGET = 128 << 20  # bytes of KV of an engine with one of them
+
+
 def write_family(directory: Path, config: dict[str, Any], seed: int = 0) -> Path:
     """A directory that mlx-lm loads: configuration, random weights from `seed`, and kvasir-tiny's tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Memories of every layout: hot, restored from tensor files, batched, cut, forked, undone, and damaged."""
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,30 +28,12 @@ from inference_svc.engine.api import (
 )
 from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
-from tests.inference.engine.families import DEEPSEEK_V3, FALCON_H1, FAMILIES, write_family
+from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.test_preempted_turns import PROMPT, Keeper, background, disturbed
 
-ALL = {**FAMILIES, "falcon_h1": FALCON_H1, "deepseek_v3": DEEPSEEK_V3}
 WINDOWED = ["gemma3", "gpt_oss"]
 RECURRENT = ["granite_hybrid", "falcon_h1"]
 WITH_STATES = [*WINDOWED, *RECURRENT]
-BUDGET = 128 << 20
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Driver]]:
-    drivers: dict[str, Driver] = {}
-
-    def get(name: str) -> Driver:
-        if name not in drivers:
-            directory = write_family(tmp_path_factory.mktemp(name), ALL[name], seed=1)
-            engine = Engine.open(directory, cache_dir=tmp_path_factory.mktemp("cache"), memory_budget_bytes=BUDGET)
-            drivers[name] = Driver(engine)
-        return drivers[name]
-
-    yield get
-    for driver in drivers.values():
-        driver.engine.close()
 
 
 def snapshot(driver: Driver, key: AgentKey) -> Snapshot:

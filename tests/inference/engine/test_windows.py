@@ -1,6 +1,6 @@
 """Models with windows: their memories go out as block files, come back, go back in time, and are shared."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -9,36 +9,17 @@ from kvasir.errors import DataLoss, FailedPrecondition
 from kvasir.formats.block_file import check_schema, parse_header
 from kvasir.formats.layer_groups import first_touched_block, windows_of
 
-from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot
+from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot, Started
 from inference_svc.engine.beginning import Reuse, forked_for
-from inference_svc.engine.engine import Engine
 from inference_svc.engine.fork_base import ForkBase
 from inference_svc.kv.sequence_kv import SequenceKV
-from tests.inference.engine.driving import Driver, tokens_of
-from tests.inference.engine.families import FAMILIES, write_family
+from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
 
 if TYPE_CHECKING:
     from inference_svc.engine.sequence import Sequence
 
-BUDGET = 128 << 20
 NAMES = ["gemma3", "gpt_oss"]
-
-
-@pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Driver]]:
-    drivers: dict[str, Driver] = {}
-
-    def get(name: str) -> Driver:
-        if name not in drivers:
-            directory = write_family(tmp_path_factory.mktemp(name), FAMILIES[name], seed=1)
-            engine = Engine.open(directory, cache_dir=tmp_path_factory.mktemp("cache"), memory_budget_bytes=BUDGET)
-            drivers[name] = Driver(engine)
-        return drivers[name]
-
-    yield get
-    for driver in drivers.values():
-        driver.engine.close()
 
 
 def snapshot(driver: Driver, key: AgentKey, stored: dict[int, range] | None = None) -> Snapshot:
@@ -192,6 +173,25 @@ def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: 
             driver.turn(prompt, Restored(good.blobs, good.token_ids, 620, 0, windows=windows), driver.key())
         assert refused_plan.value.reason == "STATE_MISSING"
     assert driver.turn(prompt, good, driver.key(), max_tokens=2).cached_tokens == 620
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_were_restored_are_not_held_for_the_whole_turn(name: str, family: Callable[[str], Driver]) -> None:
+    driver = family(name)
+    key, ended = remembered(driver, 600, 20)
+    plan = restored(snapshot(driver, key), 620)
+    held: list[object] = []
+
+    def look() -> None:
+        [sequence] = driver.engine._worker._scheduler.turns
+        held.append(sequence.plan.reuse)
+
+    listener = Listener().at(Started, 1, look)
+    prompt = (*ended.state.token_ids, *tokens_of(9))
+    driver.submit(prompt, plan, driver.key(), listener=listener, max_tokens=2).end()
+    assert plan.blobs
+    assert plan.windows
+    assert [(reuse.blobs, reuse.windows) for reuse in held if isinstance(reuse, Restored)] == [((), ())]
 
 
 @pytest.mark.parametrize("name", NAMES)
