@@ -99,7 +99,7 @@ class EngineSettings(BaseSettings):
     max_publishing_bytes: Annotated[int, Field(gt=0)] = 512 << 20
     """Copies of KV that wait for the store."""
     max_unread_bytes: Annotated[int, Field(gt=0)] = 256 << 10
-    """A reader that leaves more of its reply is ended, and its place is free."""
+    """A reader that leaves more of its replies unread is ended, and its place is free."""
     reader_stall_s: Annotated[float, Field(gt=0)] = 60.0
     """A reader that takes no message for so long is ended too."""
     worthwhile_fraction: Annotated[float, Field(ge=0, le=1)] = 0.8

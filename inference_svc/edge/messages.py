@@ -7,7 +7,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
 from inference_svc.edge.sampling_messages import choice_count, sampling_params, settings
-from inference_svc.engine.api import Priority, SamplingParams, TokenLogprobs
+from inference_svc.engine.api import Prefilled, Priority, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import (
@@ -31,7 +31,6 @@ from inference_svc.turns.turn_data import (
     TurnDelta,
     TurnEvent,
     TurnFinished,
-    TurnProgress,
     TurnRequest,
     TurnStarted,
     Warmed,
@@ -156,12 +155,14 @@ def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0
     match event:
         case TurnStarted():
             return pb.GenerateResponse(started=_started(event, request_id, model_name))
-        case TurnProgress(done, total):
+        case Prefilled(done, total):
             return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
         case TurnDelta():
             return pb.GenerateResponse(delta=_delta(event, choice))
         case TurnFinished():
             return pb.GenerateResponse(finished=_finished(event, choice))
+        case Warmed():
+            raise TypeError("a turn that only warms streams no reply")
 
 
 def model_message(model: ModelInfo) -> pb.Model:

@@ -19,9 +19,8 @@ from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStatus
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel
-from inference_svc.turns import choices
 from inference_svc.turns.admission import AdmissionLimits
-from inference_svc.turns.turn_data import TurnStarted
+from inference_svc.turns.turn_data import TurnStarted, Warmed
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
 _CALLERS = frozenset({"client", "admin", "engine"})
@@ -102,7 +101,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         )
         served = self._host.serving(request.model)
         await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
-        running = choices.begin(self._host.serving(request.model).turns, checked)
+        running = self._host.serving(request.model).turns.begin(checked)
         try:
             async for choice, event in running.events():
                 await self._send(context, messages.response(event, checked.request_id, served.name, choice))
@@ -123,12 +122,13 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         served = self._host.serving(request.model)
         running = served.turns.begin(checked)
         started: TurnStarted | None = None
+        warmed: Warmed | None = None
         try:
-            async for event in running.events():
+            async for _, event in running.events():
                 started = event if isinstance(event, TurnStarted) else started
+                warmed = event if isinstance(event, Warmed) else warmed
         finally:
             running.cancel()
-        warmed = running.warmed
         assert started is not None
         assert warmed is not None
         return messages.warm_response(started, warmed, served.name)

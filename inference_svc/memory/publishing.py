@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import structlog
@@ -23,6 +24,7 @@ from inference_svc.memory.outcomes import SnapshotOutcome, SnapshotState
 from inference_svc.memory.remote_cache import NO_HEAD, Head, RemoteCache, StoreMiss
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
+from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.memory.trust import Version, is_current
 
 _LOG = structlog.get_logger(__name__)
@@ -74,6 +76,10 @@ class BlockStream:
         self._full = max(self._full, count)
         if self._task is None and len(self.stored) < self._full and self._store.is_reachable:
             self._task = asyncio.create_task(self._send())
+
+    def ask_for_rest(self, stored_windows: Mapping[int, StoredWindow]) -> "Future[Snapshot | None]":
+        """The turn is over: ask the engine for what was not sent yet. On the MLX thread."""
+        return self._copies.ask(self.key, len(self.stored), stored_windows)
 
     def stop(self) -> None:
         """Begin no more pieces. The piece under way may end."""

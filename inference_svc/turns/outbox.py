@@ -1,8 +1,8 @@
-"""The bounded buffer between a turn and its reader.
+"""The one bounded buffer of a request: its turns put their events in, each under its choice, and one reader takes them.
 
-A slow reader never stops a turn and never piles up messages: unread deltas become one, and only the newest progress
-event is kept. A reader that leaves too much unread, or takes no event for too long, is overrun: its turn is ended, and
-the turn's room is free for others.
+A slow reader never stops a turn and never piles up messages: unread deltas of a choice become one, and only its newest
+progress event is kept. A reader that leaves too much unread, or takes no event for too long, is overrun: its turns are
+ended, and their room is free for others. The first failure is the end of the stream.
 """
 
 import asyncio
@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from inference_svc.turns.turn_data import TurnDelta, TurnEvent, TurnProgress
+from inference_svc.engine.api import Prefilled
+from inference_svc.turns.turn_data import TurnDelta, TurnEvent, TurnStarted
 
 # Cost of a token besides its text: its id, and its place in a message.
 _TOKEN_BYTES = 8
@@ -20,35 +21,47 @@ _LOGPROB_BYTES = 116
 
 @dataclass(frozen=True, slots=True)
 class ReaderLimits:
-    """How many bytes of a turn its reader may leave unread, and for how long it may take nothing."""
+    """How many bytes of its replies a reader may leave unread, and for how long it may take nothing."""
 
     max_unread_bytes: int
     stall_s: float
 
 
-class Outbox:
-    """Events in order, for one reader, on one event loop."""
+@dataclass(eq=False, slots=True)
+class _Message:
+    """What the reader takes at once: deltas of one choice that become one, or a single event of another kind."""
 
-    def __init__(self, limits: ReaderLimits, clock: Callable[[], float]) -> None:
+    choice: int
+    events: list[TurnEvent]
+
+
+class Outbox:
+    """Events of each choice in order, for one reader, on one event loop."""
+
+    def __init__(self, limits: ReaderLimits, clock: Callable[[], float], choices: int = 1) -> None:
         self._limits = limits
         self._clock = clock
-        self._events: deque[TurnEvent] = deque()
-        self._deltas: list[TurnDelta] = []  # the newest events; they become one message when the reader takes them
+        self._open = choices
+        self._unread: deque[_Message] = deque()
+        self._newest: dict[int, _Message] = {}  # by choice: the last message, while it is unread
+        self._begun_first: int | None = None  # only this choice's beginning and progress are reported
         self._unread_bytes = 0
         self._busy_since: float | None = None  # since then the reader holds an event
         self._arrived = asyncio.Event()
-        self._is_closed = False
         self._error: BaseException | None = None
 
-    def put(self, event: TurnEvent) -> None:
-        if isinstance(event, TurnDelta):
-            self._deltas.append(event)
-            self._unread_bytes += _size(event)
+    def put(self, event: TurnEvent, choice: int = 0) -> None:
+        if self._error is not None or not self._is_reported(event, choice):
+            return
+        newest = self._newest.get(choice)
+        if newest is not None and isinstance(event, Prefilled) and isinstance(newest.events[0], Prefilled):
+            newest.events = [event]
+        elif newest is not None and isinstance(event, TurnDelta) and isinstance(newest.events[0], TurnDelta):
+            newest.events.append(event)
         else:
-            self._close_delta()
-            if isinstance(event, TurnProgress) and self._events and isinstance(self._events[-1], TurnProgress):
-                self._events.pop()
-            self._events.append(event)
+            self._newest[choice] = message = _Message(choice, [event])
+            self._unread.append(message)
+        self._unread_bytes += _size(event)
         self._arrived.set()
 
     @property
@@ -62,34 +75,40 @@ class Outbox:
         return ""
 
     def close(self, error: BaseException | None = None) -> None:
-        """No more events. After the events that were put before, the reader ends, with `error` if there is one."""
-        self._is_closed, self._error = True, error
+        """A choice has no more events. After those that were put before, the reader ends: with the first `error`, or
+        when all choices are closed.
+        """
+        self._open -= 1
+        self._error = self._error or error
         self._arrived.set()
 
-    async def events(self) -> AsyncIterator[TurnEvent]:
-        """The events in order, until `close`."""
+    async def events(self) -> AsyncIterator[tuple[int, TurnEvent]]:
+        """Each event with its choice."""
         while True:
             await self._arrived.wait()
             self._arrived.clear()
-            while (event := self._take()) is not None:
+            while self._unread:
+                choice, event = self._take()
                 self._busy_since = self._clock()
-                yield event
+                yield choice, event
                 self._busy_since = None
                 self._unread_bytes -= _size(event)
-            if self._is_closed:
-                if self._error is not None:
-                    raise self._error
+            if self._error is not None:
+                raise self._error
+            if not self._open:
                 return
 
-    def _take(self) -> TurnEvent | None:
-        if not self._events:
-            self._close_delta()
-        return self._events.popleft() if self._events else None
+    def _take(self) -> tuple[int, TurnEvent]:
+        message = self._unread.popleft()
+        if self._newest[message.choice] is message:
+            del self._newest[message.choice]
+        deltas = [event for event in message.events if isinstance(event, TurnDelta)]
+        return message.choice, _merged(deltas) if deltas else message.events[0]
 
-    def _close_delta(self) -> None:
-        if self._deltas:
-            self._events.append(_merged(self._deltas))
-            self._deltas = []
+    def _is_reported(self, event: TurnEvent, choice: int) -> bool:
+        if isinstance(event, TurnStarted) and self._begun_first is None:
+            self._begun_first = choice
+        return self._begun_first in (None, choice) or not isinstance(event, TurnStarted | Prefilled)
 
 
 def _merged(deltas: Sequence[TurnDelta]) -> TurnDelta:

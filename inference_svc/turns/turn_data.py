@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc.engine.api import Priority, SamplingParams, Timings, TokenLogprobs
+from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.given_json import GivenJson
@@ -69,14 +69,6 @@ class TurnStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnProgress:
-    """Prompt tokens whose KV is there, reused tokens included."""
-
-    tokens_done: int
-    tokens_total: int
-
-
-@dataclass(frozen=True, slots=True)
 class TurnDelta:
     """The new part of a reply since the last delta: text of the answer, tokens, and reasoning before the answer."""
 
@@ -102,7 +94,7 @@ class TurnFinished:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """A memory of `tokens` tokens is hot; `cached_tokens` of them were reused."""
+    """A turn that only warms is over: a memory of `tokens` tokens is hot; `cached_tokens` of them were reused."""
 
     tokens: int
     cached_tokens: int
@@ -111,4 +103,6 @@ class Warmed:
     prefill_s: float = 0.0
 
 
-TurnEvent: TypeAlias = TurnStarted | TurnProgress | TurnDelta | TurnFinished
+# What a turn tells its reader. Progress is the engine's own event; the others know what the engine does not: where the
+# memory came from, which text is answer and which reasoning, what was stored.
+TurnEvent: TypeAlias = TurnStarted | Prefilled | TurnDelta | TurnFinished | Warmed

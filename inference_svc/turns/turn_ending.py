@@ -84,7 +84,7 @@ class TurnEnding:
             snapshot = await self._keep(turn, turn.key, recollection, memory)
         reason = _finish_reason(ended, calls)
         timings = ended.timings
-        turn.running.outbox.put(
+        turn.running.tell(
             TurnFinished(
                 finish_reason=reason,
                 matched_stop=ended.matched_stop,
@@ -142,7 +142,7 @@ class TurnEnding:
             self._engine.tag_hot(turn.key, memory)
         restore_s = turn.restore_s + ended.timings.restore_s
         tokens, version = len(state.token_ids), turn.parent_version
-        turn.running.warmed = Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s)
+        turn.running.tell(Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s))
 
     async def _remember(
         self,
@@ -259,17 +259,16 @@ class TurnEnding:
         head = memory.publication.head
         is_head = memory.publication.is_head and head is not None
         parent = (head.parent_version if is_head else head.version) if head is not None else 0
-        outbox = turn.running.outbox
         prompt_tokens = remembered.prompt_tokens
-        outbox.put(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
+        turn.running.tell(TurnStarted(prompt_tokens, prompt_tokens, Source.REPLAY, Outcome.EXACT, parent))
         transcript = memory.transcript.text
         reader = reply_reader(request, self._prompting, transcript[: remembered.prompt_chars])
         part = reader.push(remembered.reply)
         rest = reader.end(without_guards(transcript[remembered.prompt_chars :]).removeprefix(remembered.reply))
-        outbox.put(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
+        turn.running.tell(TurnDelta(part.answer + rest.answer, token_ids, part.reasoning + rest.reasoning))
         snapshot = await self._outcome_again(turn, recollection, memory)
         elapsed_s = self._clock() - turn.arrived
-        outbox.put(
+        turn.running.tell(
             TurnFinished(
                 finish_reason=remembered.finish_reason,
                 matched_stop=remembered.matched_stop,

@@ -21,7 +21,7 @@ import structlog
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import AgentKey, Cold, Ended, Event, Failed, Started, TurnPlan
+from inference_svc.engine.api import AgentKey, Cold, Ended, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
 from inference_svc.memory.line_leases import LineLeases
@@ -38,6 +38,7 @@ from inference_svc.text import conversation
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns import replay
 from inference_svc.turns.admission import Admission
+from inference_svc.turns.choices import Choices
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.prompt_text import prompt_text
@@ -120,11 +121,17 @@ class TurnService:
         self._counting = SharedRoom(1)
         self._compiling = SharedRoom(1)
 
-    def begin(self, request: TurnRequest) -> TurnTask:
-        """Start a turn. Raises ResourceExhausted when too many turns wait or run, of all callers or of this one."""
+    def begin(self, request: TurnRequest) -> Choices:
+        """Start a turn for each choice. Raises ResourceExhausted when too many turns wait or run, of all callers or of
+        this one.
+        """
+        outbox = Outbox(self._limits.reader, self._clock, request.choices)
+        return Choices(request, outbox, lambda choice: self._begin(choice, outbox))
+
+    def _begin(self, request: TurnRequest, outbox: Outbox) -> TurnTask:
         place = contextlib.ExitStack()
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
-        running = TurnTask(Outbox(self._limits.reader, self._clock))
+        running = TurnTask(outbox, request.choice)
         running.task = asyncio.create_task(self._run(request, running))
         self._running[running.task] = running
         running.task.add_done_callback(self._running.pop)
@@ -172,14 +179,14 @@ class TurnService:
                     await self._serve(turn)
         except asyncio.CancelledError:
             end = "cancelled"
-            running.outbox.close(running.ended_by or errors.Cancelled("the turn was cancelled"))
+            running.end(running.ended_by or errors.Cancelled("the turn was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
             end = "cancelled" if running.is_cancelled else end
-            running.outbox.close(running.ended_by or error)
+            running.end(running.ended_by or error)
         else:
             end = "cancelled" if running.is_cancelled else "finished"
-            running.outbox.close(running.ended_by)
+            running.end(running.ended_by)
         finally:
             counters.ends[end] += 1
             if turn.has_begun:
@@ -288,9 +295,9 @@ class TurnService:
             turn.messages = whole_conversation(request, recollection, is_retry=False)
             text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
         elif memory is None or not memory.transcript.token_ids:
-            turn.running.warmed = Warmed(0, 0, turn.parent_version)
             miss = recollection.miss
-            turn.running.outbox.put(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
+            turn.running.tell(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
+            turn.running.tell(Warmed(0, 0, turn.parent_version))
             return
         else:
             text = memory.transcript.text
@@ -317,8 +324,9 @@ class TurnService:
             )
 
         async def hold(size_bytes: int) -> None:
-            await self._admission.restoring.wait_for(turn.request.namespace, size_bytes)
-            turn.restoring_bytes += size_bytes
+            restoring, namespace = self._admission.restoring, turn.request.namespace
+            await restoring.wait_for(namespace, size_bytes)
+            turn.restoring.callback(restoring.give_back, namespace, size_bytes)
 
         for _ in range(_MAX_PLANS):
             try:
@@ -363,7 +371,7 @@ class TurnService:
                 turn.damage = Miss(MissReason.BLOB_DAMAGED, f"{what} was refused")
                 _LOG.warning("restore.refused", request_id=turn.request.request_id, what=what)
             finally:
-                self._let_go(turn)
+                turn.restoring.close()
         raise _moved_away()
 
     async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> tuple[Prepared, Ended]:
@@ -373,36 +381,22 @@ class TurnService:
             # Other formats took its place while the turn waited. To compile one may take a second.
             async with self._compiling.held_for(namespace, 1):
                 await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
-        inbox: asyncio.Queue[list[Event]] = asyncio.Queue()
-        store = self._stores.get(turn.request.namespace)
+        store, counters = self._stores.get(namespace), self.stats.of(namespace)
         is_kept = turn.key is not None and not turn.request.is_warming
         stream = self._stream(turn.key, store, prepared) if is_kept and turn.key and store is not None else None
         if turn.running.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
-
-        def on_events(events: list[Event]) -> None:
-            # On the MLX thread. Ask for the snapshot here, because the next step may drop this memory for another.
-            nonlocal prepared
-            if isinstance(events[0], Started):
-                prepared = prepared.begun(events[0])
-                if stream is not None:
-                    stream.began(prepared.stored_blocks)
-            if stream is not None and isinstance(events[-1], Ended):
-                stored_windows = prepared.stored_windows
-                turn.snapshot = self._ending.copies.ask(stream.key, len(stream.stored), stored_windows)
-            self._handoff.send(inbox.put_nowait, events)
-
         needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
-        reporter = TurnReporter(turn, prepared, stream, self.stats.of(turn.request.namespace), self._clock)
-        swap: SwapStore | None = None
+        reporter = TurnReporter(turn, prepared, stream, counters, self._handoff, self._clock)
         try:
-            with self._admission.kv(turn.request.namespace, needed_bytes):
-                turn.running.handle = self._engine.submit(plan, on_events)
+            with self._admission.kv(namespace, needed_bytes):
+                turn.running.handle = self._engine.submit(plan, reporter.listen)
                 del plan
-                swap = self._swap_store(turn, turn.running.handle, store) if store is not None else None
-                ended = await self._until_ended(turn, inbox, reporter, swap)
-                return prepared, ended
+                if store is not None:
+                    reporter.swap = self._swap_store(turn, turn.running.handle, store)
+                ended = await reporter.ended
+                return reporter.prepared, ended
         except BaseException:
             if turn.running.handle is not None:
                 turn.running.handle.cancel()
@@ -411,27 +405,8 @@ class TurnService:
             raise
         finally:
             turn.running.handle = None
-            if swap is not None:
-                swap.close()
-
-    async def _until_ended(
-        self, turn: TurnState, inbox: "asyncio.Queue[list[Event]]", reporter: TurnReporter, swap: SwapStore | None
-    ) -> Ended:
-        while True:
-            for event in await inbox.get():
-                reporter.event(event)
-                if swap is not None:
-                    swap.event(event)
-                match event:
-                    case Started():
-                        self._let_go(turn)
-                    case Failed(error):
-                        raise error
-                    case Ended():
-                        turn.running.is_ending = True
-                        return event
-                    case _:
-                        pass
+            if reporter.swap is not None:
+                reporter.swap.close()
 
     def _stream(self, key: AgentKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
         timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
@@ -447,11 +422,6 @@ class TurnService:
         )
         namespace, copies, restoring = turn.request.namespace, self._ending.copies.held, self._admission.restoring
         return SwapStore(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
-
-    def _let_go(self, turn: TurnState) -> None:
-        """Give back the room of bytes that were read from the store: they are KV now, or not needed."""
-        held_bytes, turn.restoring_bytes = turn.restoring_bytes, 0
-        self._admission.restoring.give_back(turn.request.namespace, held_bytes)
 
     def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)

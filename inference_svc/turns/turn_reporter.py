@@ -1,24 +1,27 @@
-"""Handles a turn's events: counts them, reports them to the turn's reader, and sends full blocks ahead.
+"""Takes a turn's events from the engine: counts them, reports them to the reader, and sends full blocks ahead.
 
 If the reader falls too far behind, its turn is ended here.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from kvasir import errors
 
-from inference_svc.engine.api import BlocksFull, Ended, Event, Prefilled, Started, Tokens
+from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Started, Tokens
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
+from inference_svc.memory.swap_store import SwapStore
 from inference_svc.text.reply_parts import ReplyPart
-from inference_svc.turns.turn_data import TurnDelta, TurnProgress, TurnStarted
+from inference_svc.turns.handoff import HandOff
+from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 from inference_svc.turns.turn_state import TurnState
 
 
 class TurnReporter:
-    """Reports one plan of one turn. On the event loop."""
+    """Reports one plan of one turn. Made on the event loop, where all of it runs except `listen`."""
 
     def __init__(
         self,
@@ -26,22 +29,56 @@ class TurnReporter:
         prepared: Prepared,
         stream: BlockStream | None,
         counters: NamespaceCounters,
+        handoff: HandOff,
         clock: Callable[[], float],
     ) -> None:
+        self.prepared = prepared  # as the engine began with it, once it has
+        self.swap: SwapStore | None = None
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._turn = turn
-        self._prepared = prepared
         self._stream = stream
         self._counters = counters
+        self._handoff = handoff
         self._clock = clock
 
-    def event(self, event: Event) -> None:
+    def listen(self, events: list[Event]) -> None:
+        """The engine's events. On the MLX thread: a snapshot is asked for here, because the next step may drop this
+        memory for another.
+        """
+        stream = self._stream
+        if isinstance(events[0], Started):
+            self.prepared = self.prepared.begun(events[0])
+            if stream is not None:
+                stream.began(self.prepared.stored_blocks)
+        if stream is not None and isinstance(events[-1], Ended):
+            self._turn.snapshot = stream.ask_for_rest(self.prepared.stored_windows)
+        self._handoff.send(self._take, events)
+
+    def _take(self, events: list[Event]) -> None:
+        try:
+            for event in events:
+                if self.ended.done():
+                    return
+                self._event(event)
+                if self.swap is not None:
+                    self.swap.event(event)
+                self._check_reader()
+                if isinstance(event, Failed):
+                    self.ended.set_exception(event.error)
+                elif isinstance(event, Ended):
+                    self._turn.running.is_ending = True
+                    self.ended.set_result(event)
+        except Exception as error:  # noqa: BLE001 - the turn waits for its end
+            self.ended.set_exception(error)
+
+    def _event(self, event: Event) -> None:
         match event:
             case Started():
                 self._started(event)
-            case Prefilled(done, total):
+            case Prefilled(done):
                 self._counters.prefilled_tokens += done - self._turn.computed
                 self._turn.computed = done
-                self._turn.running.outbox.put(TurnProgress(done, total))
+                self._turn.running.tell(event)
             case BlocksFull(count):
                 if self._stream is not None:
                     self._stream.blocks_full(count)
@@ -51,13 +88,14 @@ class TurnReporter:
                 self._ended(event)
             case _:
                 pass
-        if overrun := self._turn.running.outbox.overrun:
-            self._turn.running.cancel(
-                errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW")
-            )
+
+    def _check_reader(self) -> None:
+        running = self._turn.running
+        if overrun := running.outbox.overrun:
+            running.cancel(errors.ResourceExhausted(f"the reader is too slow: {overrun}", reason="READER_TOO_SLOW"))
 
     def _started(self, event: Started) -> None:
-        turn, prepared, counters = self._turn, self._prepared, self._counters
+        turn, prepared, counters = self._turn, self.prepared, self._counters
         cached_tokens = event.cached_tokens
         planned = Source.SHARED if event.is_shared else prepared.source
         source = planned if cached_tokens else Source.COLD
@@ -65,11 +103,12 @@ class TurnReporter:
             counters.waiting_turns -= 1
             counters.running_turns += 1
         turn.has_begun, turn.computed = True, cached_tokens
+        turn.restoring.close()
         counters.sources[source] += 1
         counters.cached_tokens += cached_tokens
         if prepared.miss is not None:
             counters.misses[prepared.miss.reason] += 1
-        turn.running.outbox.put(
+        turn.running.tell(
             TurnStarted(
                 prompt_tokens=len(prepared.tokens.ids),
                 cached_tokens=cached_tokens,
@@ -85,12 +124,12 @@ class TurnReporter:
             self._turn.first_token_at = self._clock()
         self._counters.decoded_tokens += len(event.ids)
         part = self._turn.reader.push(event.text)
-        self._turn.running.outbox.put(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
+        self._turn.running.tell(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
 
     def _ended(self, event: Ended) -> None:
         part = self._turn.reader.end(event.generated_text.removeprefix(event.text))
         if part != ReplyPart():
-            self._turn.running.outbox.put(TurnDelta(part.answer, (), part.reasoning))
+            self._turn.running.tell(TurnDelta(part.answer, (), part.reasoning))
         if self._stream is not None:
             self._stream.stop()
             self._turn.stream = self._stream

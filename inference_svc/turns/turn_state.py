@@ -1,7 +1,8 @@
 """One turn under way: the task that its reader holds, and the state that its steps share."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import contextlib
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -19,23 +20,26 @@ from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnRequest, Warmed
+from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnRequest
 
 
 class TurnTask:
-    """A turn under way, as its reader sees it: a stream of events that it can cancel."""
+    """A turn under way: what it tells its reader, and the means to cancel it."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: Outbox, choice: int = 0) -> None:
         self.outbox = outbox
+        self._choice = choice
         self.task: asyncio.Task[None] | None = None
         self.handle: TurnHandle | None = None
         self.is_ending = False
-        self.warmed: Warmed | None = None  # the result of a turn that only warms
         self.ended_by: errors.KvasirError | None = None  # the reader's error, if the turn was cancelled
 
-    def events(self) -> AsyncIterator[TurnEvent]:
-        """Started first, Finished last; ends with a KvasirError instead when the turn fails."""
-        return self.outbox.events()
+    def tell(self, event: TurnEvent) -> None:
+        self.outbox.put(event, self._choice)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing more is told, but `error` if there is one."""
+        self.outbox.close(error)
 
     @property
     def is_cancelled(self) -> bool:
@@ -63,7 +67,8 @@ class TurnState:
     arrived: float
     queue_s: float = 0.0
     restore_s: float = 0.0
-    restoring_bytes: int = 0  # bytes that are read or will be read from the store, and are not KV yet
+    # Gives back the room of bytes that are read or will be read from the store, and are not KV yet.
+    restoring: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     has_begun: bool = False  # the engine has its memory and computes
     computed: int = 0  # prompt tokens whose KV is there
     parent_version: int = 0

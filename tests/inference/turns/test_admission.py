@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.errors import ResourceExhausted
 
+from inference_svc.engine.api import Prefilled
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.turns.admission import Admission, AdmissionLimits
 from inference_svc.turns.outbox import Outbox, ReaderLimits
-from inference_svc.turns.turn_data import TurnDelta, TurnEvent, TurnProgress
+from inference_svc.turns.turn_data import TurnDelta, TurnEvent
 
 LIMITS = AdmissionLimits(
     max_turns=8,
@@ -147,7 +148,7 @@ def test_a_reader_that_takes_nothing_is_overrun_by_bytes_or_by_time_and_one_that
             now += 100.0  # nothing comes: it is the turn that is slow
             assert not outbox.overrun
             outbox.put(TurnDelta("word ", (1,)))
-            assert isinstance(await waiting, TurnDelta)
+            assert isinstance((await waiting)[1], TurnDelta)
             assert not outbox.overrun
         now += 11.0
         assert "11 s" in outbox.overrun
@@ -165,12 +166,12 @@ def test_what_was_not_taken_yet_becomes_one_message_and_nothing_of_it_is_lost() 
     async def scenario() -> None:
         outbox = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0)
         for number in range(1000):
-            outbox.put(TurnProgress(number, 1000))
+            outbox.put(Prefilled(number, 1000))
         for number in range(1000):
             outbox.put(TurnDelta(f"{number} ", (number,)))
         outbox.close()
-        taken: list[TurnEvent] = [event async for event in outbox.events()]
-        assert taken[0] == TurnProgress(999, 1000)
+        taken: list[TurnEvent] = [event async for _, event in outbox.events()]
+        assert taken[0] == Prefilled(999, 1000)
         assert len(taken) == 2
         assert isinstance(taken[1], TurnDelta)
         assert taken[1].token_ids == tuple(range(1000))

@@ -21,7 +21,7 @@ from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.replay import is_retry, is_whole
-from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnProgress, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
 from inference_svc.turns.turn_state import check_parent, whole_conversation
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
@@ -166,21 +166,21 @@ def test_a_hot_memory_is_used_only_if_it_is_or_extends_the_newest_version(
 
 
 async def read(outbox: Outbox) -> list[TurnEvent]:
-    return [event async for event in outbox.events()]
+    return [event async for _, event in outbox.events()]
 
 
 def test_what_a_slow_reader_did_not_take_becomes_few_messages_that_say_the_same() -> None:
     async def slow_reader() -> list[TurnEvent]:
         outbox = Outbox(ReaderLimits(max_unread_bytes=1 << 20, stall_s=60), lambda: 0.0)
         for done in range(100):
-            outbox.put(TurnProgress(done, 100))
+            outbox.put(Prefilled(done, 100))
         for token in range(1000):
             outbox.put(TurnDelta(chr(97 + token % 26), (token,)))
         outbox.close()
         return await read(outbox)
 
     progress, delta = asyncio.run(slow_reader())
-    assert progress == TurnProgress(99, 100)
+    assert progress == Prefilled(99, 100)
     assert isinstance(delta, TurnDelta)
     assert (len(delta.text), delta.token_ids) == (1000, tuple(range(1000)))
 
@@ -191,8 +191,8 @@ def test_a_reader_gets_what_was_put_before_the_error() -> None:
         outbox.put(TurnDelta("a", (1,)))
         outbox.close(errors.ResourceExhausted("full"))
         try:
-            async for event in outbox.events():
-                heard.append(event)  # noqa: PERF401 - it raises at its end
+            async for _, event in outbox.events():
+                heard.append(event)
         except errors.ResourceExhausted:
             return heard
         raise AssertionError("the error did not arrive")
