@@ -1,7 +1,8 @@
 """Services and commands as processes that are forked from one that has imported them: a start costs no imports.
 
-Each is a process like any other, with a memory, descriptors and a death of its own. What an interpreter does besides,
-as `atexit`, is seen by the tests of `kvasir up` and `kvasir demo`, which start the services with `python -m`.
+Each is a process like any other, with a memory, descriptors and a death of its own; so is what `kvasir` starts
+(`forked_children`). What an interpreter does besides, as `atexit`, is seen by the tests that begin programs for real:
+one `kvasir up`, the demo, and stores with an environment of their own.
 """
 
 import contextlib
@@ -15,6 +16,8 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from tests.forked_children import start_helper
+
 # Two threads of BLAS beside another service's on two cores cost more than they bring.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 # Apple's frameworks do not bear a fork: there each program is begun anew.
@@ -24,7 +27,15 @@ _MAINS = {
     "cachestore_svc": "cachestore_svc.__main__",
     "kvasir": "kvasir.cli.main",
 }
-_FORKS.set_forkserver_preload(list(_MAINS.values()))
+# What `kvasir` starts with `python -m`, beside the services.
+_STARTED = (
+    "inference_svc.describe",
+    "inference_svc.bench.__main__",
+    "inference_svc.bench.make_model",
+    "inference_svc.bench.memory_probe",
+    "inference_svc.bench.quality",
+)
+_FORKS.set_forkserver_preload([*_MAINS.values(), *_STARTED])
 
 
 class Program:
@@ -102,6 +113,8 @@ def _become(name: str, arguments: list[str], files: tuple[Path, Path, Path], env
     os.environ.update(env)
     sys.argv = [name, *arguments]
     sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gives each process one that is empty
+    if name == "kvasir" and sys.platform == "linux":
+        start_helper()
     sys.exit(importlib.import_module(_MAINS[name]).main())
 
 

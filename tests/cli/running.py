@@ -1,6 +1,6 @@
 """Runs `kvasir` as a process of its own, with what it prints and how it ends.
 
-A command that goes on is begun as people begin it; one that ends is forked, which saves its imports each time.
+They are forked, which saves the imports each time, but for those that a test begins as people do.
 """
 
 import asyncio
@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Any
 from kvasir.cli.running.health import is_ready
 from kvasir.cli.running.home import Endpoint
 
-from tests.programs import run
+from tests.programs import Program, run
 
 KVASIR = Path(sys.executable).with_name("kvasir")
 # Completion is for the shell that is named, whichever shell the tests run under.
@@ -46,6 +47,18 @@ class Ended:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A command that goes on."""
+
+    process: "Program | subprocess.Popen[bytes]"
+    err_file: Path
+
+    @property
+    def err(self) -> str:
+        return self.err_file.read_text()
+
+
+@dataclass(frozen=True)
 class Cli:
     """The command line with one home."""
 
@@ -64,22 +77,23 @@ class Cli:
         return ended
 
     @contextmanager
-    def running(self, *arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
-        """A command that goes on; it is stopped at the end, with SIGTERM."""
-        process = subprocess.Popen(
-            [KVASIR, "--home", self.home, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=QUIET,
-        )
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
+    def running(self, *arguments: str | Path, is_fresh: bool = False) -> Iterator[Begun]:
+        """A command that goes on; it is stopped at the end, with SIGTERM. A fresh one has its own interpreter."""
+        command = ("--home", str(self.home), *map(str, arguments))
+        with tempfile.TemporaryDirectory() as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            process = _fresh(command, out, err) if is_fresh else Program("kvasir", command, out=out, err=err, env=QUIET)
+            try:
+                yield Begun(process, err)
+            finally:
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                process.wait(timeout=60)
+
+
+def _fresh(command: Sequence[str], out: Path, err: Path) -> "subprocess.Popen[bytes]":
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        return subprocess.Popen([KVASIR, *command], stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=QUIET)
 
 
 def eventually(claim: Callable[[], Any], within_s: float = 30) -> Any:

@@ -36,9 +36,9 @@ def cli() -> Iterator[Cli]:
     """A home with a store that runs; short, because a socket's path must fit into a hundred bytes."""
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     command = Cli(home)
-    with command.running("store", "serve") as process:
-        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
-        assert process.poll() is None, process.communicate()
+    with command.running("store", "serve") as serve:
+        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or serve.process.poll() is not None)
+        assert serve.process.poll() is None, serve.err
         yield command
     shutil.rmtree(home)
 
@@ -233,8 +233,8 @@ def test_completion_is_there_for(shell: str, cli: Cli) -> None:
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The home of a store that has run, with one memory."""
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    with Cli(home).running("store", "serve") as process:
-        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or process.poll() is not None)
+    with Cli(home).running("store", "serve") as serve:
+        eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or serve.process.poll() is not None)
         with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
             publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
     return home.rename(tmp_path_factory.mktemp("left") / "home")

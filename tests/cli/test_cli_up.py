@@ -5,7 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -20,7 +19,7 @@ from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.supervisor import process_exists
 
-from tests.cli.running import KVASIR, QUIET, Cli, answers, eventually
+from tests.cli.running import Begun, Cli, answers, eventually
 
 ROOT = Path(__file__).parent.parent.parent
 TURN_KEYS = {
@@ -48,14 +47,14 @@ def home() -> Iterator[Path]:
 def cli(home: Path) -> Iterator[Cli]:
     """A home with a running group."""
     cli = Cli(home)
-    with cli.running("up") as process:
-        wait_until_ready(home, process)
+    with cli.running("up", is_fresh=True) as up:
+        wait_until_ready(home, up)
         yield cli
 
 
-def wait_until_ready(home: Path, process: "subprocess.Popen[str]") -> Running:
+def wait_until_ready(home: Path, up: Begun) -> Running:
     def is_ready() -> bool:
-        assert process.poll() is None, process.communicate()
+        assert up.process.poll() is None, up.err
         running = Home(home).running()
         return running is not None and answers(running.engine, ENGINE_SERVICE)
 
@@ -191,8 +190,8 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     cli = Cli(home)
     ports = [_free_port(), _free_port()]
     addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
-    with cli.running("up", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as process:
-        running = wait_until_ready(home, process)
+    with cli.running("up", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as up:
+        running = wait_until_ready(home, up)
         assert answers(running.store, STORE_SERVICE)
         turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
         assert turn["snapshot"] == "committed"
@@ -204,10 +203,9 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
         assert model["applied_layers"] == model["layer_count"] == 8
         assert "KV policy q4-rotated, layer 7 exact, applied to 8 of 8 layers" in cli.done("doctor").out
         pids = [running.store_pid, running.engine_pid]
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0
-    assert "Both have stopped." in errors
+        up.process.send_signal(signal.SIGTERM)
+        assert up.process.wait(timeout=60) == 0
+        assert "Both have stopped." in up.err
     assert not any(process_exists(pid) for pid in pids)
     assert Home(home).running() is None
     shutil.rmtree(home)
@@ -217,8 +215,8 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
     limits = ("--memory-gib", "0.25", "--context-tokens", "300", "--store-quota-gib", "0.001")
-    with cli.running("up", *limits) as process:
-        wait_until_ready(home, process)
+    with cli.running("up", *limits) as up:
+        wait_until_ready(home, up)
         assert cli.done("stats", "--json").value["engine"]["kv_memory_bytes"] == 1 << 28
         assert cli.done("models", "ls", "--json").value[0]["context_tokens"] == 300
         assert cli.done("store", "stats", "--json").value["quota_bytes"] == (1 << 30) // 1000
@@ -239,8 +237,8 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
     certificate, key = studio.home / "cert.pem", studio.home / "key.pem"
     make_certificate(certificate, key)
     tls = ("--tls-cert", certificate, "--tls-key", key)
-    with studio.running("up", "--store-listen", f"0.0.0.0:{port}", *tls) as process:
-        wait_until_ready(studio.home, process)
+    with studio.running("up", "--store-listen", f"0.0.0.0:{port}", *tls) as up:
+        wait_until_ready(studio.home, up)
         studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n")
         Home(laptop.home).make()
         peers = laptop.home / "peers"
@@ -290,10 +288,9 @@ def test_a_model_that_is_not_there_ends_up_with_the_reason(tmp_path: Path) -> No
 
 def test_what_a_killed_up_left_behind_is_named(tmp_path: Path) -> None:
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    process = subprocess.Popen([KVASIR, "--home", home, "up"], stderr=subprocess.PIPE, text=True, env=QUIET)
-    running = wait_until_ready(home, process)
-    process.kill()
-    process.communicate()
+    with Cli(home).running("up") as up:
+        running = wait_until_ready(home, up)
+        up.process.kill()
     try:
         refused = Cli(home)("up")
         assert refused.code == 4
