@@ -283,7 +283,7 @@ class EngineWorker:
     @property
     def _state_bytes(self) -> int:
         """The most bytes of one turn's recurrent states."""
-        return (1 + MOST_REWIND_POINTS) * self._model.live_state_bytes
+        return (1 + MOST_REWIND_POINTS) * self._model.state_bytes
 
     def _needed_bytes(self, sequence: Sequence) -> int:
         """The reservation of a turn that begins as it is planned."""

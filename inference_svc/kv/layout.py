@@ -55,10 +55,6 @@ class Layout:
     kv_type: mx.Dtype
     reads_pages: bool = False
 
-    def caches(self, layers: Sequence[Any]) -> list[Any]:
-        """Layers, or batches of them, arranged as the model takes its caches."""
-        return _grouped(self.groups, layers)
-
     def new_pool(self, identity: identity_pb2.KvIdentity, budget_bytes: int, *, is_allocated: bool = False) -> KvPool:
         """A pool for sequences of this layout, written by kernels if attention reads its pages."""
         dialect = page_dialect(identity) if self.reads_pages else None
@@ -70,7 +66,7 @@ class Layout:
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""
-        logits: mx.array = model(tokens, cache=self.caches(layers))
+        logits: mx.array = model(tokens, cache=_grouped(self.groups, layers))
         for layer in layers:
             if isinstance(layer, StateKV | BatchStateKV):
                 layer.advanced(tokens.shape[1])

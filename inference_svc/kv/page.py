@@ -5,7 +5,6 @@ and biases of K, then those of V; or the 16-bit values of K, then those of V. Ea
 row-contiguous. So a page goes to a file and comes back without moving a byte within it. This module needs no MLX.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -83,7 +82,12 @@ class PageFormat:
     @cached_property
     def parts(self) -> tuple[Part, ...]:
         """The parts of K, then those of V, in the order of a file's tensors."""
-        return tuple(self._parts())
+        found, offset = [], 0
+        for rows in (self.key, self.value):
+            for number, units in enumerate(rows.part_units):
+                found.append(Part(offset, rows.kv_heads, units, is_codes=rows.is_quantized and number == 0))
+                offset += found[-1].size
+        return tuple(found)
 
     @cached_property
     def units(self) -> int:
@@ -93,14 +97,6 @@ class PageFormat:
     @property
     def bytes(self) -> int:
         return self.units * UNIT_BYTES
-
-    def _parts(self) -> Iterator[Part]:
-        offset = 0
-        for rows in (self.key, self.value):
-            for number, units in enumerate(rows.part_units):
-                part = Part(offset, rows.kv_heads, units, is_codes=rows.is_quantized and number == 0)
-                yield part
-                offset += part.size
 
 
 def _row_format(kv_heads: int, dim: int, bits: int, group_size: int, *, is_rotated: bool = False) -> RowFormat:

@@ -6,7 +6,6 @@ been computed: a pass that fails or is cancelled has changed nothing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -18,7 +17,7 @@ from inference_svc.kv.attention.paged import paged_attention
 from inference_svc.kv.codec import EncodedRows
 from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import joined_rows
-from inference_svc.kv.sequence_kv import PassRoom, SequenceKV, Span
+from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
 # Behind fewer tokens MLX's attention over de-quantized rows is as fast.
@@ -75,15 +74,15 @@ class InPlaceLayer(PrefillLayer):
 
     attends = False
 
-    def __init__(self, kv: SequenceKV, layer: int, places: "Places") -> None:
+    def __init__(self, kv: SequenceKV, layer: int, room: PassRoom) -> None:
         super().__init__(kv, layer)
-        self.places = places
+        self.room = room
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """As `PrefillLayer.update_and_fetch`."""
         pool, before = self._kv.pool, self.offset
         self.offset += keys.shape[2]
-        span = self.places.of(self._layer, keys.shape[2])
+        span = self.room.span(self._layer, keys.shape[2])
         page_format, array = pool.formats[self._layer], pool.arrays[pool.slot_of(self._layer)]
         assert pool.dialect is not None
         stored = append_rows(keys, values, array, page_format, span.block_table[None], span.places, pool.dialect)
@@ -130,29 +129,15 @@ class InPlaceLayer(PrefillLayer):
 AnyLayer: TypeAlias = PrefillLayer | StateKV
 
 
-@dataclass
-class Places:
-    """Where the rows of one pass go. Its first layer with rows says how many there are."""
-
-    kv: SequenceKV
-    room: PassRoom | None = None
-
-    def of(self, layer: int, count: int) -> Span:
-        """Raises ResourceExhausted, and nothing has changed, if the pool has no room."""
-        if self.room is None:
-            self.room = self.kv.room(count)
-        return self.room.spans[self.kv.table_number(layer)]
-
-
 def prefill_layers(kv: SequenceKV) -> list[AnyLayer]:
     """What a model is given for the next chunk of the sequence, one for each entry of the layout."""
-    places = Places(kv)
+    room = PassRoom(kv)
     layers: list[AnyLayer] = []
     for index in range(len(kv.pool.identity.layers)):
         if index in kv.states:
             layers.append(kv.states[index].fork())
         elif kv.pool.dialect is not None:
-            layers.append(InPlaceLayer(kv, index, places))
+            layers.append(InPlaceLayer(kv, index, room))
         else:
             layers.append(PrefillLayer(kv, index))
     return layers
@@ -168,7 +153,7 @@ def commit(kv: SequenceKV, layers: Sequence[AnyLayer], count: int) -> None:
     else:
         mx.eval([*rows.values()])
         for room in _rooms(layers):
-            kv.move_in(room)
+            room.move_in()
         kv.advanced(count)
     for index, layer in enumerate(layers):
         if isinstance(layer, StateKV):
@@ -185,5 +170,4 @@ def abandon(layers: Sequence[AnyLayer]) -> None:
 
 def _rooms(layers: Sequence[AnyLayer]) -> list[PassRoom]:
     """That of the pass, if it writes in place."""
-    places = next((layer.places for layer in layers if isinstance(layer, InPlaceLayer)), None)
-    return [] if places is None or places.room is None else [places.room]
+    return [layer.room for layer in layers if isinstance(layer, InPlaceLayer)][:1]

@@ -166,8 +166,8 @@ def _states_of(pool: KvPool, tokens: int, arrays: Sequence[mx.array]) -> tuple[S
     rest, states = list(arrays), []
     for layer in pool.identity.layers:
         if layer.kind == identity_pb2.LAYER_KIND_STATE:
-            state = StateKV(len(layer.state_tensors))
-            state.put_parts(tokens, rest[: len(layer.state_tensors)])
+            state = StateKV(0)
+            state.tensors, state.offset = list(rest[: len(layer.state_tensors)]), tokens
             del rest[: len(layer.state_tensors)]
             states.append(state)
     return tuple(states)

@@ -8,7 +8,7 @@ Recurrent layers can only go back to a *rewind point*, a length at which their s
 back wherever the pages are left that the window touches there; they are kept for the rewind points.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -40,31 +40,56 @@ class Span:
 
 
 class PassRoom:
-    """Private pages for the rows of one pass, which the sequence does not hold yet: new ones go back to the pool if
-    the pass does not come to its end. `spans`: where the rows go in each table.
+    """Private pages for the rows of one pass behind a sequence's own, which stays as it is until it `move`s in. New
+    pages go back to the pool if the pass does not come to its end.
     """
 
-    def __init__(self, pool: KvPool) -> None:
-        self.spans: list[Span] = []
+    def __init__(self, kv: "SequenceKV") -> None:
         self.pages: list[dict[int, int]] = []  # of each table by block, those to be written
-        self._pool = pool
+        self._kv = kv
         self._new: list[int] = []
+        self._spans: list[Span] = []
 
     def __del__(self) -> None:
         self.release()
 
-    def take(self, count: int) -> list[int]:
-        """New pages. Raises ResourceExhausted, and takes none, if there are not so many."""
-        self._new = self._pool.take(count)
-        return self._new
-
     def release(self) -> None:
         """Give the new pages back. Idempotent."""
-        self._pool.release(self._new)
+        self._kv.pool.release(self._new)
         self._new = []
 
-    def give_up(self) -> None:
-        """Somebody else holds the pages now."""
+    def take(self, count: int) -> None:
+        """Have pages for `count` rows; a shared one that they begin in is copied. Raises ResourceExhausted, and has
+        changed nothing, if the pool has no room.
+        """
+        kv = self._kv
+        held = [
+            {block: kv.private_page(table, block) for block in kv.span(table, kv.length + count)} for table in kv.tables
+        ]
+        self._new = kv.pool.take(sum(page is None for pages in held for page in pages.values()))
+        new = iter(self._new)
+        self.pages = [{block: next(new) if page is None else page for block, page in pages.items()} for pages in held]
+        last = kv.length // PAGE_TOKENS if kv.length % PAGE_TOKENS else -1
+        tails = zip(kv.tables, self.pages, strict=True)
+        begun = [(table.pages[last], pages[last]) for table, pages in tails if last in pages]
+        copied = [(old, page) for old, page in begun if old != page]
+        kv.pool.copy_pages([old for old, _ in copied], [page for _, page in copied])
+
+    def span(self, layer: int, count: int) -> Span:
+        """Where kernels write a layer's rows. The first layer of a pass says how many there are; raises as `take`."""
+        if not self._spans:
+            self.take(count)
+            positions = range(self._kv.length, self._kv.length + count)
+            for table, pages in zip(self._kv.tables, self.pages, strict=True):
+                places = [at if at // PAGE_TOKENS in pages else -1 for at in positions]
+                padded = BlockTable(0, table.pages | pages).padded(blocks_of(positions.stop))
+                self._spans.append(Span(mx.array(padded, dtype=mx.int32), mx.array(places, dtype=mx.int32)))
+        return self._spans[self._kv.pool.group_number(layer)]
+
+    def move_in(self) -> None:
+        """Let the sequence hold the pages, in which the rows that follow are written."""
+        for table, pages in zip(self._kv.tables, self.pages, strict=bool(self.pages)):
+            self._kv.hold(table, pages)
         self._new = []
 
 
@@ -72,7 +97,7 @@ class SequenceKV:
     """KV of the first `length` tokens of a sequence. It gives its pages back when it is released or dropped."""
 
     def __init__(self, pool: KvPool) -> None:
-        self.tables: list[BlockTable] = []
+        self.tables = [BlockTable(group.window) for group in pool.groups]
         self.pool = pool
         self.length = 0
         self.states = {
@@ -80,8 +105,6 @@ class SequenceKV:
             for index, layer in enumerate(pool.identity.layers)
             if pool.formats.get(index) is None
         }
-        self.tables = [BlockTable(group.window) for group in pool.groups]
-        self._table_of = {layer: number for number, group in enumerate(pool.groups) for layer in group.layers}
         self._points: list[RewindPoint] = []
 
     def __del__(self) -> None:
@@ -128,11 +151,8 @@ class SequenceKV:
         """Bytes of its pages, shared ones too, and of its states."""
         return sum(1 for _ in self.pages) * self.pool.page_bytes + self.state_bytes
 
-    def table_number(self, layer: int) -> int:
-        return self._table_of[layer]
-
     def table_of(self, layer: int) -> BlockTable:
-        return self.tables[self._table_of[layer]]
+        return self.tables[self.pool.group_number(layer)]
 
     def seen_rows(self, layer: int) -> EncodedRows | None:
         """The stored rows that the next token sees in one layer, as parts [1, kv_heads, n, width]; None if n is 0."""
@@ -155,41 +175,12 @@ class SequenceKV:
         ResourceExhausted, and has changed nothing, if the pool has no room.
         """
         count = next(iter(rows.values()))[0].shape[2] if rows else 0
-        stop = self.length + count
-        spans = [self._span(table, stop) for table in self.tables]
-        own = self._own_pages(spans, self.pool.take)
-        for group, table, blocks, pages in zip(self.pool.groups, self.tables, spans, own, strict=True):
-            for layer in group.layers:
-                self._write(layer, table, blocks, pages, rows[layer])
-        for table, blocks, pages in zip(self.tables, spans, own, strict=True):
-            self._replace(table, dict(zip(blocks, pages, strict=True)))
+        room = PassRoom(self)
+        room.take(count)
+        for layer, parts in rows.items():
+            self._write(layer, room.pages[self.pool.group_number(layer)], parts)
+        room.move_in()
         self.advanced(count)
-
-    def room(self, count: int) -> PassRoom:
-        """Room for `count` more rows in private pages, for kernels that write them. The sequence and what it holds stay
-        as they are until they `move_in`. Raises ResourceExhausted, and has changed nothing, if the pool has no room.
-        """
-        stop, made = self.length + count, PassRoom(self.pool)
-        blocks = [self._span(table, stop) for table in self.tables]
-        own = self._own_pages(blocks, made.take)
-        copied = [
-            (table.pages[some.start], pages[0])
-            for table, some, pages in zip(self.tables, blocks, own, strict=True)
-            if some.start * PAGE_TOKENS < self.length and table.pages[some.start] != pages[0]
-        ]
-        self.pool.copy_pages([old for old, _ in copied], [new for _, new in copied])
-        for table, some, pages in zip(self.tables, blocks, own, strict=True):
-            made.pages.append(dict(zip(some, pages, strict=True)))
-            places = [at if at >= some.start * PAGE_TOKENS else -1 for at in range(self.length, stop)]
-            padded = BlockTable(0, table.pages | made.pages[-1]).padded(blocks_of(stop))
-            made.spans.append(Span(mx.array(padded, dtype=mx.int32), mx.array(places, dtype=mx.int32)))
-        return made
-
-    def move_in(self, room: PassRoom) -> None:
-        """Hold the pages of a room, in which kernels have written the rows that follow."""
-        for table, pages in zip(self.tables, room.pages, strict=True):
-            self._replace(table, pages)
-        room.give_up()
 
     def last_page(self, table: BlockTable) -> int | None:
         """The page that the next row belongs to; None if no row before it does."""
@@ -197,57 +188,47 @@ class SequenceKV:
 
     def put_last_page(self, table: BlockTable, page: int) -> None:
         """Hold this page for the next row. It must have the rows that are before it in its block."""
-        self._replace(table, {self.length // PAGE_TOKENS: page})
+        self.hold(table, {self.length // PAGE_TOKENS: page})
 
     def advanced(self, count: int) -> None:
         """So many more rows are stored. Window pages that neither the length nor a rewind point needs are released."""
         before, stop = self.length, self.length + count
         for table in self.tables:
-            written = self._span(table, stop).start * PAGE_TOKENS
+            written = self.span(table, stop).start * PAGE_TOKENS
             if before % PAGE_TOKENS and written > before:
                 # The block that these rows begin in may stay for a rewind point, without them.
                 table.valid_from = written
         self.length = stop
         for table in self.tables:
-            if (
-                table.window
-                and needed_blocks(table.window, before).start != needed_blocks(table.window, self.length).start
-            ):
+            if needed_blocks(table.window, before).start != needed_blocks(table.window, stop).start:
                 self._release_unneeded(table)
 
-    def _span(self, table: BlockTable, stop: int) -> range:
+    def span(self, table: BlockTable, stop: int) -> range:
         """The blocks to write for rows up to `stop`: of a window only those that the row at `stop` sees."""
         start = max(self.length, window_start(table.window, stop))
         return range(start // PAGE_TOKENS, blocks_of(stop))
 
-    def _own_pages(self, spans: Sequence[range], take: Callable[[int], list[int]]) -> list[list[int]]:
-        """Private pages for these blocks of each table: the one that it has, or new ones."""
-        held = [
-            [self._private_page(table, block) for block in blocks]
-            for table, blocks in zip(self.tables, spans, strict=True)
-        ]
-        new = iter(take(sum(page is None for pages in held for page in pages)))
-        return [[next(new) if page is None else page for page in pages] for pages in held]
-
-    def _private_page(self, table: BlockTable, block: int) -> int | None:
+    def private_page(self, table: BlockTable, block: int) -> int | None:
+        """The page of a block that it holds alone, if it does."""
         page = table.pages.get(block)
         return page if page is not None and self.pool.allocator.holders(page) == 1 else None
 
-    def _write(self, layer: int, table: BlockTable, blocks: range, pages: Sequence[int], rows: EncodedRows) -> None:
-        page_format, first = self.pool.formats[layer], blocks.start * PAGE_TOKENS
-        if first < self.length:
-            tail = self.pool.pages_of(layer, [table.pages[blocks.start]])
-            rows = joined_rows(rows_of_pages(page_format, tail, 0, self.length - first), rows)
-        elif skipped := first - self.length:
-            rows = tuple(part[:, :, skipped:] for part in rows)
-        self.pool.write_pages(layer, pages, pages_of_rows(page_format, rows))
-
-    def _replace(self, table: BlockTable, pages: dict[int, int]) -> None:
+    def hold(self, table: BlockTable, pages: dict[int, int]) -> None:
         """Hold these pages, by block, instead of others."""
         for block, page in pages.items():
             if (old := table.pages.get(block)) is not None and old != page:
                 self.pool.release([old])
             table.pages[block] = page
+
+    def _write(self, layer: int, pages: dict[int, int], rows: EncodedRows) -> None:
+        """Write rows to private pages by block, of which the first has those before them."""
+        page_format, first = self.pool.formats[layer], min(pages) * PAGE_TOKENS
+        if first < self.length:
+            tail = self.pool.pages_of(layer, [pages[min(pages)]])
+            rows = joined_rows(rows_of_pages(page_format, tail, 0, self.length - first), rows)
+        elif skipped := first - self.length:
+            rows = tuple(part[:, :, skipped:] for part in rows)
+        self.pool.write_pages(layer, list(pages.values()), pages_of_rows(page_format, rows))
 
     # --- back in time ---
 
@@ -301,7 +282,8 @@ class SequenceKV:
                 table.valid_from = min(table.valid_from, needed_blocks(table.window, length).start * PAGE_TOKENS)
         self._points = [point for point in self._points if point.tokens <= length]
         if not self._has_states_of(length):
-            self._become(self._points[-1].states if self._points else [s.empty_like() for s in self.states.values()])
+            no_states = [StateKV(len(state.tensors)) for state in self.states.values()]
+            self._become(self._points[-1].states if self._points else no_states)
         self.length = length
         self._release_all_unneeded()
 

@@ -6,7 +6,6 @@ tensors and never write into them; forks copy the references all the same, so th
 """
 
 import copy
-from collections.abc import Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -56,9 +55,6 @@ class StateKV:
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.state)
 
-    def is_trimmable(self) -> bool:
-        return False
-
     def fork(self) -> "StateKV":
         """The same state for a second sequence; neither side sees later changes of the other."""
         other = StateKV(len(self.tensors))
@@ -72,17 +68,9 @@ class StateKV:
         other.offset = self.offset
         return other
 
-    def empty_like(self) -> "StateKV":
-        """A state of the same form that has seen no token."""
-        return StateKV(len(self.tensors))
-
     def to_bytes(self) -> list[bytes]:
         """Bytes of each tensor without its batch axis. They must have been evaluated."""
         return [np.asarray(_bits(tensor)[0]).tobytes() for tensor in self.state]
-
-    def put_parts(self, offset: int, parts: Sequence[mx.array]) -> None:
-        """Take over a state file's tensors [1, …], after `offset` tokens."""
-        self.tensors, self.offset = list(parts), offset
 
 
 def _bits(tensor: mx.array) -> mx.array:

@@ -130,16 +130,11 @@ def _spread(page: Array, file: CheckedFile) -> None:
     """Copy a tail's rows to their places in a page."""
     offset = 0
     for view in _views(file):
-        units = view.view(np.uint16) if view.dtype.itemsize == _UNIT_BYTES else _as_units(view)
+        units = view.view(np.uint16)
         heads, rows, width = units.shape
         size = heads * BLOCK_TOKENS * width
         page[offset : offset + size].reshape(heads, BLOCK_TOKENS, width)[:, :rows] = units
         offset += size
-
-
-def _as_units(words: Array) -> Array:
-    """32-bit words [heads, rows, n] as 16-bit units [heads, rows, 2 n]."""
-    return np.ascontiguousarray(words).view(np.uint16)
 
 
 def _views(file: CheckedFile) -> Iterator[Array]:

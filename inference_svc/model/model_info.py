@@ -29,7 +29,6 @@ class ModelInfo:
     state_bytes: int = 0  # that those layers keep at one rewind point
     window_bytes_per_token: Mapping[int, int] = field(default_factory=dict)  # by window, of all its layers
     weights_bytes: int = 0  # in memory, in the type that is computed in
-    live_state_bytes: int = 0  # of the recurrent layers' states at one length
 
     @property
     def has_rewind_points(self) -> bool:

@@ -16,7 +16,6 @@ from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
 from inference_svc.kv.state_kv import StateKV
 
 _RELEASE_STEPS = 256
@@ -56,20 +55,6 @@ class ModelRunner:
         """A batch for sequences of such a pool. See `DecodeBatch`."""
         return self._layout.new_batch(pool, self.forward, decoded_budget)
 
-    def new_caches(self, policy: identity_pb2.KvPolicy) -> list[Any]:
-        """A new sequence's layers, each with a pool of its own, arranged as the model takes its caches. For
-        measurements.
-        """
-        identity = identity_pb2.KvIdentity(layers=self.layers, policy=policy)
-        return self._layout.caches(
-            [
-                StateKV(len(layer.state_tensors))
-                if layer.kind == identity_pb2.LAYER_KIND_STATE
-                else StandaloneLayer(standalone_identity(identity, index))
-                for index, layer in enumerate(self.layers)
-            ]
-        )
-
     def prefill(
         self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
     ) -> None:
@@ -85,7 +70,7 @@ class ModelRunner:
         """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last.
         Evaluates. Raises as `prefill` does.
         """
-        logits = self._compute(kv, token_ids, is_cancelled)
+        logits = self._compute(kv, token_ids, is_cancelled)[:, -1]
         mx.eval(logits)
         self.release_unused()
         return logits
@@ -93,7 +78,7 @@ class ModelRunner:
     def _compute(self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> mx.array:
         layers = prefill_layers(kv)
         try:
-            logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)[:, -1]
+            logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)
             self._evaluate(layers, is_cancelled)
             commit(kv, layers, len(token_ids))
         except BaseException:
@@ -121,12 +106,17 @@ class ModelRunner:
         if self._steps % _RELEASE_STEPS == 0:
             self.release_unused()  # every step reads one row more, in buffers of another size
 
-    def scores(self, caches: Sequence[Any], token_ids: Sequence[int]) -> mx.array:
-        """Log probabilities [tokens, vocabulary], in 32 bits, for the token after each of these. Takes any caches that
-        the model takes, one for each layer. For measurements: a turn needs the last position only. Evaluates.
+    def scores(self, kv: SequenceKV | list[Any], token_ids: Sequence[int]) -> mx.array:
+        """Log probabilities [tokens, vocabulary], in 32 bits, for the token after each of these, whose KV is stored.
+        `kv`: a sequence, or other caches that the model takes, one for each layer. For measurements: a turn needs the
+        last position only. Evaluates.
         """
         with _every_position(self._model):
-            logits = self._model(mx.array([token_ids], dtype=mx.uint32), cache=list(caches))[0].astype(mx.float32)
+            if isinstance(kv, SequenceKV):
+                logits = self._compute(kv, token_ids, lambda: False)
+            else:
+                logits = self._model(mx.array([token_ids], dtype=mx.uint32), cache=kv)
+        logits = logits[0].astype(mx.float32)
         scores: mx.array = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         mx.eval(scores)
         return scores

@@ -12,7 +12,6 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, kv_identity_hash
 from kvasir.formats.layer_groups import has_recurrent_layers, windows_of
 
 from inference_svc.formats.grammars import Grammars
-from inference_svc.kv.capacity import live_state_bytes
 from inference_svc.kv.policy import PolicyRequest, name_of
 from inference_svc.model import kvasir_tiny
 from inference_svc.model.auto_policy import ChosenPolicy, chosen_policy
@@ -90,7 +89,6 @@ def open_model(
             window: sum(tensor.size_bytes for tensor in expected_tensors(identity, 1, window))
             for window in windows_of(identity)
         },
-        live_state_bytes=live_state_bytes(identity),
         policy_name=name_of(chosen.policy),
         policy_why=chosen.why,
         weights_bytes=loaded.weights_bytes,

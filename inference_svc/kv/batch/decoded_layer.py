@@ -25,8 +25,8 @@ class DecodedLayer:
     def __init__(self, pool: KvPool, layer: int) -> None:
         self._pool = pool
         self._layer = layer
-        self._group = pool.groups.index(pool.group_of(layer))
-        self._window = pool.group_of(layer).window
+        self._group = pool.group_number(layer)
+        self._window = pool.groups[self._group].window
         self._keys, self._values = pool.codecs[layer]
         # Where K and V are stored alike they are worked on as one array, V's heads behind those of K.
         page_format = pool.formats[layer]

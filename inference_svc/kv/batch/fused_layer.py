@@ -19,8 +19,8 @@ class FusedLayer:
         self._pool = pool
         self._layer = layer
         self._format = pool.formats[layer]
-        self._group = pool.groups.index(pool.group_of(layer))
-        self._window = pool.group_of(layer).window
+        self._group = pool.group_number(layer)
+        self._window = pool.groups[self._group].window
         self._step: DecodeStep | None = None
         self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from inference_svc.kv.capacity import STEP_ROWS
 from inference_svc.kv.codec import EncodedRows
+
+_STEP_ROWS = 256
 
 
 class SlotArrays:
     """Arrays [slots, heads, capacity, …] of equal slots and capacity. The caller knows how many rows are valid."""
 
-    def __init__(self, step_rows: int = STEP_ROWS) -> None:
+    def __init__(self) -> None:
         self.arrays: EncodedRows = ()
-        self._step_rows = step_rows
 
     @property
     def slots(self) -> int:
@@ -43,7 +43,7 @@ class SlotArrays:
     def reserved(self, slots: int, capacity: int) -> tuple[int, int]:
         """The slots and the capacity after such a `reserve`: slots double, and neither ever shrinks."""
         new_slots = self.slots if slots <= self.slots else max(slots, 2 * self.slots)
-        return new_slots, max(-(-capacity // self._step_rows) * self._step_rows, self.capacity)
+        return new_slots, max(-(-capacity // _STEP_ROWS) * _STEP_ROWS, self.capacity)
 
     def put(self, slot: int, start: int, rows: EncodedRows) -> None:
         """Write rows [1, heads, n, …] of one slot from position `start` on."""

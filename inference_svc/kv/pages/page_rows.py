@@ -6,17 +6,11 @@ Rows are parts `[1, kv_heads, n, width]` as a codec makes them; pages are `[page
 from collections.abc import Sequence
 
 import mlx.core as mx
-from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.codec import SCALE_TYPES, EncodedRows
-from inference_svc.kv.page import PAGE_TOKENS, PageFormat, Part
+from inference_svc.kv.page import PAGE_TOKENS, PageFormat
 
 UNIT = mx.uint16
-
-
-def page_dtype(part: Part, scale_type: identity_pb2.ScaleType) -> mx.Dtype:
-    """The type of a part's numbers."""
-    return mx.uint32 if part.is_codes else SCALE_TYPES[scale_type]
 
 
 def pages_of_rows(page_format: PageFormat, rows: EncodedRows) -> mx.array:
@@ -42,7 +36,7 @@ def rows_of_pages(page_format: PageFormat, pages: mx.array, start: int, stop: in
         rows = shaped.transpose(1, 0, 2, 3).reshape(1, part.kv_heads, blocks * PAGE_TOKENS, part.units)
         if (start, stop) != (0, blocks * PAGE_TOKENS):
             rows = rows[:, :, start:stop]
-        parts.append(rows.view(page_dtype(part, page_format.scale_type)))
+        parts.append(rows.view(mx.uint32 if part.is_codes else SCALE_TYPES[page_format.scale_type]))
     return tuple(parts)
 
 

@@ -17,7 +17,7 @@ from inference_svc.kv.attention.paged import DIALECTS, implementation
 from inference_svc.kv.codec import layer_codecs
 from inference_svc.kv.page import UNIT_BYTES, PageFormat
 from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks
-from inference_svc.kv.pages.groups import Group, groups_of
+from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.kv.pages.page_rows import UNIT
 
@@ -55,7 +55,9 @@ class KvPool:
         self.page_bytes = sum(self._units) * UNIT_BYTES
         self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
         self.arrays: list[mx.array] = []
-        self._place = {layer: (group, slot) for group in self.groups for slot, layer in enumerate(group.layers)}
+        self._place = {
+            layer: (number, slot) for number, group in enumerate(self.groups) for slot, layer in enumerate(group.layers)
+        }
         self._allocate(self.allocator.total if is_allocated else min(_FIRST_PAGES, self.allocator.total))
 
     # --- counting ---
@@ -85,7 +87,8 @@ class KvPool:
 
     # --- pages ---
 
-    def group_of(self, layer: int) -> Group:
+    def group_number(self, layer: int) -> int:
+        """The place of the layer's group among all groups."""
         return self._place[layer][0]
 
     def slot_of(self, layer: int) -> int:

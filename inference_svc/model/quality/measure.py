@@ -4,7 +4,7 @@ Exact KV is mlx-lm's own KVCache in the type that the model computes in. Runs on
 forced: a text is read in cells as the engine reads it, and a reply is right if every token of it is the likeliest.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -14,11 +14,12 @@ from kvasir.formats.block_file import expected_tensors
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
+from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_runner import ModelRunner
 from inference_svc.model.quality.findings import REPEAT, Findings
 from inference_svc.model.quality.material import Question, Sheet
 
-Caches: TypeAlias = Sequence[Any]
+Caches: TypeAlias = SequenceKV | list[Any]  # ours, or mlx-lm's by layer
 
 EXACT = "mlx-lm fp"
 _PEER_GROUP = 64
@@ -93,8 +94,11 @@ class Meter:
         ids = (*question.ids, *question.answer[:-1])
         scores = self._runner.scores(caches, ids)
         guesses = scores[len(question.ids) - 1 :].argmax(-1).tolist()
-        for cache in caches:
-            cache.trim(len(ids))
+        if isinstance(caches, SequenceKV):
+            caches.trim_to(caches.length - len(ids))
+        else:
+            for cache in caches:
+                cache.trim(len(ids))
         return bool(guesses == list(question.answer))
 
 
@@ -107,7 +111,7 @@ def policy_way(runner: ModelRunner, name: str, policy: identity_pb2.KvPolicy) ->
     """This engine's own KV under a policy."""
     identity = identity_pb2.KvIdentity(layers=runner.layers, policy=policy)
     bytes_per_token = sum(tensor.size_bytes for tensor in expected_tensors(identity, 1))
-    return Way(Findings(name, bytes_per_token), lambda: runner.new_caches(policy))
+    return Way(Findings(name, bytes_per_token), lambda: SequenceKV(runner.new_pool(policy)))
 
 
 def peer_ways(runner: ModelRunner) -> list[Way]:
@@ -115,7 +119,7 @@ def peer_ways(runner: ModelRunner) -> list[Way]:
     ways = []
     for bits in (4, 8):
 
-        def new_caches(bits: int = bits) -> Caches:
+        def new_caches(bits: int = bits) -> list[Any]:
             return [QuantizedKVCache(_PEER_GROUP, bits) for _ in runner.exact_caches()]  # type: ignore[no-untyped-call]
 
         try:
@@ -126,7 +130,7 @@ def peer_ways(runner: ModelRunner) -> list[Way]:
     return ways
 
 
-def _peer(runner: ModelRunner, name: str, new_caches: Callable[[], Caches]) -> Way:
+def _peer(runner: ModelRunner, name: str, new_caches: Callable[[], list[Any]]) -> Way:
     """Bytes per token are those of the arrays after a probe, without their spare rows."""
     probed = new_caches()
     runner.scores(probed, (0, 1, 2))

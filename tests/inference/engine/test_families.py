@@ -108,7 +108,7 @@ def test_a_restored_sequence_of_every_layout_goes_on_as_if_it_had_never_left(
 
 def is_recurrent(driver: Driver) -> bool:
     """Some layer can only go back to rewind points. Windows go back wherever their pages are."""
-    return driver.engine.model.live_state_bytes > 0
+    return driver.engine.model.state_bytes > 0
 
 
 @pytest.mark.parametrize("name", RECURRENT)
@@ -284,8 +284,8 @@ def test_room_is_made_for_states_before_they_are_and_no_more_is_kept(name: str, 
         generated(driver, 40)
         pages = driver.engine._worker.memories.pages
         rows = len(pages) * driver.engine._worker._pool.page_bytes
-        assert rows <= driver.engine.memory_used_bytes <= rows + 2 * model.live_state_bytes
-        assert (rows < driver.engine.memory_used_bytes) is (model.live_state_bytes > 0)
+        assert rows <= driver.engine.memory_used_bytes <= rows + 2 * model.state_bytes
+        assert (rows < driver.engine.memory_used_bytes) is (model.state_bytes > 0)
         plan = TurnPlan(PROMPT, (1,) * len(PROMPT), SamplingParams(max_tokens=48))
         before, seen, turn = driver.engine.memory_used_bytes, list[int](), Listener()
         turn.at(Tokens, 9, lambda: seen.append(driver.engine.memory_used_bytes))

@@ -17,15 +17,38 @@ from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.prefill_layer import PrefillLayer
 from inference_svc.kv.row_exact import attention_width
 from inference_svc.kv.sequence_kv import SequenceKV
-from inference_svc.kv.standalone_layer import StandaloneLayer, standalone_identity
 from tests.inference.kv.sequences import ANY_BYTES, PoisonedPool
 
 
-class JudgedLayer(StandaloneLayer):
-    """A layer that mlx-lm can put into a batch. Its pool is shared with the same layer of other sequences."""
+class JudgedLayer:
+    """One layer of one sequence, which mlx-lm can put into a batch. What the model computes is stored at once, in a
+    pool that the same layer of other sequences shares.
+    """
 
     def __init__(self, kv: SequenceKV) -> None:
         self.kv = kv
+
+    @property
+    def offset(self) -> int:
+        return self.kv.length
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        layer = PrefillLayer(self.kv, 0)
+        seen = layer.update_and_fetch(keys, values)
+        self.kv.append({0: layer.new_rows})
+        return seen
+
+    def make_mask(self, rows: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        return PrefillLayer(self.kv, 0).make_mask(rows, return_array, window_size)
+
+    def trim(self, rows: int) -> int:
+        rows = min(rows, self.offset)
+        self.kv.trim_to(self.offset - rows)
+        return rows
+
+    @property
+    def state(self) -> list[mx.array]:
+        return [*self.kv.pool.arrays, *self.kv.state_arrays]
 
     @property
     def window(self) -> int:
@@ -48,9 +71,15 @@ class JudgedLayer(StandaloneLayer):
 
 def judged_layers(identity: identity_pb2.KvIdentity) -> Callable[[], list[JudgedLayer]]:
     """Makes the layers of a new, empty sequence."""
-    alone = [standalone_identity(identity, index) for index in range(len(identity.layers))]
-    pools = [PoisonedPool(each, ANY_BYTES) for each in alone]
+    pools = [PoisonedPool(_alone(identity, index), ANY_BYTES) for index in range(len(identity.layers))]
     return lambda: [JudgedLayer(SequenceKV(pool)) for pool in pools]
+
+
+def _alone(identity: identity_pb2.KvIdentity, layer: int) -> identity_pb2.KvIdentity:
+    """The identity of one layer alone, stored as `identity` says."""
+    alone = identity_pb2.KvIdentity(layers=[identity.layers[layer]], policy=identity.policy)
+    alone.policy.exact_layers[:] = [0] if layer in identity.policy.exact_layers else []
+    return alone
 
 
 class JudgedBatch:

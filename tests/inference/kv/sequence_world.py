@@ -338,9 +338,12 @@ class SequenceWorld:
         self.members.clear()
         assert self.pool.allocator.free == self.pool.allocator.total
 
+    def _window(self, layer: int) -> int:
+        return self.pool.groups[self.pool.group_number(layer)].window
+
     def _check_rows(self, member: Member, length: int) -> None:
         for layer, units in self.rows.units.items():
-            start = window_start(self.pool.group_of(layer).window, length)
+            start = window_start(self._window(layer), length)
             rows = member.kv.rows(layer, start, length)
             if rows is None:
                 assert start == length
@@ -357,7 +360,7 @@ class SequenceWorld:
 
     def _check_prefill(self, member: Member, tokens: list[int], seen: Seen) -> None:
         """A chunk sees the rows before it that its first token sees, and itself."""
-        window, length = self.pool.group_of(seen.layer).window, len(member.tokens)
+        window, length = self._window(seen.layer), len(member.tokens)
         start = window_start(window, length)
         for found, expected in zip(seen.rows, self.rows.seen[seen.layer], strict=True):
             assert np.array_equal(np.array(found)[0], expected[:, [*member.tokens[start:], *tokens]])
@@ -373,7 +376,7 @@ class SequenceWorld:
 
     def _check_step(self, order: list[Member], seen: Seen) -> None:
         """Each sequence sees its own rows, at their places, and through the mask no others."""
-        window = self.pool.group_of(seen.layer).window
+        window = self._window(seen.layer)
         keys, values = (np.array(part) for part in seen.rows)
         assert np.isfinite(keys).all()
         assert np.isfinite(values).all()
@@ -423,7 +426,7 @@ class SequenceWorld:
                 layer[0] = _next_state(layer[0], tokens)
                 layer.advanced(count)
             else:
-                mask = layer.make_mask(count, window_size=self.pool.group_of(index).window or None)
+                mask = layer.make_mask(count, window_size=self._window(index) or None)
                 rows = [part[tokens].transpose(0, 2, 1, 3) for part in self.rows.given[index]]
                 self._seen.append(Seen(index, layer.update_and_fetch(*rows), mask))
         return mx.zeros((tokens.shape[0], count, 2))

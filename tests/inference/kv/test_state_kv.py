@@ -90,4 +90,3 @@ def test_a_states_bytes_are_its_tensors_without_the_batch() -> None:
     first, second = layer.to_bytes()
     assert np.frombuffer(first, np.float32).tolist() == [0, 1, 2, 3, 4, 5]
     assert np.frombuffer(second, np.uint16).tolist() == [0x3F80] * 4
-    assert not layer.is_trimmable()
