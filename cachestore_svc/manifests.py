@@ -103,7 +103,7 @@ def _named_blobs(message: manifest_pb2.Manifest, hash_: str) -> Iterator[NamedBl
         yield from _named_rows(message, message, file_identities(hash_, tokens, chain))
     for each in message.windows:
         files = file_identities(hash_, tokens, chain, int(each.first_block), each.window)
-        yield from _named_rows(message, each, files)
+        yield from _named_rows(message, each, files[: len(each.blocks) + each.HasField("tail")])
     schema = _state_schema(message.kv_identity) if message.states else None
     for point in message.states:
         yield _named(point.digest, state_identity(hash_, tokens, point.tokens, chain), schema)

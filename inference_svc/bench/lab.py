@@ -358,5 +358,5 @@ class Lab:
 def _seen(window: WindowFiles, tokens: int) -> RestoredWindow:
     """The files of a window from the first block on that the token at position `tokens` sees."""
     first = first_touched_block(window.window, tokens)
-    files = (*window.blocks, *([window.tail] if window.tail else []))
-    return RestoredWindow(window.window, first, tuple(data for _, data in files[first - window.first_block :]))
+    files = window.by_block
+    return RestoredWindow(window.window, first, tuple(files[block] for block in range(first, max(files) + 1)))

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 from kvasir.errors import KvasirError
 from kvasir.formats.block_file import FileIdentity
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.formats.constraint import Constraint
 from inference_svc.text.sequence_state import SequenceState
@@ -283,10 +284,17 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class WindowFiles:
-    """Files of one window's layers: of the blocks that the sequence holds, those that the asker lacks; and the tail."""
+    """Files of one window's layers: of the full blocks that the sequence holds, those that the asker lacks; and the
+    tail.
+    """
 
     window: int
-    held_from: int  # the first block that the sequence holds
-    first_block: int  # of `blocks`
+    held: tuple[int, ...]  # full blocks, ascending: those of the last tokens, and of rewind points before them
     blocks: tuple[tuple[FileIdentity, bytes], ...]
     tail: tuple[FileIdentity, bytes] | None
+
+    @property
+    def by_block(self) -> dict[int, bytes]:
+        """The bytes of each file, the tail's too."""
+        files = (*self.blocks, *((self.tail,) if self.tail is not None else ()))
+        return {identity.start // BLOCK_TOKENS: data for identity, data in files}

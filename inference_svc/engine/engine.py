@@ -5,7 +5,7 @@ from any thread, do not block, and touch no tensor. They return plain data (`api
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -246,7 +246,7 @@ class Engine:
         *,
         blocks_only: bool = False,
         max_blocks: int | None = None,
-        stored_windows: Mapping[int, range] = MappingProxyType({}),
+        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> "Future[Snapshot | None]":
         """Tensor files of the key's memory from block `first_block` on; None if there is no memory. Waits until no turn
         of the key runs.

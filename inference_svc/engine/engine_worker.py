@@ -152,7 +152,7 @@ class EngineWorker:
         key: AgentKey,
         first_block: int,
         max_blocks: int | None = None,
-        stored_windows: Mapping[int, range] = MappingProxyType({}),
+        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
     ) -> Snapshot | None:
         """The key's memory: blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the
         last block.

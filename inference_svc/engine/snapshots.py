@@ -1,6 +1,6 @@
 """Tensor files of a memory, or of a turn that still runs. On the MLX thread; the bytes are copies."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Tokens
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ from kvasir.formats.token_files import file_identities, state_identity
 from inference_svc.engine.api import Snapshot, WindowFiles
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
-from inference_svc.kv.sequence_files import files_of, first_whole_block
+from inference_svc.kv.sequence_files import files_of, whole_blocks
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.model.model_info import ModelInfo
 
@@ -24,7 +24,7 @@ def memory_snapshot(
     model: ModelInfo,
     first_block: int,
     max_blocks: int | None,
-    stored_windows: Mapping[int, range],
+    stored_windows: Mapping[int, Collection[int]],
 ) -> Snapshot:
     """Blocks from `first_block` on, at most `max_blocks`. The tail, the windows and the states come with the last
     block. `stored_windows`: blocks of windows that the asker has.
@@ -38,7 +38,7 @@ def memory_snapshot(
         return Snapshot(first_block, tuple(files), None, memory.state)
     tail = _pop_tail(files)
     windows = tuple(
-        _window(memory, model, window, stored_windows.get(window, range(0))) for window in windows_of(model.kv_identity)
+        _window(memory, model, window, stored_windows.get(window, ())) for window in windows_of(model.kv_identity)
     )
     return Snapshot(first_block, tuple(files), tail, memory.state, _states(memory, model), windows)
 
@@ -54,11 +54,20 @@ def running_snapshot(sequence: Sequence, model: ModelInfo, first_block: int, max
 
 
 def _files(
-    kv: SequenceKV, model: ModelInfo, token_ids: Tokens[int], chain: Tokens[str], first_block: int, group: int = 0
+    kv: SequenceKV,
+    model: ModelInfo,
+    token_ids: Tokens[int],
+    chain: Tokens[str],
+    first_block: int,
+    group: int = 0,
+    blocks: Collection[int] | None = None,
 ) -> list[File]:
+    """`blocks`: only these; None: all from `first_block` on."""
     if not layers_of(model.kv_identity, group):
         return []  # no layer is kept in blocks
     identities = file_identities(model.kv_identity_hash, token_ids, chain, first_block, group)
+    if blocks is not None:
+        identities = [each for each in identities if each.start // BLOCK_TOKENS in blocks]
     return list(zip(identities, files_of(kv, identities), strict=True))
 
 
@@ -66,12 +75,12 @@ def _pop_tail(files: list[File]) -> File | None:
     return files.pop() if files and files[-1][0].kind == "tail" else None
 
 
-def _window(memory: ResidentMemory[SequenceKV], model: ModelInfo, window: int, stored: range) -> WindowFiles:
-    held_from = first_whole_block(memory.kv, window)
-    first_block = stored.stop if held_from in stored else held_from
-    files = _files(memory.kv, model, memory.state.token_ids, memory.chain, first_block, window)
+def _window(memory: ResidentMemory[SequenceKV], model: ModelInfo, window: int, stored: Collection[int]) -> WindowFiles:
+    held = whole_blocks(memory.kv, window)
+    missing = [block for block in held if block not in stored]
+    files = _files(memory.kv, model, memory.state.token_ids, memory.chain, 0, window, (*missing, len(memory.chain)))
     tail = _pop_tail(files)
-    return WindowFiles(window, held_from, first_block, tuple(files), tail)
+    return WindowFiles(window, tuple(held), tuple(files), tail)
 
 
 def _states(memory: ResidentMemory[SequenceKV], model: ModelInfo) -> tuple[tuple[FileIdentity, bytes], ...]:

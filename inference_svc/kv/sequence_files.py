@@ -54,6 +54,15 @@ def first_whole_block(kv: SequenceKV, window: int) -> int:
     return first
 
 
+def whole_blocks(kv: SequenceKV, window: int) -> list[int]:
+    """The full blocks of which the layers of a window hold all rows, ascending: the last ones, and before a gap those
+    of rewind points.
+    """
+    tables = [table for table in kv.tables if table.window == window]
+    full = range(kv.length // PAGE_TOKENS)
+    return [block for block in full if all(table.has_whole(block, kv.rewind_points) for table in tables)]
+
+
 def from_files(
     pool: KvPool,
     files: Sequence[CheckedFile],

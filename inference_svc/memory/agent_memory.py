@@ -14,7 +14,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import SnapshotOutcome
 from inference_svc.memory.remote_cache import EventCursor, Head
-from inference_svc.memory.stored_windows import StoredWindow, listed_window, stored_window
+from inference_svc.memory.stored_windows import StoredWindow, listed_windows, stored_windows
 from inference_svc.memory.trust import Claim, Version
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import of_caller
@@ -142,7 +142,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
     blocks = [Digest.from_proto(block) for block in manifest.blocks]
     tail = Digest.from_proto(manifest.tail) if manifest.HasField("tail") else None
     states = {int(point.tokens): Digest.from_proto(point.digest) for point in manifest.states}
-    windows = {int(each.window): stored_window(each) for each in manifest.windows}
+    windows = stored_windows(manifest.windows)
     return AgentMemory(
         transcript=RememberedText(manifest.text, tuple(manifest.token_ids), tuple(manifest.token_chars)),
         messages=of_caller(manifest.messages) if head.is_brought else tuple(manifest.messages),
@@ -176,7 +176,7 @@ def to_manifest(
         blocks=blocks,
         tail=tail,
         states=sorted(states.items()),
-        windows=[listed_window(window, stored) for window, stored in sorted(windows.items())],
+        windows=listed_windows(windows),
         shareable_tokens=memory.shareable_tokens,
         messages=memory.messages,
         tokenizer_digest=model.tokenizer_digest,

@@ -62,10 +62,10 @@ def stored_files(snapshot: Snapshot, digests: Sequence[Digest], publication: Pub
     tail = next(rest) if snapshot.tail is not None else None
     windows = {}
     for part in snapshot.windows:
-        known = publication.windows.get(part.window)
-        before = known.files(range(part.held_from, part.first_block)) if known is not None else ()
-        held = (*before, *islice(rest, len(part.blocks)))
-        windows[part.window] = StoredWindow(part.held_from, held, next(rest) if part.tail is not None else None)
+        known = publication.windows.get(part.window, StoredWindow()).files
+        sent = {block: next(rest) for block in part.by_block}
+        held = {block: known[block] for block in part.held if block not in sent}
+        windows[part.window] = StoredWindow(held | sent, max(sent) if part.tail is not None else None)
     states = dict(zip((identity.tokens for identity, _ in snapshot.states), rest, strict=True))
     return StoredFiles(blocks, tail, windows, states)
 
@@ -100,7 +100,7 @@ class Copies:
 
     def ask(self, key: AgentKey, first_block: int, stored: Mapping[int, StoredWindow]) -> "Future[Snapshot | None]":
         """Ask for a piece of the key's memory from a block on. `stored`: files of windows that need no copy."""
-        places = {window: each.places for window, each in stored.items()}
+        places = {window: each.full for window, each in stored.items()}
         return self._engine.snapshot(key, first_block, max_blocks=self.piece_blocks, stored_windows=places)
 
     async def rest(

@@ -97,12 +97,6 @@ class _Candidate:
     states: Mapping[int, Digest] = field(default_factory=dict)  # by rewind point, ascending
     windows: Mapping[int, StoredWindow] = field(default_factory=dict)
 
-    @property
-    def can_go_on(self) -> bool:
-        """Whether the files of windows have all that the token behind the reused ones sees. The engine itself knows how
-        far a hot memory can go back."""
-        return self.source is Source.HOT or covers(self.windows, self.keep)
-
 
 class Recall:
     """Finds memories and plans prompts for one engine."""
@@ -237,7 +231,7 @@ class Recall:
         bounded = [(model.kv_bytes_per_token * BLOCK_TOKENS, digest) for digest in named]
         for window, stored in publication.windows.items():
             most = model.window_bytes_per_token[window] * BLOCK_TOKENS
-            bounded += [(most, digest) for digest in stored.named]
+            bounded += [(most, digest) for digest in stored.files.values()]
         bounded += [(model.state_bytes, digest) for digest in publication.states.values()]
         for most, digest in bounded:
             if digest.size_bytes > most + MAX_HEADER_BYTES:
@@ -276,9 +270,14 @@ class Recall:
         if self._engine.model.has_states:
             candidate, no_point = _at_rewind_point(candidate, recollection.memory, usable_rewind_point)
             miss = miss or no_point
-        if not candidate.can_go_on or (candidate.windows and not usable_windows):
-            miss = miss or Miss(MissReason.NO_STATE_POINT, f"the windows of {candidate.keep} tokens are not stored")
-            candidate = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
+        if candidate.windows and candidate.source is not Source.HOT:  # the engine knows how far a hot one can go back
+            lengths = _lengths(candidate, self._engine.model.has_states) if usable_windows else []
+            if lengths[:1] != [candidate.keep]:
+                what = f"the windows of {candidate.keep} tokens are not stored"
+                miss = miss or Miss(MissReason.NO_STATE_POINT, what)
+                keep = max(lengths, default=0)
+                nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
+                candidate = replace(candidate, keep=keep) if keep else nothing
         if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
             candidate, shared_miss = await self._by_block_hashes(store, candidate, text, namespace, budget)
             miss = miss or shared_miss
@@ -400,57 +399,59 @@ class Recall:
         named = [*candidate.blocks, *((candidate.tail,) if candidate.tail else ())]
         wanted = named[: -(-candidate.keep // BLOCK_TOKENS)][:usable_files]
         # All room is asked for at once: turns that hold room and wait for more could wait for each other.
-        rest = [max((candidate.states[point].size_bytes for point in _usable(candidate)), default=0)]
-        rest += [digest.size_bytes for stored in candidate.windows.values() for digest in stored.named]
-        await hold(sum(digest.size_bytes for digest in wanted) + sum(rest))
+        has_states = self._engine.model.has_states
+        beside = {keep: _beside_blocks(candidate, keep, has_states) for keep in _lengths(candidate, has_states)}
+        rest_bytes = [sum(digest.size_bytes for digest in named) for named in beside.values()]
+        await hold(sum(digest.size_bytes for digest in wanted) + max(rest_bytes, default=0))
         blobs, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
-        reach = candidate.keep
         if manifests.keeps_all_tokens(self._engine.model.kv_identity):
-            reach = min(reach, len(blobs) * BLOCK_TOKENS)  # the last file is full, or a tail that holds all the rest
-        points = [reach]
-        if self._engine.model.has_states:
-            points = sorted((point for point in _usable(candidate) if point <= reach), reverse=True)
-        for point in points:
-            reuse, rest_miss = await self._from_files(candidate, point, blobs, store, budget)
-            miss = miss or rest_miss
-            if reuse is not None:
-                return reuse, miss
+            # The last file is full, or a tail that holds all the rest.
+            candidate = replace(candidate, keep=min(candidate.keep, len(blobs) * BLOCK_TOKENS))
+        gone: set[Digest] = set()
+        for keep in _lengths(candidate, has_states):
+            named = beside.get(keep, [])
+            if gone.isdisjoint(named):
+                found, rest_miss = await store.read_blobs(named, budget) if named else ([], None)
+                miss = miss or rest_miss
+                if len(found) == len(named):
+                    return self._restored(candidate, keep, blobs, found), miss
+                gone.add(named[len(found)])
         return Cold(), miss
 
-    async def _from_files(
-        self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], store: RemoteCache, budget: Budget
-    ) -> tuple[Reuse | None, Miss | None]:
-        """Restore the first `keep` tokens, if the files of windows and the state that this needs can be read."""
-        if not keep or not covers(candidate.windows, keep):
-            return None, None
+    def _restored(self, candidate: _Candidate, keep: int, blobs: Sequence[bytes], beside: Sequence[bytes]) -> Restored:
+        """The first `keep` tokens, of which all files were read: those of `_beside_blocks` are in its order."""
+        rest = iter(beside)
         places = {window: blocks_seen(window, keep) for window in candidate.windows}
-        wanted = [digest for window, stored in candidate.windows.items() for digest in stored.files(places[window])]
-        wanted += [candidate.states[keep]] if self._engine.model.has_states else []
-        found, miss = await store.read_blobs(wanted, budget) if wanted else ([], None)
-        if len(found) < len(wanted):
-            return None, miss
-        rest = iter(found)
         windows = tuple(
             RestoredWindow(window, blocks.start, tuple(islice(rest, len(blocks)))) for window, blocks in places.items()
         )
         has_rows = bool(blobs or windows)
         known = min(-(-keep // BLOCK_TOKENS) * BLOCK_TOKENS, len(candidate.known_ids)) if has_rows else keep
-        return (
-            Restored(
-                blobs=tuple(blobs[: -(-keep // BLOCK_TOKENS)]),
-                token_ids=tuple(candidate.known_ids[:known]),
-                keep_tokens=keep,
-                shareable_tokens=0 if self._engine.model.has_states else candidate.shareable_tokens,
-                state=next(rest, None),
-                windows=windows,
-            ),
-            miss,
+        return Restored(
+            blobs=tuple(blobs[: -(-keep // BLOCK_TOKENS)]),
+            token_ids=tuple(candidate.known_ids[:known]),
+            keep_tokens=keep,
+            shareable_tokens=0 if self._engine.model.has_states else candidate.shareable_tokens,
+            state=next(rest, None),
+            windows=windows,
         )
 
 
-def _usable(candidate: _Candidate) -> list[int]:
-    """The rewind points whose states, with what is stored of windows, may serve the candidate."""
-    return [point for point in candidate.states if point <= candidate.keep and covers(candidate.windows, point)]
+def _lengths(candidate: _Candidate, has_states: bool) -> list[int]:
+    """The lengths that the candidate's files, if all of them come, can be restored to, the longest first: rewind points
+    with states, else the length that is wanted and, of windows, the borders of blocks before it.
+    """
+    borders = range(0, candidate.keep, BLOCK_TOKENS) if candidate.windows else ()
+    points = candidate.states if has_states else (*borders, candidate.keep)
+    lengths = {point for point in points if 0 < point <= candidate.keep and covers(candidate.windows, point)}
+    return sorted(lengths, reverse=True)
+
+
+def _beside_blocks(candidate: _Candidate, keep: int, has_states: bool) -> list[Digest]:
+    """The files of windows, and the state, that the first `keep` tokens need."""
+    seen = [(stored, blocks_seen(window, keep)) for window, stored in candidate.windows.items()]
+    named = [stored.files[block] for stored, blocks in seen for block in blocks]
+    return [*named, candidate.states[keep]] if has_states else named
 
 
 def _at_rewind_point(

@@ -20,7 +20,7 @@ from kvasir.formats.digest import Digest
 
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.store_patience import PROBE_TIMEOUT_S, Breaker, Budget
-from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_window
+from inference_svc.memory.stored_windows import FoundPrefix, blocks_seen, stored_windows
 from inference_svc.memory.trust import LEASE_TTL_S, Version
 
 _LOG = structlog.get_logger(__name__)
@@ -472,9 +472,9 @@ def _found_prefix(answer: cachestore_pb2.FindPrefixResponse, groups: Sequence[in
     count = int(answer.tokens) // BLOCK_TOKENS
     if not count:
         return FoundPrefix()
-    windows = {int(each.window): stored_window(each) for each in answer.windows}
+    windows = stored_windows(answer.windows)
     has_all = len(answer.blocks) == (count if 0 in groups else 0)
-    is_whole = all(stored.places == blocks_seen(window, int(answer.tokens)) for window, stored in windows.items())
+    is_whole = all(stored.full == {*blocks_seen(window, int(answer.tokens))} for window, stored in windows.items())
     if count > most or not has_all or not is_whole or list(windows) != [group for group in groups if group]:
         raise ValueError("FindPrefix: the answer is not a prefix of the groups that were asked for")
     return FoundPrefix(count * BLOCK_TOKENS, tuple(map(Digest.from_proto, answer.blocks)), windows)

@@ -1,6 +1,6 @@
 """Which files of window layers the store holds: of a memory, or of a prefix that several agents share."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvasir.cachestore.v1 import manifest_pb2
@@ -11,28 +11,19 @@ from kvasir.formats.layer_groups import first_touched_block
 
 @dataclass(frozen=True, slots=True)
 class StoredWindow:
-    """The files of one window's layers: blocks from `first_block` on, without a gap, and perhaps a tail."""
+    """The files of one window's layers by block, with gaps where no token that the memory may go on with looks."""
 
-    first_block: int
-    blocks: tuple[Digest, ...]
-    tail: Digest | None = None
-
-    @property
-    def named(self) -> tuple[Digest, ...]:
-        return (*self.blocks, *((self.tail,) if self.tail is not None else ()))
+    files: Mapping[int, Digest] = field(default_factory=dict)
+    tail: int | None = None  # the block that is a tail, the last one; None: all are full
 
     @property
-    def places(self) -> range:
-        """Indices of the full blocks."""
-        return range(self.first_block, self.first_block + len(self.blocks))
-
-    def files(self, blocks: range) -> tuple[Digest, ...]:
-        """The files of these blocks, which are here. The tail is the block behind the last full one."""
-        return self.named[blocks.start - self.first_block : blocks.stop - self.first_block]
+    def full(self) -> frozenset[int]:
+        """The full blocks."""
+        return frozenset(self.files) - {self.tail}
 
     def before(self, block: int) -> "StoredWindow":
         """The full blocks before this one."""
-        return StoredWindow(self.first_block, self.blocks[: max(0, block - self.first_block)])
+        return StoredWindow({each: digest for each, digest in self.files.items() if each < block and each != self.tail})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +42,33 @@ def blocks_seen(window: int, tokens: int) -> range:
 
 def covers(windows: Mapping[int, StoredWindow], tokens: int) -> bool:
     """Whether a memory can go on after so many tokens: all that the next token sees is stored."""
-    return all(stored.first_block <= blocks_seen(window, tokens).start for window, stored in windows.items())
-
-
-def stored_window(listed: manifest_pb2.WindowBlocks) -> StoredWindow:
-    tail = Digest.from_proto(listed.tail) if listed.HasField("tail") else None
-    return StoredWindow(int(listed.first_block), tuple(map(Digest.from_proto, listed.blocks)), tail)
-
-
-def listed_window(window: int, stored: StoredWindow) -> manifest_pb2.WindowBlocks:
-    return manifest_pb2.WindowBlocks(
-        window=window,
-        first_block=stored.first_block,
-        blocks=[digest.to_proto() for digest in stored.blocks],
-        tail=None if stored.tail is None else stored.tail.to_proto(),
+    return all(
+        all(block in stored.files for block in blocks_seen(window, tokens)) for window, stored in windows.items()
     )
+
+
+def stored_windows(listed: Iterable[manifest_pb2.WindowBlocks]) -> dict[int, StoredWindow]:
+    """By window, the files of all runs that a manifest lists."""
+    found: dict[int, StoredWindow] = {}
+    for run in listed:
+        files = dict(found[run.window].files) if run.window in found else {}
+        files |= enumerate(map(Digest.from_proto, run.blocks), int(run.first_block))
+        tail = int(run.first_block) + len(run.blocks) if run.HasField("tail") else None
+        if tail is not None:
+            files[tail] = Digest.from_proto(run.tail)
+        found[int(run.window)] = StoredWindow(files, tail)
+    return found
+
+
+def listed_windows(windows: Mapping[int, StoredWindow]) -> list[manifest_pb2.WindowBlocks]:
+    """The runs of blocks without a gap, as a manifest lists them."""
+    runs: list[manifest_pb2.WindowBlocks] = []
+    for window, stored in sorted(windows.items()):
+        for block, digest in sorted(stored.files.items()):
+            if not runs or (runs[-1].window, runs[-1].first_block + len(runs[-1].blocks)) != (window, block):
+                runs.append(manifest_pb2.WindowBlocks(window=window, first_block=block))
+            if block == stored.tail:
+                runs[-1].tail.CopyFrom(digest.to_proto())
+            else:
+                runs[-1].blocks.append(digest.to_proto())
+    return runs

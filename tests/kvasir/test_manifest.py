@@ -146,10 +146,24 @@ def test_a_whole_number_of_blocks_has_no_tail_and_plain_layers_have_no_states() 
         assert caught.value.field == f"manifest.{field}"
 
 
+def run_before(message: manifest_pb2.Manifest, place: int, first_block: int) -> manifest_pb2.WindowBlocks:
+    """Put a run of one block before the one of windows[place]; returns it."""
+    later = [manifest_pb2.WindowBlocks.FromString(each.SerializeToString()) for each in message.windows[place:]]
+    del message.windows[place:]
+    run = message.windows.add(window=later[0].window, first_block=first_block)
+    run.blocks.append(Digest.of(b"an earlier block").to_proto())
+    message.windows.extend(later)
+    return run
+
+
 WINDOWED_GOOD = SyntheticAgent(WINDOWED, 1, more_window_blocks=1).turn(1100).manifest  # of windows 300 and 512
 WRONG_WINDOWS: dict[str, tuple[Change, str]] = {
     "one is missing": (lambda m: m.windows.pop(), "windows"),
-    "one twice": (lambda m: m.windows.append(m.windows[1]), "windows"),
+    "one twice": (lambda m: m.windows.append(m.windows[1]), "windows[1].tail"),
+    "a run without a gap before the next": (lambda m: run_before(m, 1, 0), "windows[2].first_block"),
+    "a run behind the next": (lambda m: run_before(m, 1, 3), "windows[1].first_block"),
+    "an empty run": (lambda m: run_before(m, 0, 0).ClearField("blocks"), "windows[0].blocks"),
+    "a run with a tail": (lambda m: run_before(m, 0, 0).tail.CopyFrom(m.tail), "windows[0].tail"),
     "out of order": (lambda m: m.windows.reverse(), "windows"),
     "of no layer": (set_("windows.1.window", 513), "windows"),
     "of the full layers": (set_("windows.0.window", 0), "windows"),
@@ -180,6 +194,16 @@ def test_a_wrong_window_is_refused_by_its_name(name: str) -> None:
     assert caught.value.field == f"manifest.{field}"
 
 
+def test_a_window_lists_what_it_saw_earlier_too() -> None:
+    """With a gap before the last run: the end of a prompt, say, behind which a long reply follows."""
+    message = manifest_pb2.Manifest()
+    message.CopyFrom(WINDOWED_GOOD)
+    run = run_before(message, 0, 0)
+    assert [(each.window, each.first_block) for each in message.windows] == [(300, 0), (300, 2), (512, 1)]
+    data = message.SerializeToString()
+    assert Digest.from_proto(run.blocks[0]) in manifest.digests(manifest.parse(data))
+
+
 def test_a_layout_without_windows_lists_none() -> None:
     message = manifest_pb2.Manifest()
     message.CopyFrom(PLAIN)
@@ -201,7 +225,7 @@ def test_a_window_lists_the_blocks_that_the_next_token_sees_and_may_list_more(to
                 # Without its first block, a row that the next token sees is nowhere.
                 del each.blocks[0]
                 each.first_block += 1
-                with pytest.raises(InvalidArgument, match="first_block: expected at most"):
+                with pytest.raises(InvalidArgument, match="first_block: expected 0 to"):
                     manifest.check(message)
 
 

@@ -46,6 +46,14 @@ class BlockTable:
         is_valid = window_start(self.window, length) >= self.valid_from
         return is_valid and all(block in self.pages for block in needed_blocks(self.window, length))
 
+    def has_whole(self, block: int, points: Collection[int]) -> bool:
+        """Whether every row of a block before the last one is here. `points`: the sequence's rewind points."""
+        start, stop = block * PAGE_TOKENS, (block + 1) * PAGE_TOKENS
+        is_written = start >= self.valid_from or any(
+            stop <= point and block in needed_blocks(self.window, point) for point in points
+        )
+        return is_written and block in self.pages
+
     def held(self, blocks: range) -> list[int]:
         """The pages of these blocks, which must be here."""
         return [self.pages[block] for block in blocks]

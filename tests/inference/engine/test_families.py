@@ -54,9 +54,8 @@ def stored(taken: Snapshot, keep: int) -> Restored:
 def _seen(window: WindowFiles, keep: int) -> RestoredWindow:
     """The files of a window from the block on that the token behind `keep` sees first."""
     first = first_touched_block(window.window, keep)
-    assert window.held_from == window.first_block <= first
-    files = (*window.blocks, *([window.tail] if window.tail else []))
-    return RestoredWindow(window.window, first, tuple(data for _, data in files[first - window.first_block :]))
+    files = window.by_block
+    return RestoredWindow(window.window, first, tuple(files[block] for block in range(first, max(files) + 1)))
 
 
 def generated(driver: Driver, length: int, seed: int = 0, **sampling: Any) -> tuple[AgentKey, Ended]:

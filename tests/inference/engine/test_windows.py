@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 NAMES = ["gemma3", "gpt_oss"]
 
 
-def snapshot(driver: Driver, key: AgentKey, stored: dict[int, range] | None = None) -> Snapshot:
+def snapshot(driver: Driver, key: AgentKey, stored: dict[int, set[int]] | None = None) -> Snapshot:
     taken = driver.engine.snapshot(key, 0, stored_windows=stored or {}).result(60)
     assert taken is not None
     return taken
@@ -30,15 +30,17 @@ def snapshot(driver: Driver, key: AgentKey, stored: dict[int, range] | None = No
 
 def restored(taken: Snapshot, keep: int, wrong: tuple[int, int, bytes] | None = None) -> Restored:
     """What a store gives back for the first `keep` tokens. `wrong`: window, index of its file, and other bytes."""
-    blobs = [data for _, data in (*taken.blocks, *([taken.tail] if taken.tail else []))]
+    stop, tokens = -(-keep // 256), taken.state.token_ids
+    blobs = [data for _, data in (*taken.blocks, *([taken.tail] if taken.tail else []))][:stop]
     windows = []
     for each in taken.windows:
         first = first_touched_block(each.window, keep)
-        files = [data for _, data in (*each.blocks, *([each.tail] if each.tail else []))][first - each.first_block :]
+        files = [each.by_block[block] for block in range(first, stop)]
         if wrong is not None and wrong[0] == each.window:
             files[wrong[1]] = wrong[2]
         windows.append(RestoredWindow(each.window, first, tuple(files)))
-    return Restored(tuple(blobs), taken.state.token_ids, keep, taken.state.shareable_tokens, windows=tuple(windows))
+    shareable = taken.state.shareable_tokens
+    return Restored(tuple(blobs), tokens[: 256 * stop], keep, shareable, windows=tuple(windows))
 
 
 def remembered(driver: Driver, length: int, reply: int = 5, seed: int = 0) -> tuple[AgentKey, Ended]:
@@ -65,19 +67,35 @@ def test_each_window_has_block_files_of_its_own(name: str, family: Callable[[str
     assert not taken.states
     assert ended.state.rewind_points == ()
     for each in taken.windows:
-        assert each.held_from == each.first_block <= first_touched_block(each.window, tokens)
-        assert each.held_from > 0, "the first block has left the window"
+        assert each.held == (1,), "the first block has left the window"
+        assert each.held[0] <= first_touched_block(each.window, tokens)
         assert each.tail is not None
         for identity, data in (*each.blocks, each.tail):
             header = parse_header(data, len(data))
             check_schema(header, model.kv_identity)
             assert header.identity == identity
             assert identity.window == each.window
-    again = snapshot(driver, key, {each.window: range(each.held_from, 2) for each in taken.windows})
+    again = snapshot(driver, key, {each.window: {1} for each in taken.windows})
     for one, other in zip(taken.windows, again.windows, strict=True):
-        assert (other.held_from, other.first_block, other.blocks, other.tail) == (one.held_from, 2, (), one.tail)
-    other = snapshot(driver, key, {each.window: range(2) for each in taken.windows if each.held_from == 2})
-    assert [each.blocks for each in other.windows] == [each.blocks for each in taken.windows]
+        assert (other.held, other.blocks, other.tail) == (one.held, (), one.tail)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
+    name: str, family: Callable[[str], Driver]
+) -> None:
+    """With a gap before the last blocks. So the memory can go back to before the reply, and others share its prompt."""
+    driver = family(name)
+    key, ended = remembered(driver, 520, 700)
+    taken = snapshot(driver, key)
+    edge = range(first_touched_block(taken.windows[0].window, 512), 2)
+    end = range(first_touched_block(taken.windows[0].window, 1220), 4)
+    assert [each.held for each in taken.windows] == [(*edge, *end)]
+    assert edge.stop < end.start
+    prompt = (*ended.state.token_ids[:512], *tokens_of(20))
+    cold, back = driver.turn(prompt, max_tokens=12), restored(taken, 512)
+    found = driver.turn(prompt, back, driver.key(), max_tokens=12)
+    assert (found.cached_tokens, found.state.token_ids) == (512, cold.state.token_ids)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,8 +128,8 @@ def test_a_memory_that_came_back_is_stored_again_to_the_bit(name: str, family: C
     back = snapshot(driver, other)
     assert (back.blocks, back.tail) == (taken.blocks, taken.tail)
     for one, two in zip(taken.windows, back.windows, strict=True):
-        assert two.held_from == first_touched_block(one.window, 620)
-        assert two.blocks == one.blocks[two.held_from - one.held_from :]
+        assert two.held == tuple(range(first_touched_block(one.window, 620), 2))
+        assert two.blocks == tuple(each for each in one.blocks if each[0].start // 256 in two.held)
         assert two.tail == one.tail
 
 
@@ -161,7 +179,7 @@ def test_a_wrong_file_of_a_window_is_data_loss_that_names_it(name: str, family: 
         "of other weights": files[-1].replace(driver.engine.model.kv_identity_hash.encode(), b"0" * 64),
         "no numbers": files[-1][:-2] + b"\x00\x7e" if name == "gemma3" else files[-1][:-2] + b"\xc0\x7f",
     }
-    last = len(files) - 1 - (first_touched_block(each.window, 620) - each.first_block)
+    last = 620 // 256 - first_touched_block(each.window, 620)
     for what, data in wrong.items():
         with pytest.raises(DataLoss) as refused:
             driver.turn(prompt, restored(taken, 620, (each.window, last, data)), driver.key())

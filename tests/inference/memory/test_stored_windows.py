@@ -1,6 +1,7 @@
 """Prompts held against memories of models with windows: what is read of each window, and when it does not reach."""
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import MissReason, Source
 from inference_svc.memory.recall import Prepared, Recall, Recollection
 from inference_svc.memory.remote_cache import NO_HEAD, _found_prefix
-from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow
+from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, listed_windows, stored_windows
 from inference_svc.text.prefix_matching import RememberedText
 from tests.inference.memory.test_points import Surroundings
 from tests.synthetic import WINDOWED
@@ -24,12 +25,12 @@ BLOCKS = [Digest.of(b"block %d" % index) for index in range(4)]
 TAIL = Digest.of(b"tail")
 
 
-def window(name: str, first: int) -> StoredWindow:
-    blocks = tuple(Digest.of(f"{name} {index}".encode()) for index in range(first, 4))
-    return StoredWindow(first, blocks, Digest.of(f"{name} tail".encode()))
+def window(name: str, *blocks: int) -> StoredWindow:
+    """These full blocks, and the tail behind block 3."""
+    return StoredWindow({index: Digest.of(f"{name} {index}".encode()) for index in (*blocks, 4)}, 4)
 
 
-STORED = {300: window("300", 2), 512: window("512", 1)}
+STORED = {300: window("300", 2, 3), 512: window("512", 1, 2, 3)}
 
 
 class Windowed(Surroundings):
@@ -37,20 +38,23 @@ class Windowed(Surroundings):
         kv_identity=WINDOWED, kv_identity_hash="0" * 64, tokenizer_digest="t", cell_tokens=256, has_states=False
     )
 
+    held = 0
+
     async def find_prefix(self, *_: object) -> Any:
         return FoundPrefix()
 
 
-def planned(text: str, source: Source, around: Windowed, **usable: Any) -> Prepared:
+def planned(
+    text: str, source: Source, around: Windowed, stored: Mapping[int, StoredWindow] = STORED, **usable: Any
+) -> Prepared:
     parts: Any = around
     recall = Recall(parts, parts, {"ns": parts}, worthwhile_fraction=0.3)
-    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(STORED))
+    publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(stored))
     transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)
 
     async def hold(size_bytes: int) -> None:
-        named = [*BLOCKS, TAIL, *STORED[300].named, *STORED[512].named]
-        assert size_bytes <= sum(digest.size_bytes for digest in named)
+        around.held += size_bytes
 
     async def plan() -> Prepared:
         recollection, budget = Recollection(memory, source, NO_HEAD), None
@@ -60,8 +64,8 @@ def planned(text: str, source: Source, around: Windowed, **usable: Any) -> Prepa
 
 
 def read(name: str, first: int, stop: int) -> tuple[bytes, ...]:
-    found = window(name, first)
-    return tuple(digest.hash.encode() for digest in found.files(range(first, stop)))
+    found = window(name, *range(first, 4))
+    return tuple(found.files[block].hash.encode() for block in range(first, stop))
 
 
 @pytest.mark.parametrize(("keep", "first_300", "first_512"), [(1100, 3, 2), (1050, 2, 2), (1024, 2, 2), (900, 2, 1)])
@@ -76,9 +80,10 @@ def test_of_each_window_exactly_what_the_next_token_sees_is_read(keep: int, firs
     )
     assert found.reuse == Restored(blobs, tuple(map(ord, TEXT[: 256 * stop])), keep, 0, windows=windows)
     assert len(around.asked) == len(blobs) + sum(len(each.blobs) for each in windows)
-    assert {name: stored.places for name, stored in found.stored_windows.items()} == {
-        300: range(2, keep // 256),
-        512: range(1, keep // 256),
+    assert around.held == sum(digest.size_bytes for digest in around.asked), "room is held for what is read"
+    assert {name: stored.full for name, stored in found.stored_windows.items()} == {
+        300: {*range(2, keep // 256)},
+        512: {*range(1, keep // 256)},
     }
 
 
@@ -95,20 +100,20 @@ def test_what_the_store_has_of_a_turn_ends_where_the_engine_truly_began() -> Non
     found = planned(TEXT[:1050] + "y" * 300, Source.HOT, Windowed())
     assert found.reuse == Hot(1050)
 
-    def stored(started: Started) -> tuple[int, dict[int, range]]:
+    def stored(started: Started) -> tuple[int, dict[int, set[int]]]:
         begun = found.begun(started)
-        return len(begun.stored_blocks), {window: each.places for window, each in begun.stored_windows.items()}
+        return len(begun.stored_blocks), {window: {*each.full} for window, each in begun.stored_windows.items()}
 
-    assert stored(Started(1050)) == (4, {300: range(2, 4), 512: range(1, 4)})
-    assert stored(Started(512)) == (2, {300: range(2, 2), 512: range(1, 2)})
+    assert stored(Started(1050)) == (4, {300: {2, 3}, 512: {1, 2, 3}})
+    assert stored(Started(512)) == (2, {300: set(), 512: {1}})
     # Another agent's rows are prefilled, and this memory's are its replies: nothing of it may be shared.
-    assert stored(Started(1280, is_shared=True)) == (0, {300: range(2, 2), 512: range(1, 1)})
+    assert stored(Started(1280, is_shared=True)) == (0, {300: set(), 512: set()})
     assert [len(replace(found, shareable_tokens=768).begun(Started(1280, is_shared=True)).stored_blocks)] == [3]
 
 
-def test_a_window_file_that_is_missing_or_was_refused_makes_the_turn_cold() -> None:
+def test_the_last_window_file_missing_or_refused_makes_the_turn_cold() -> None:
     around = Windowed()
-    around.missing = {STORED[512].blocks[-1]}
+    around.missing = {STORED[512].files[2]}
     found = planned(TEXT + "y", Source.WARM, around)
     assert found.reuse == Cold()
     assert found.miss is not None
@@ -126,6 +131,36 @@ def test_a_missing_block_leaves_what_the_windows_cover_behind_the_ones_before_it
     assert (found.reuse.keep_tokens, [each.first_block for each in found.reuse.windows]) == (1024, [2, 2])
     around.missing = {BLOCKS[3]}
     assert planned(TEXT + "y", Source.WARM, around).reuse == Cold()
+
+
+def test_a_missing_window_file_leaves_the_border_before_it() -> None:
+    around = Windowed()
+    around.missing = {STORED[300].files[4]}
+    found = planned(TEXT + "y", Source.WARM, around)
+    assert isinstance(found.reuse, Restored)
+    assert (found.reuse.keep_tokens, found.reuse.windows[0]) == (1024, RestoredWindow(300, 2, read("300", 2, 4)))
+    assert found.miss is not None
+    assert found.miss.reason is MissReason.BLOB_MISSING
+    most = [*BLOCKS, TAIL, *(STORED[300].files[block] for block in (2, 3)), *(STORED[512].files[b] for b in (2, 3, 4))]
+    assert around.held == sum(digest.size_bytes for digest in most), "one length's files are held at a time"
+
+
+def test_a_prompt_that_differs_within_a_long_reply_goes_on_from_an_earlier_run() -> None:
+    stored = {300: window("300", 0, 1, 3), 512: window("512", 0, 1, 2, 3)}
+    found = planned(TEXT[:900] + "y" * 300, Source.WARM, Windowed(), stored)
+    assert isinstance(found.reuse, Restored)
+    assert (found.reuse.keep_tokens, [len(each.blobs) for each in found.reuse.windows]) == (512, [2, 2])
+
+
+def test_a_manifest_lists_runs_and_gives_them_back() -> None:
+    windows = {300: window("300", 0, 1, 3), 512: StoredWindow(dict(enumerate(BLOCKS)))}
+    listed = listed_windows(windows)
+    assert [(run.window, run.first_block, len(run.blocks), run.HasField("tail")) for run in listed] == [
+        (300, 0, 2, False),
+        (300, 3, 1, True),
+        (512, 0, 4, False),
+    ]
+    assert stored_windows(listed) == windows
 
 
 def answer(tokens: int, blocks: int, first: int, count: int, name: int = 300) -> cachestore_pb2.FindPrefixResponse:

@@ -136,7 +136,7 @@ def _check_has_form(identity: identity_pb2.KvIdentity) -> None:
 
 
 def _groups_of(manifest: manifest_pb2.Manifest) -> list[_GroupRows]:
-    first_blocks = {each.window: int(each.first_block) for each in manifest.windows}
+    first_blocks = {each.window: int(each.first_block) for each in manifest.windows}  # of the last runs
     tokens = len(manifest.token_ids)
     return [
         _GroupRows(group, first_blocks.get(group, 0) * BLOCK_TOKENS, tokens)
@@ -209,7 +209,8 @@ def _block(
 
 def _blob_digests(manifest: manifest_pb2.Manifest, group: int) -> Iterator[Digest]:
     """A group's blocks and tail, in order."""
-    listed = next(each for each in manifest.windows if each.window == group) if group else manifest
+    # Of a window the last run: the form has one array for all rows.
+    listed = [each for each in manifest.windows if each.window == group][-1] if group else manifest
     yield from map(Digest.from_proto, listed.blocks)
     if listed.HasField("tail"):
         yield Digest.from_proto(listed.tail)
