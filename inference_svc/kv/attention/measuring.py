@@ -101,7 +101,7 @@ def measured_case(case: AttentionCase, stopwatch: Stopwatch) -> Iterator[dict[st
     elif cxx():
         yield _row(facts, "emulation", case.read_bytes, stopwatch.seconds(emulated, 1)) | {"error": error(emulated(0))}
     yield _row(facts, "reference", case.read_bytes, stopwatch.seconds(by_reference, 2))
-    keys, values = gathered(pages[0], case.format, table, lengths, mx.bfloat16)
+    keys, values = gathered(pages[0], case.format, table, mx.zeros_like(lengths), lengths, mx.bfloat16)
     mask = mx.arange(case.tokens)[None, None, None] < lengths[:, None, None, None]
     spread = [(keys + 0, values + 0) for _ in range(min(4, len(pages)))]
     mx.eval(spread, mask)

@@ -28,7 +28,8 @@ def reference_attention(
     """
     token_count = block_table.shape[1] * PAGE_TOKENS
     seen = _seen(lengths, queries.shape[2], token_count, window)
-    keys, values = gathered(pages, page_format, block_table, lengths, queries.dtype)
+    first = mx.zeros_like(lengths) if window is None else mx.maximum(lengths - queries.shape[2] - window + 1, 0)
+    keys, values = gathered(pages, page_format, block_table, first, lengths, queries.dtype)
     if page_format.key.is_rotated:
         queries = rotated(queries).astype(queries.dtype)
     if soft_cap is None and added_scores is None:
@@ -46,16 +47,19 @@ def rotated(queries: mx.array) -> mx.array:
 
 
 def gathered(
-    pages: mx.array, page_format: PageFormat, block_table: mx.array, lengths: mx.array, dtype: mx.Dtype
+    pages: mx.array, page_format: PageFormat, block_table: mx.array, first: mx.array, lengths: mx.array, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
     """Keys and values [B, kv_heads, blocks * 256, dim] of each row of a block table, as stored: rotated keys stay so.
 
-    Rows from a sequence's length on are zeros, whatever their pages hold.
+    Rows before a sequence's `first` [B] and from its length on are zeros, whatever their pages hold or whether they
+    have any: what is masked still counts as 0 times its value, and 0 times NaN is NaN.
     """
     blocks = block_table.shape[1]
-    is_used = mx.arange(blocks)[None] * PAGE_TOKENS < lengths[:, None]
+    starts = mx.arange(blocks)[None] * PAGE_TOKENS
+    is_used = (starts < lengths[:, None]) & (starts + PAGE_TOKENS > first[:, None])
     found = pages[mx.where(is_used, block_table, 0)]
-    is_stored = mx.arange(blocks * PAGE_TOKENS)[None] < lengths[:, None]
+    tokens = mx.arange(blocks * PAGE_TOKENS)[None]
+    is_stored = (tokens >= first[:, None]) & (tokens < lengths[:, None])
     parts = [_part(found, part) for part in page_format.parts]
     key_parts = len(page_format.key.part_units)
     return (

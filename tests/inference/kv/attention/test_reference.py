@@ -29,6 +29,21 @@ def test_it_is_attention_and_unwritten_pages_do_not_matter(name: str) -> None:
     assert scene.error(reference_attention(*scene.arguments(), **scene.options())) < 1e-5
 
 
+@pytest.mark.parametrize("missing", [0, 0xFFFF])
+@pytest.mark.parametrize("policy", ["q4", "exact"])
+def test_what_a_window_has_left_does_not_matter(policy: str, missing: int) -> None:
+    """Its entries say page 0, which may hold anything, or no page at all."""
+    scene = Scene(page_format(policy, 2, 64), (5, 700, 1100), 4, query_count=3, window=60)
+    table = np.array(scene.block_table)
+    spare = next(page for page in range(len(scene.pages)) if page not in table)
+    table = np.where(table == 0, spare, table)
+    scene.pages[spare] = scene.pages[0]
+    scene.pages[0] = mx.full(scene.pages.shape[1:], 0x7FC0, dtype=mx.uint16)
+    table[1, : (700 - 62) // 256], table[2, : (1100 - 62) // 256] = missing, missing
+    scene.block_table = mx.array(table)
+    assert scene.error(reference_attention(*scene.arguments(), **scene.options())) < 1e-5
+
+
 def test_scores_that_were_computed_apart_are_added() -> None:
     """As DeepSeek's latent layers do: the latent as keys, and the scores of the positions as a mask."""
     scene = Scene(page_format("exact", 1, 64, scale_type=BF16, value_dim=16), (300,), 4)
