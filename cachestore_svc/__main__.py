@@ -35,6 +35,7 @@ from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
+from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
@@ -45,8 +46,8 @@ _FILE_LIMITS = (65_536, 10_240)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _PROGRESS_S = 1.0
-# Exit codes.
-OK, FOUND_PROBLEMS, CANNOT_RUN = 0, 1, 2
+# Exit codes. The last is that of `kvasir` for what is not there.
+OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -63,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             give_memory_back()
             run(serve(settings))
             return OK
+        if not holds_store(settings.data_dir):
+            print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
+            return NO_STORE
         if command == "recover":
             return recover(settings, namespaces, as_json)
         # A check must find what there is, not what a start makes of it.

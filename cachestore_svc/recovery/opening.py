@@ -75,6 +75,11 @@ def open_directory(
         return Opened(core, os.dup(lock))
 
 
+def holds_store(data_dir: Path) -> bool:
+    """Whether a store was ever made here: its index, its journal or its blobs are. Makes nothing."""
+    return any((data_dir / name).exists() for name in (DATABASE, journal.NAME, "namespaces"))
+
+
 @contextlib.contextmanager
 def locked(config: StoreConfig, disk: Disk) -> Iterator[int]:
     """Make and lock the data directory; unlocked at the end unless the descriptor was copied. Errors of the disk and

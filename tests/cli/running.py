@@ -65,6 +65,7 @@ class Cli:
     home: Path
 
     def __call__(self, *arguments: str | Path, stdin: str = "", timeout_s: float = 120) -> Ended:
+        """Run a command to its end. No command prints a trace."""
         command = ("--home", str(self.home), *map(str, arguments))
         ended = run("kvasir", *command, given=stdin, timeout_s=timeout_s, env=QUIET)
         assert "Traceback" not in ended.stderr, ended.stderr

@@ -1,17 +1,23 @@
 """Every command about memories and the store, once, against a real store: tables, JSON, exit codes."""
 
+import json
+import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import kvasir
 import pytest
+from kvasir.cli import failures
+from kvasir.cli.caller import Caller
 from kvasir.cli.running.health import STORE_SERVICE
 from kvasir.clients import StoreClient
 from kvasir.formats.digest import Digest
 from safetensors.numpy import load_file
 
-from tests.cli.running import Cli, answers, eventually
+from tests.cli.running import KVASIR, Cli, answers, eventually
 from tests.synthetic import SyntheticAgent, SyntheticSnapshot
 
 SNAPSHOT_KEYS = {
@@ -138,6 +144,47 @@ def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAge
     assert "--replace" not in cli.done("agents", "import", file, "--replace").out
 
 
+def test_an_export_keeps_an_older_file_unless_it_is_told_to_replace_it(
+    cli: Cli, ada: SyntheticAgent, tmp_path: Path
+) -> None:
+    file = tmp_path / "ada.tar"
+    file.write_text("older")
+    refused = cli("agents", "export", "ada", file, "--json")
+    assert (refused.code, refused.value["error"]["reason"]) == (4, "FILE_EXISTS")
+    assert "--force" in cli("agents", "export", "ada", file).err
+    assert file.read_text() == "older"
+    cli.done("agents", "export", "ada", file, "--force")
+    assert file.stat().st_size > 1000
+    assert list(tmp_path.iterdir()) == [file], "nothing is left beside it"
+
+
+@pytest.mark.parametrize("form", ["archive", "seed"])
+def test_an_export_replaces_nothing_that_is_no_regular_file(
+    form: str, cli: Cli, ada: SyntheticAgent, tmp_path: Path
+) -> None:
+    link, pipe, target = tmp_path / "link", tmp_path / "pipe", tmp_path / "target"
+    target.write_text("theirs")
+    link.symlink_to(target)
+    os.mkfifo(pipe)
+    for path in (link, pipe, tmp_path):
+        refused = cli("agents", "export", "ada", path, "--force", "--format", form, "--json")
+        assert (refused.code, refused.value["error"]["reason"]) == (4, "FILE_REFUSED")
+    assert (link.is_symlink(), pipe.is_fifo(), target.read_text()) == (True, True, "theirs")
+    assert sorted(tmp_path.iterdir()) == [link, pipe, target]
+
+
+def test_an_archive_goes_through_a_pipe(cli: Cli, ada: SyntheticAgent) -> None:
+    command = [KVASIR, "--home", cli.home, "agents"]
+    with subprocess.Popen([*command, "export", "ada", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as export:
+        made = subprocess.run([*command, "import", "-", "eve", "--json"], stdin=export.stdout, stdout=subprocess.PIPE)
+    assert (json.loads(made.stdout).get("agent_id"), export.returncode) == ("eve", 0), made.stdout
+    assert not Path("-").exists()
+    with subprocess.Popen([*command, "export", "ada", "-"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as export:
+        export.stdout.close()  # type: ignore[union-attr]  # nobody reads on
+        said = export.stderr.read()  # type: ignore[union-attr]
+    assert (export.returncode, said) == (130, b"")
+
+
 def test_the_seeds_form_carries_a_memory_there_and_back(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
     file = tmp_path / "ada.safetensors"
     cli.done("agents", "export", "ada", file, "--format", "seed", "--model-name", "tiny")
@@ -216,6 +263,31 @@ def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> None:
 
 def test_wrong_usage_ends_with_2(cli: Cli) -> None:
     assert cli("agents", "nonsense").code == 2
+    late = cli("agents", "ls", "--home", "x")
+    assert (late.code, late.err) == (2, "kvasir: --home stands before the command: kvasir --home … ls.\n")
+    told = cli("agents", "rollback", "ada", "--nonsense", "--json")
+    assert (told.code, told.value["error"]["reason"], told.value["error"]["field"]) == (2, "WRONG_USAGE", "--nonsense")
+    assert cli.done("--version", "--json").value == {"kvasir": kvasir.__version__}
+
+
+def test_what_the_system_or_a_bug_refuses_is_one_line(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
+    """(`Cli` sees to it that no trace is printed.)"""
+    file = tmp_path / "file"
+    file.write_text("")
+    for command, code in (
+        ((Cli(file), "up"), 4),
+        ((Cli(Path("/proc/nope")), "up"), 5),
+        ((cli, "agents", "export", "ada", tmp_path / "nowhere" / "x"), 5),
+        ((cli, "agents", "fork", "ada", "\udcff"), 2),
+    ):
+        ended = command[0](*command[1:])
+        assert (ended.code, len(ended.err.splitlines())) == (code, 1), ended.err
+
+    def broken() -> None:
+        raise ZeroDivisionError("so")
+
+    assert failures.code_of(broken, Caller()) == failures.BUG
+    assert failures.refusal_of(ZeroDivisionError("so")).message.startswith("ZeroDivisionError: so (details: ")
     assert cli("agents", "rollback", "ada", "not-a-number").code == 2
 
 
@@ -247,7 +319,6 @@ def stopped(left: Path, tmp_path: Path) -> Cli:
 
 
 def test_recover_brings_a_lost_index_back(cli: Cli, stopped: Cli, tmp_path: Path) -> None:
-    assert Cli(tmp_path / "empty")("store", "recover").code == 4, "an empty directory holds nothing to recover"
     assert cli("store", "recover").code == 4, "a store that runs holds its lock"
     for path in stopped.home.glob("store/kvasir.sqlite3*"):
         path.unlink()
@@ -261,6 +332,19 @@ def test_recover_brings_a_lost_index_back(cli: Cli, stopped: Cli, tmp_path: Path
     assert stopped.done("store", "check", "--json").value["snapshots"] == 1
     next(stopped.home.glob("store/namespaces/*/blobs/*/*")).unlink()
     assert stopped("store", "recover").code == 1
+
+
+@pytest.mark.parametrize("command", ["check", "recover"])
+def test_a_directory_that_is_no_store_is_said_to_be_none_and_stays_as_it_is(command: str, tmp_path: Path) -> None:
+    others = tmp_path / "others"
+    others.mkdir()
+    (others / "letter").write_text("mine")
+    for folder in (tmp_path / "nowhere", others):
+        refused = Cli(tmp_path)("store", command, "--data-dir", folder, "--json")
+        assert (refused.code, refused.value["error"]["reason"]) == (5, "NO_STORE")
+        assert str(folder) in refused.value["error"]["message"]
+    assert Cli(tmp_path / "typo")("store", command).code == 5
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["letter", "others"]
 
 
 def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:

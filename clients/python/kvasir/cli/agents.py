@@ -1,7 +1,7 @@
 """`kvasir agents …`: list, show, fork, roll back, delete, export, import and pull agents' memories."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -164,7 +164,8 @@ def pin(
 def export(
     context: typer.Context,
     agent: AgentArgument,
-    file: Annotated[Path, typer.Argument(help="The file to write.", dir_okay=False, metavar="FILE")],
+    file: Annotated[Path, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
     version: VersionOption = 0,
     line: LineOption = "",
     form: Annotated[
@@ -179,11 +180,14 @@ def export(
     """Save one version of an agent's memory as a file."""
     caller = caller_of(context, as_json)
     began = time.monotonic()
-    with store_client(caller) as client:
+    if str(file) == "-":
+        caller.out = caller.err  # what is said about the export is no part of it
+    with store_client(caller) as client, carrying.target(file, replace=force) as out:
         if form is carrying.Form.ARCHIVE:
-            size_bytes = client.export_to_file(agent, file, line, version)
+            pieces: Iterable[bytes] = client.export_agent(agent, line, version)
         else:
-            size_bytes = carrying.export_seed_file(client, agent, file, line, version, model_name)
+            pieces = carrying.seed_pieces(client, agent, line, version, model_name)
+        size_bytes = sum(out.write(piece) for piece in pieces)
     value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value}
     seconds = time.monotonic() - began
     caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s", markup=False))
@@ -192,7 +196,10 @@ def export(
 @app.command("import")
 def import_(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="The file to read.", exists=True, dir_okay=False, metavar="FILE")],
+    file: Annotated[
+        Path,
+        typer.Argument(help="The file to read; - is standard input.", metavar="FILE"),
+    ],
     agent: Annotated[
         str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="[AGENT]")
     ] = "",
@@ -213,11 +220,11 @@ def import_(
 ) -> None:
     """Read an agent's memory from a file, as a new version."""
     caller = caller_of(context, as_json)
-    with store_client(caller) as client:
+    with store_client(caller) as client, carrying.source(file) as read:
         if form is carrying.Form.ARCHIVE:
-            made = client.import_from_file(agent or carrying.agent_of_archive(file), file, replace=replace)
+            made = client.import_from_file(agent or carrying.agent_of_archive(read), read, replace=replace)
         else:
-            made = carrying.import_seed_file(client, file, agent, replace=replace, of_agent=of_agent)
+            made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=of_agent)
     caller.result(snapshot_row(made), lambda out: out.print(_arrived(made), markup=False))
 
 

@@ -82,5 +82,5 @@ def caller_of(context: typer.Context, as_json: bool = False) -> Caller:
     """The invocation that a command belongs to."""
     caller: Any = context.find_root().obj
     assert isinstance(caller, Caller)
-    caller.as_json = as_json
+    caller.as_json = caller.as_json or as_json
     return caller

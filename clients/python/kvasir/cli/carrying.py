@@ -1,10 +1,17 @@
 """Memories as files: their two forms, and the seed's form to and from the store."""
 
 import enum
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import identity_pb2
+from kvasir.cli.failures import WrongUsage
 from kvasir.clients import StoreClient
 from kvasir.clients.archive_file import new_file, pieces_of
 from kvasir.errors import InvalidArgument
@@ -21,16 +28,38 @@ class Form(enum.StrEnum):
     SEED = "seed"
 
 
-def export_seed_file(client: StoreClient, agent: str, file: Path, line: str, version: int, model_name: str) -> int:
-    """Save one version in the seed's form; returns its size in bytes."""
+@contextmanager
+def target(file: Path, *, replace: bool) -> Iterator[BinaryIO]:
+    """Where an export is written: standard output for `-`, else a file that appears whole or not at all."""
+    if str(file) != "-":
+        with new_file(file, replace=replace) as out:
+            yield out
+        return
+    if sys.stdout.isatty():
+        raise WrongUsage("-: an archive is not for a terminal; send it to a file or a pipe", field="FILE")
+    yield sys.stdout.buffer
+    sys.stdout.buffer.flush()
+
+
+def seed_pieces(client: StoreClient, agent: str, line: str, version: int, model_name: str) -> Iterator[bytes]:
+    """One version in the seed's form."""
     snapshot, manifest_bytes = client.get_snapshot(agent, line, version)
     manifest = manifests.parse(manifest_bytes)
     blobs = {digest: bytes(data) for digest, data in client.get_blobs(manifests.digests(manifest))}
     model_id = model_name or manifest.kv_identity.weights_digest
-    with new_file(file) as out:
-        for piece in to_seed_file(manifest, blobs.__getitem__, agent_id=snapshot.agent_id, model_id=model_id):
-            out.write(piece)
-        return out.tell()
+    yield from to_seed_file(manifest, blobs.__getitem__, agent_id=snapshot.agent_id, model_id=model_id)
+
+
+@contextmanager
+def source(file: Path) -> Iterator[Path]:
+    """The file to read. Standard input, for `-`, is kept in a file of its own until it is read."""
+    if str(file) != "-":
+        yield file
+        return
+    with tempfile.NamedTemporaryFile(prefix="kvasir-", suffix=".part") as kept:
+        shutil.copyfileobj(sys.stdin.buffer, kept)
+        kept.flush()
+        yield Path(kept.name)
 
 
 def import_seed_file(
@@ -55,4 +84,4 @@ def agent_of_archive(file: Path) -> str:
         for part in reader.feed(piece):
             if isinstance(part, Described):
                 return part.agent_id
-    raise InvalidArgument(f"{file}: not an archive of `kvasir agents export`", field="file")
+    raise InvalidArgument("file: not an archive of `kvasir agents export`", field="file")

@@ -1,9 +1,14 @@
-"""How a refusal ends a command: with one line that says what happened and what to do next, and an exit code."""
+"""How a command ends: with an exit code and, if it failed, one line that says what happened and what to do next."""
 
 import json
+import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import typer
 
 from kvasir import errors
 from kvasir.cli.caller import Caller
@@ -13,11 +18,19 @@ from kvasir.credentials import CredentialFileError
 OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 70, 130
 
 HELP = (
-    "Exit codes: 0 done; 1 done, and problems were found; 2 wrong usage; 3 a service cannot be reached or is too slow; "
-    "4 refused; 5 not found; 6 stored bytes are damaged; 70 internal error; 130 interrupted."
+    "Exit codes: 0 done; 1 done, and problems were found; 2 wrong usage; 3 a service cannot be reached, does not start "
+    "or is too slow; 4 refused; 5 not found; 6 stored bytes are damaged; 70 internal error; 130 interrupted."
 )
 
+
+class WrongUsage(errors.InvalidArgument):
+    """An option or argument that is wrong whatever the services say. `field` names it as it is typed."""
+
+    reason = "WRONG_USAGE"
+
+
 EXIT_CODES: dict[type[errors.KvasirError], int] = {
+    WrongUsage: USAGE,
     errors.Unavailable: UNREACHABLE,
     errors.DeadlineExceeded: UNREACHABLE,
     errors.NotFound: NOT_FOUND,
@@ -43,7 +56,10 @@ HINTS_BY_REASON: dict[str, str] = {
     "ADDRESS_IN_USE": "",
     "PEER_UNAVAILABLE": "Is it running there? On a Mac, may this program use the local network (Privacy & Security)?",
     "PEER_UNKNOWN": "Peers stand in peers.toml; see compose/README.md.",
-    "ALREADY_EXISTS": "Choose another name; an import adds a version with --replace.",
+    "ALREADY_EXISTS": "Choose another name.",
+    "AGENT_EXISTS": "Add a version to it with --replace, or choose another name.",
+    "FILE_EXISTS": "Say --force to replace it.",
+    "COMMAND_FAILED": "Please report it, with that file.",
 }
 
 
@@ -58,6 +74,60 @@ def hint(error: errors.KvasirError) -> str:
     return next((HINTS[kind] for kind in type(error).__mro__ if kind in HINTS), "")
 
 
+def code_of(command: Callable[[], object], caller: Caller) -> int:
+    """Run a command to its end; returns its exit code. No exception leaves it."""
+    try:
+        code = command()
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except SystemExit as end:  # completion's; and with 1 typer's, when nobody reads on: `kvasir agents ls | head -1`
+        return INTERRUPTED if isinstance(end.__context__, BrokenPipeError) else int(end.code or 0)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001  whatever it is, a person reads one line
+        if type(error).__name__ == "NoArgsIsHelpError" and not caller.as_json:
+            sys.stderr.write(f"{error}\n")
+            return USAGE
+        return report(refusal_of(error), caller)
+    return code if isinstance(code, int) else OK
+
+
+def refusal_of(error: Exception) -> errors.KvasirError:
+    """Any exception as a refusal that says what to do. A bug's trace is kept in a file."""
+    match error:
+        case errors.KvasirError():
+            return error
+        case typer.TyperException():
+            return _wrong_usage(error)
+        case CredentialFileError():
+            return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
+        case UnicodeError():
+            return WrongUsage("an argument or the input is not valid UTF-8")
+        case FileNotFoundError(filename=str() | bytes() as name):
+            return errors.NotFound(f"{os.fsdecode(name)}: {error.strerror}", reason="FILE_NOT_FOUND")
+        case OSError(filename=str() | bytes() as name):
+            return errors.FailedPrecondition(f"{os.fsdecode(name)}: {error.strerror}", reason="FILE_REFUSED")
+        case OSError():
+            return errors.FailedPrecondition(str(error), reason="FILE_REFUSED")
+    with tempfile.NamedTemporaryFile("w", prefix="kvasir-", suffix=".trace", delete=False) as trace:
+        traceback.print_exception(error, file=trace)
+    return errors.Internal(f"{type(error).__name__}: {error} (details: {trace.name})", reason="COMMAND_FAILED")
+
+
+def _wrong_usage(error: typer.TyperException) -> WrongUsage:
+    """The command line's own refusal. `typer` says what is wrong, and its context which command's help to read."""
+    context = getattr(error, "ctx", None)
+    [option, *_] = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None)]
+    said = error.format_message().strip().rstrip(".")
+    if context is None:
+        return WrongUsage(said, field=option)
+    if any(option in parameter.opts for parameter in context.find_root().command.params):
+        return WrongUsage(f"{option} stands before the command: kvasir {option} … {context.info_name}", field=option)
+    return WrongUsage(f"{said}. See `{context.command_path} --help`", field=option)
+
+
 @contextmanager
 def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
     """Replace gRPC's own words for "nobody answers there" by ours. A service's own words stay."""
@@ -70,17 +140,14 @@ def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
         raise errors.Unavailable(text, reason=error.reason, metadata=error.metadata) from None
 
 
-def unusable_token(error: CredentialFileError) -> errors.KvasirError:
-    """The refusal for a token file that cannot be used: the caller can mend it."""
-    return errors.InvalidArgument(str(error), field="--token-file", reason="TOKEN_FILE_UNUSABLE")
-
-
 def report(error: errors.KvasirError, caller: Caller) -> int:
     """Print the refusal where the caller looks for it, and return the command's exit code."""
     if caller.as_json:
         value = {"reason": error.reason, "message": error.message, "field": error.field, "metadata": error.metadata}
-        caller.out.file.write(json.dumps({"error": value}, ensure_ascii=False) + "\n")
+        with suppress(BrokenPipeError):
+            caller.out.file.write(json.dumps({"error": value}) + "\n")
+            caller.out.file.flush()
     else:
         line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
-        sys.stderr.write(line.replace("\n", " ") + "\n")
+        sys.stderr.write(" ".join(line.split()) + "\n")
     return exit_code(error)

@@ -8,12 +8,10 @@ import typer
 
 import kvasir
 from kvasir.cli import agents, bench, chat, doctor, engine, failures, store
-from kvasir.cli.caller import Caller, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import up
 from kvasir.cli.running.home import DEFAULT_HOME, Home
-from kvasir.credentials import CredentialFileError
-from kvasir.errors import KvasirError
 
 app = typer.Typer(
     name="kvasir",
@@ -33,9 +31,10 @@ app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
 
 
-def _print_version(value: bool) -> None:
+def _print_version(context: typer.Context, value: bool) -> None:
     if value:
-        sys.stdout.write(f"kvasir {kvasir.__version__}\n")
+        text = f"kvasir {kvasir.__version__}"
+        caller_of(context).result({"kvasir": kvasir.__version__}, lambda out: out.print(text, markup=False))
         raise typer.Exit
 
 
@@ -55,12 +54,13 @@ def everywhere(
     ] = "",
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, mode 0600.")] = None,
     ca_file: Annotated[Path | None, typer.Option(help="PEM certificate that the service must show.")] = None,
+    as_json: JsonOption = False,
     _version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """The options of every command."""
-    caller = caller_of(context)
+    caller = caller_of(context, as_json)
     caller.home = Home(home.expanduser().absolute())
     caller.store_address = address
     caller.engine_address = engine
@@ -70,12 +70,6 @@ def everywhere(
 
 def main() -> None:
     """Run the command line and end the process with its exit code."""
-    caller = Caller()
-    try:
-        app(obj=caller)
-    except KvasirError as error:
-        sys.exit(failures.report(error, caller))
-    except CredentialFileError as error:
-        sys.exit(failures.report(failures.unusable_token(error), caller))
-    except KeyboardInterrupt:
-        sys.exit(failures.INTERRUPTED)
+    # A command that cannot be understood is refused as JSON too.
+    caller = Caller(as_json="--json" in sys.argv)
+    sys.exit(failures.code_of(lambda: app(obj=caller, prog_name="kvasir", standalone_mode=False), caller))

@@ -14,10 +14,10 @@ from rich.table import Table
 
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
-from kvasir.cli.failures import DAMAGED
+from kvasir.cli.failures import DAMAGED, NOT_FOUND
 from kvasir.cli.progress import counting_progress
 from kvasir.cli.rows import size, stats_row
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
 app = typer.Typer(help="Look after the store.", no_args_is_help=True)
@@ -52,7 +52,7 @@ def check(
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if not answer.stdout:
         last = answer.stderr.strip().splitlines()[-1:] or [f"the check ended with exit code {answer.returncode}"]
-        raise FailedPrecondition(last[0].removeprefix("cachestore_svc: "), reason="CANNOT_CHECK")
+        raise _no_answer(answer.returncode, last[0], "CANNOT_CHECK")
     report: dict[str, Any] = json.loads(answer.stdout)
     caller.result(report, lambda out: _show_report(out, report))
     raise typer.Exit(answer.returncode)
@@ -81,10 +81,16 @@ def recover(
     argv += [word for name in namespace or () for word in ("--namespace", name)]
     code, answer, last = _run_with_progress(caller, argv)
     if not answer:
-        raise FailedPrecondition(last.removeprefix("cachestore_svc: "), reason="CANNOT_RECOVER")
+        raise _no_answer(code, last, "CANNOT_RECOVER")
     report: dict[str, Any] = json.loads(answer)
     caller.result(report, lambda out: _show_recovered(out, report))
     raise typer.Exit(code)
+
+
+def _no_answer(code: int, last: str, reason: str) -> KvasirError:
+    """Why the store's own program did nothing."""
+    said = last.removeprefix("cachestore_svc: ")
+    return NotFound(said, reason="NO_STORE") if code == NOT_FOUND else FailedPrecondition(said, reason=reason)
 
 
 def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
@@ -190,7 +196,9 @@ def _stats_table(row: dict[str, Any]) -> Table:
     table.add_column(justify="right")
     for name, value in row.items():
         if name != "counters":
-            table.add_row(name.replace("_", " "), size(value) if name.endswith("_bytes") else str(value))
+            is_unlimited = name == "quota_bytes" and not value
+            shown = "none" if is_unlimited else size(value) if name.endswith("_bytes") else str(value)
+            table.add_row(name.replace("_", " "), shown)
     for name, value in row["counters"].items():
         table.add_row(f"{name.replace('_', ' ')} since start", str(value))
     return table
