@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     namespaces = options.pop("namespace", None) or []
     try:
         settings = read_settings(options)
-        configure_logs(settings.log_format)
+        configure_logs(settings.log_format, settings.log_level)
         if command == "serve":
             raise_file_limit()
             give_memory_back()
@@ -269,6 +269,9 @@ def _parser() -> argparse.ArgumentParser:
     # The settings that belong in a supervisor's command line; every field can also be set by KVASIR_STORE_… .
     shared.add_argument("--data-dir", type=Path, help="where everything is kept")
     shared.add_argument("--grace-period-s", type=float, help="how long an unreferenced blob is kept")
+    shared.add_argument(
+        "--log-level", choices=("debug", "info", "warning", "error"), help="the least of what is logged"
+    )
     shared.add_argument("--log-format", choices=("console", "json"), help="lines for people, or for programs")
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")

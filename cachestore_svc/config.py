@@ -69,6 +69,8 @@ class StoreSettings(BaseSettings):
     """A caller or peer that neither sends nor takes anything for so long in the middle of a transfer is given up."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 5.0
     """How long running calls may go on after SIGTERM."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"
     """For people, or for programs. Prompt text, tokens and credentials are in neither."""
 

@@ -11,7 +11,7 @@ import structlog
 from kvasir.server.log_errors import without_payload
 
 
-def configure_logs(log_format: Literal["console", "json"]) -> None:
+def configure_logs(log_format: Literal["console", "json"], level: str = "info") -> None:
     """Send structlog's and the standard library's records to stderr, in one form."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -36,4 +36,4 @@ def configure_logs(log_format: Literal["console", "json"]) -> None:
             foreign_pre_chain=shared, processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, last]
         )
     )
-    logging.basicConfig(handlers=[handler], level=logging.INFO, force=True)
+    logging.basicConfig(handlers=[handler], level=level.upper(), force=True)

@@ -163,7 +163,7 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
 
 
 def _set_up_logging(settings: EngineSettings) -> None:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     renderer = (
         structlog.processors.JSONRenderer()
@@ -177,6 +177,7 @@ def _set_up_logging(settings: EngineSettings) -> None:
             without_payload,
             renderer,
         ],
+        wrapper_class=structlog.make_filtering_bound_logger(settings.log_level),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
 

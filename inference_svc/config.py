@@ -114,6 +114,8 @@ class EngineSettings(BaseSettings):
     """How long running turns may go on after SIGTERM."""
     metrics_listen: str = ""
     """127.0.0.1:PORT: Prometheus metrics over HTTP, to this machine only. Empty: none."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"
     """For people, or for programs. Prompt text, tokens and credentials are in neither."""
 

@@ -4,6 +4,8 @@ They are forked, which saves the imports each time, but for those that a test be
 """
 
 import asyncio
+import contextlib
+import io
 import json
 import os
 import signal
@@ -17,8 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvasir.cli import failures
+from kvasir.cli.caller import Caller
+from kvasir.cli.main import app
 from kvasir.cli.running.health import is_ready
 from kvasir.cli.running.home import Endpoint
+from rich.console import Console
 
 from tests.programs import Program, run
 
@@ -46,12 +52,28 @@ class Ended:
         return json.loads(self.out)
 
 
+def in_process(*arguments: str | Path) -> Ended:
+    """A command within this process, for one that ends before it starts anything."""
+    out, err = io.StringIO(), io.StringIO()
+    caller = Caller(as_json="--json" in arguments, out=Console(file=out, width=200), err=Console(file=err, width=200))
+    with contextlib.redirect_stderr(err):
+        code = failures.code_of(
+            lambda: app(list(map(str, arguments)), obj=caller, prog_name="kvasir", standalone_mode=False), caller
+        )
+    return Ended(code, out.getvalue(), err.getvalue())
+
+
 @dataclass(frozen=True)
 class Begun:
     """A command that goes on."""
 
     process: "Program | subprocess.Popen[bytes]"
+    out_file: Path
     err_file: Path
+
+    @property
+    def out(self) -> str:
+        return self.out_file.read_text() if self.out_file.exists() else ""
 
     @property
     def err(self) -> str:
@@ -85,7 +107,7 @@ class Cli:
             out, err = Path(folder, "out"), Path(folder, "err")
             process = _fresh(command, out, err) if is_fresh else Program("kvasir", command, out=out, err=err, env=QUIET)
             try:
-                yield Begun(process, err)
+                yield Begun(process, out, err)
             finally:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)

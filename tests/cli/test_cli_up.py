@@ -5,21 +5,27 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from kvasir.cli.running.checks import KvPolicy
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
+from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.supervisor import process_exists
 
-from tests.cli.running import Begun, Cli, answers, eventually
+from inference_svc.config import EngineSettings
+from inference_svc.model import kvasir_tiny
+from tests.cli.running import Begun, Cli, answers, eventually, in_process
 
 ROOT = Path(__file__).parent.parent.parent
 TURN_KEYS = {
@@ -215,6 +221,7 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
     limits = ("--memory-gib", "0.25", "--context-tokens", "300", "--store-quota-gib", "0.001")
+    limits += ("--keep-versions", "3", "--log-format", "json", "--log-level", "warning")
     with cli.running("up", *limits) as up:
         wait_until_ready(home, up)
         assert cli.done("stats", "--json").value["engine"]["kv_memory_bytes"] == 1 << 28
@@ -225,6 +232,9 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
             for n in range(9)
         ]
         assert turns[0]["snapshot"] == "committed"
+        assert cli.done("agents", "show", "agent 0", "--json").value["retained_versions"] == 3
+        logged = [line for name in ("store", "engine") for line in Home(home).logs.joinpath(f"{name}.log").open()]
+        assert not any('"level": "info"' in line for line in logged)
         assert turns[-1]["snapshot"] == "failed", "nine memories of 130 KB and more are more than the quota"
         long = cli("chat", "eve", "--json", stdin="Hello. " * 200)
         assert (long.code, long.value["error"]["reason"]) == (4, "CONTEXT_EXCEEDED")
@@ -260,45 +270,133 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
     shutil.rmtree(laptop.home)
 
 
-def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path) -> None:
-    with socket.socket() as taken:
+def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    cli = Cli(home)
+    try:
+        first = cli.done("up", "-d", "--json").value
+        assert (first["engine"], first["token_file"]) == (f"unix:{home}/run/engine.sock", "")
+        os.kill(first["pid"], signal.SIGKILL)
+        eventually(lambda: not is_led(Home(home)))
+        orphans = [first["engine_pid"], first["store_pid"]]
+        assert set(orphans) <= set(holders(Home(home).services_lock_file))
+        killed = cli("doctor", "--json")
+        assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
+        assert "was killed here" in killed.value["problems"][0]
+        assert "unix:" in cli.done("up", "--detach").out
+        assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
+        states = cli.done("status", "--json").value["services"]
+        assert [(row["name"], row["state"]) for row in states] == [("store", "ready"), ("engine", "ready")]
+        assert "is ready" in cli.done("logs", "up").out
+        ended = cli.done("down", "--json").value["ended"]
+        assert ended == [ended[0]], "it ends its services itself"
+        assert holders(Home(home).services_lock_file) == []
+        assert cli("status").code == 3
+        assert "nothing runs" in cli.done("down").out
+    finally:
+        cli("down")
+        shutil.rmtree(home)
+
+
+def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> None:
+    running = Home(cli.home).running()
+    assert running is not None
+    os.kill(running.engine_pid, signal.SIGSTOP)
+    try:
+        found = in_process("--home", cli.home, "status", "--json")
+        assert (found.code, [row["state"] for row in found.value["services"]]) == (3, ["ready", "hangs"])
+        told = cli("doctor", "--json")
+        assert told.code == 1
+        assert f"kill -9 {running.engine_pid}" in told.value["problems"][0]
+        silent = cli("stats")
+        assert (silent.code, f"the engine (pid {running.engine_pid}) lives" in silent.err) == (3, True)
+    finally:
+        os.kill(running.engine_pid, signal.SIGCONT)
+    nowhere = cli("--engine", "unix:/tmp/kv-nobody", "doctor", "--json")
+    assert (nowhere.code, nowhere.value["engine"]["state"]) == (1, "stopped")
+
+
+def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:
+    rows = [json.loads(line) for line in cli.done("logs", "--json", "-n", "5").out.splitlines()]
+    assert {row["service"] for row in rows} == {"store", "engine"}
+    assert "engine.ready" in cli.done("logs", "engine").out
+    assert cli("logs", "nonsense").code == 2
+    assert in_process("--home", "/tmp/kv-nowhere", "logs").code == 5
+    with cli.running("logs", "-f", "-n", "1", "store") as followed:
+        eventually(lambda: followed.out)
+        with (cli.home / "logs" / "store.log").open("a") as log:
+            log.write("a new line\n")
+        eventually(lambda: followed.out.endswith("\na new line\n"))
+
+
+def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> None:
+    """A number in a file may be another program's by now."""
+    home = Home(tmp_path)
+    home.make()
+    for lock in (home.up_lock_file, home.services_lock_file):
+        lock.touch()
+    with subprocess.Popen(["sleep", "60"]) as other, home.services_lock_file.open() as reader:
+        home.write_running(Running(pid=other.pid, store="unix:/s", engine="unix:/e", engine_pid=other.pid))
+        assert in_process("--home", tmp_path, "down", "--json").value["ended"] == []
+        assert other.poll() is None
+        assert holders(home.services_lock_file) == [], reader
+        other.kill()
+
+
+WRONG = {
+    "a policy": ("--kv-policy", "q3"),
+    "an address": ("--listen", "19552"),
+    "a socket": ("--listen", "unix:/tmp/x"),
+    "no port": ("--store-listen", "127.0.0.1:0"),
+    "one port twice": ("--listen", "127.0.0.1:7801", "--metrics-listen", "127.0.0.1:7801"),
+    "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
+    "no TLS": ("--store-listen", "0.0.0.0:7801"),
+    "half of TLS": ("--tls-cert", "/tmp/cert.pem"),
+    "no model": ("--model", "nonsense"),
+    "no configuration": ("--model", "/tmp"),
+    "layers": ("--kv-exact-layers", "1,x"),
+    "layers of fp": ("--kv-exact-layers", "1", "--kv-policy", "fp"),
+    "a far layer": ("--model", str(kvasir_tiny.path()), "--kv-exact-layers", "8"),
+    "one name twice": ("--model", f"a={kvasir_tiny.path()}", "--model", f"a={kvasir_tiny.path()}"),
+    "a level": ("--log-level", "loud"),
+    "memory": ("--memory-gib", "-1"),
+}
+
+
+@pytest.mark.parametrize("options", WRONG.values(), ids=WRONG)
+def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[str, ...], tmp_path: Path) -> None:
+    refused = in_process("--home", tmp_path / "home", "up", *options, "--json")
+    assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
+    assert refused.value["error"]["field"] in options
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_policies_of_the_command_line_are_the_engines() -> None:
+    known = get_args(EngineSettings.model_fields["kv_policy"].annotation)
+    assert [policy.value for policy in KvPolicy] == list(known)
+
+
+def test_what_is_in_use_is_said_before_anything_starts() -> None:
+    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
+    with socket.socket() as taken, socket.socket(socket.AF_UNIX) as other:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        refused = Cli(tmp_path)("up", "--listen", f"127.0.0.1:{taken.getsockname()[1]}")
-    assert refused.code == 3
-    assert "in use" in refused.err
-    assert not list((tmp_path / "logs").glob("*"))
-
-
-def test_a_network_address_without_tls_does_not_start(tmp_path: Path) -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    refused = Cli(home)("up", "--store-listen", f"0.0.0.0:{_free_port()}")
-    assert refused.code in (3, 4)
-    assert "TLS" in refused.err
-    shutil.rmtree(home)
-
-
-def test_a_model_that_is_not_there_ends_up_with_the_reason(tmp_path: Path) -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    refused = Cli(home)("up", "--model", str(tmp_path))
-    assert refused.code == 3
-    assert "config.json" in refused.err
-    shutil.rmtree(home)
-
-
-def test_what_a_killed_up_left_behind_is_named(tmp_path: Path) -> None:
-    home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
-    with Cli(home).running("up") as up:
-        running = wait_until_ready(home, up)
-        up.process.kill()
-    try:
-        refused = Cli(home)("up")
-        assert refused.code == 4
-        assert f"kill {running.engine_pid} {running.store_pid}" in refused.err
-    finally:
-        for pid in (running.engine_pid, running.store_pid):
-            os.kill(pid, signal.SIGTERM)
-        eventually(lambda: not any(process_exists(pid) for pid in (running.engine_pid, running.store_pid)))
+        port = taken.getsockname()[1]
+        for option in ("--listen", "--metrics-listen"):
+            refused = in_process("--home", home, "up", option, f"127.0.0.1:{port}", "--json")
+            assert (refused.code, refused.value["error"]["reason"]) == (4, "ADDRESS_IN_USE")
+        other.bind(f"{home}/run/engine.sock")
+        other.listen()
+        refused = in_process("--home", home, "up", "--json")
+        assert (refused.code, refused.value["error"]["reason"]) == (4, "ADDRESS_IN_USE")
+    certificate, key = home / "cert.pem", home / "key.pem"
+    make_certificate(certificate, key)
+    key.chmod(0o644)
+    refused = in_process("--home", home, "up", "--tls-cert", certificate, "--tls-key", key)
+    assert (refused.code, "chmod 600" in refused.err) == (4, True)
+    refused = in_process("--home", home, "up", "--tls-cert", certificate, "--tls-key", "/dev/null")
+    assert refused.code == 4
+    assert not list((home / "logs").iterdir())
     shutil.rmtree(home)
 
 

@@ -8,11 +8,13 @@ import time
 from pathlib import Path
 
 import pytest
-from kvasir.cli.running.logs import LogWatch, last_lines, rotate_log
+from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.cli.running.supervisor import RestartPolicy, Service, Supervisor, process_exists
 from kvasir.errors import Unavailable
 
-QUICK = RestartPolicy(max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05)
+QUICK = RestartPolicy(
+    max_crashes=3, within_s=30, first_delay_s=0.01, longest_delay_s=0.05, ask_every_s=0.02, silent_after_s=0.3
+)
 # Says that it is ready by making a file; ends at SIGTERM and writes that it did.
 SERVER = """
 import pathlib, signal, sys, time
@@ -96,6 +98,24 @@ def test_a_killed_service_is_started_again(tmp_path: Path) -> None:
         group.supervisor.stop()
         await run
         assert not process_exists(second)
+
+    asyncio.run(scenario())
+
+
+def test_a_service_that_hangs_is_told_and_left_alone(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = Group(tmp_path, {"engine": SERVER})
+        run = group.begin()
+        await asyncio.wait_for(group.started.wait(), 20)
+        pid = group.supervisor.pid("engine")
+        (tmp_path / "engine").unlink()  # it is not ready any more
+        await eventually(lambda: any(f"kill -9 {pid}" in line for line in group.said))
+        (tmp_path / "engine").touch()
+        await eventually(lambda: "engine answers again" in group.said)
+        assert group.supervisor.pid("engine") == pid
+        assert sum("has not answered" in line for line in group.said) == 1, "once, not at every look"
+        group.supervisor.stop()
+        await run
 
     asyncio.run(scenario())
 
@@ -213,13 +233,17 @@ def test_warnings_of_a_service_are_said(tmp_path: Path) -> None:
 def test_a_watched_log_gives_each_line_once_and_survives_being_put_aside(tmp_path: Path) -> None:
     log = tmp_path / "store.log"
     log.write_text("[error    ] before it was watched\n")
-    watch = LogWatch(log)
+    growing = GrowingLog(log)
+
+    def important_lines() -> list[str]:
+        return list(filter(is_important, growing.new_lines()))
+
     with log.open("a") as file:
         file.write("[error    ] one\n[error    ] tw")
-    assert watch.important_lines() == ["[error    ] one"]
+    assert important_lines() == ["[error    ] one"]
     with log.open("a") as file:
         file.write("o\n[info     ] three\n")
-    assert watch.important_lines() == ["[error    ] two"]
+    assert important_lines() == ["[error    ] two"]
     log.write_text("[error    ] four\n")
-    assert watch.important_lines() == ["[error    ] four"]
-    assert watch.important_lines() == []
+    assert important_lines() == ["[error    ] four"]
+    assert important_lines() == []

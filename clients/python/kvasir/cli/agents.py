@@ -37,7 +37,7 @@ def store_client(caller: Caller) -> Iterator[StoreClient]:
     """A client of the caller's store. An error names the address that does not answer."""
     endpoint = caller.store
     client = StoreClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False)
-    with client, failures.naming("store", endpoint):
+    with client, failures.naming("store", caller):
         yield client
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
 
 
@@ -38,9 +39,9 @@ class Caller:
         return self._endpoint("engine", self.engine_address)
 
     def _endpoint(self, service: str, address: str) -> Endpoint:
-        if address:
-            return Endpoint(address, self.token_file, self.ca_file)
         known = self.home.endpoint(service)
+        if address and not is_same_service(address, known.address):
+            return Endpoint(address, self.token_file, self.ca_file)
         return Endpoint(known.address, self.token_file or known.token_file, self.ca_file or known.ca_file)
 
     def result(self, value: object, show: Callable[[Console], None]) -> None:
@@ -54,6 +55,10 @@ class Caller:
         """Print one object of a stream on a line of its own."""
         self.out.file.write(json.dumps(value, ensure_ascii=False) + "\n")
         self.out.file.flush()
+
+    def note(self, text: str) -> None:
+        """Print a line about what goes on, for people and for the log of a program that starts this one."""
+        self.err.print(text, markup=False)
 
     def say(self, text: str) -> None:
         """Print a remark for people; scripts do not get it."""
@@ -73,6 +78,15 @@ class Caller:
     @property
     def shows_progress(self) -> bool:
         return not self.as_json and self.err.is_terminal
+
+
+def is_same_service(address: str, known: str) -> bool:
+    """Whether two addresses are one: the same text, or the same port of this machine."""
+    try:
+        one, other = parse_address(address), parse_address(known)
+    except AddressError:
+        return False  # whoever connects says what is wrong with it
+    return one == other or (one.port == other.port != 0 and one.is_loopback and other.is_loopback)
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

@@ -39,7 +39,7 @@ def chat(
     options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature})
     endpoint = caller.engine
     engine = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
-    with engine, failures.naming("engine", endpoint):
+    with engine, failures.naming("engine", caller):
         engine.get_capabilities()
         Conversation(caller, engine, agent, system, options).run()
 

@@ -4,14 +4,13 @@
 that a user can send it to others.
 """
 
-import asyncio
 import json
 import platform
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import metadata
 from typing import Annotated, Any
 
@@ -25,8 +24,10 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo.self_test import self_test
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size, stats_row
-from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
-from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.checks import KvPolicy
+from kvasir.cli.running.group import ServiceState, service_states
+from kvasir.cli.running.health import Health
+from kvasir.cli.running.holding import is_led
 from kvasir.clients import InferenceClient
 from kvasir.errors import KvasirError
 
@@ -45,9 +46,9 @@ def doctor(
         str, typer.Option(help="A directory or name of an mlx-lm model. Left out: the shipped model.")
     ] = "",
     kv_policy: Annotated[
-        str,
+        KvPolicy | None,
         typer.Option(help="As for `kvasir up`; auto measures the model, unless an engine of this home has done so."),
-    ] = "",
+    ] = None,
     kv_exact_layers: Annotated[str, typer.Option(help="As for `kvasir up`.")] = "",
     memory_gib: Annotated[float | None, typer.Option(min=0.001, help="As for `kvasir up`.")] = None,
     does_self_test: Annotated[
@@ -72,6 +73,8 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
     """The report without the self-test. `problems` are sentences that say what to do."""
     problems: list[str] = []
     home = caller.home.root
+    services = {state.name: state for state in service_states(caller)}
+    problems += _service_problems(caller, services.values())
     # The home's engine may have measured the model before. No home is made for this.
     remembered = ["--cache-dir", str(caller.home.engine_state)] if caller.home.engine_state.is_dir() else []
     with caller.busy("loading the model"):
@@ -91,8 +94,8 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
         "packages": {name: _version(name) for name in _PACKAGES},
         "model": facts,
         "home": {"path": str(home), "free_disk_bytes": disk.free},
-        "store": _service(caller.store, STORE_SERVICE) | _store_stats(caller),
-        "engine": _service(caller.engine, ENGINE_SERVICE) | _loaded_model(caller),
+        "store": _service(services["store"]) | _store_stats(caller),
+        "engine": _service(services["engine"]) | _loaded_model(caller),
         "problems": problems,
     }
 
@@ -117,8 +120,25 @@ def _version(name: str) -> str:
         return ""
 
 
-def _service(endpoint: Endpoint, name: str) -> dict[str, Any]:
-    return {"address": endpoint.address, "is_ready": asyncio.run(is_ready(endpoint, name))}
+def _service(state: ServiceState) -> dict[str, Any]:
+    return {"address": state.address, "is_ready": state.state == Health.READY, "state": state.state, "pid": state.pid}
+
+
+def _service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator[str]:
+    """What is wrong with the services. That nothing runs is no problem; that what should run does not is one."""
+    running, is_up = caller.home.running(), is_led(caller.home)
+    if running is not None and not is_up:
+        yield (
+            f"a `kvasir up` (pid {running.pid}) was killed here; `kvasir up` ends what it left and starts anew, "
+            "`kvasir down` only ends it"
+        )
+    named = {"store": caller.store_address, "engine": caller.engine_address}
+    for each in states:
+        if each.state == "hangs":
+            remedy = f"; kill -9 {each.pid}, and `kvasir up` starts it again" if each.pid else ""
+            yield f"the {each.name} hangs: something listens at {each.address} and does not answer{remedy}"
+        elif each.state != Health.READY and (is_up or named[each.name]):
+            yield f"the {each.name} should run at {each.address}: {each.state}; look at `kvasir logs {each.name}`"
 
 
 def _loaded_model(caller: Caller) -> dict[str, Any]:
@@ -161,7 +181,8 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     write(f"home: {report['home']['path']}, {size(report['home']['free_disk_bytes'])} free")
     for name in ("store", "engine"):
         service = report[name]
-        write(f"{name}: {'ready' if service['is_ready'] else 'does not run'} at {service['address']}")
+        pid = f" (pid {service['pid']})" if service["pid"] else ""
+        write(f"{name}: {service['state']} at {service['address']}{pid}")
     if loaded := report["engine"]["model"]:
         write(f"serving: {loaded['name']}, KV policy {_applied(loaded['kv_policy'], loaded['kv_policy_why'], loaded)}")
     if report["store"]["stats"]:

@@ -25,7 +25,7 @@ def engine_client(caller: Caller) -> Iterator[InferenceClient]:
     """A client of the caller's engine. An error names the address that does not answer."""
     endpoint = caller.engine
     client = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
-    with client, failures.naming("engine", endpoint):
+    with client, failures.naming("engine", caller):
         yield client
 
 

@@ -5,14 +5,16 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import typer
 
 from kvasir import errors
 from kvasir.cli.caller import Caller
-from kvasir.cli.running.home import Endpoint
+from kvasir.cli.running.holding import holders
+from kvasir.cli.running.home import Endpoint, Home
 from kvasir.credentials import CredentialFileError
 
 OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 70, 130
@@ -53,6 +55,7 @@ HINTS: dict[type[errors.KvasirError], str] = {
 # For reasons that say more than their type.
 HINTS_BY_REASON: dict[str, str] = {
     "SERVICE_DID_NOT_START": "",
+    "SERVICE_SILENT": "It may be starting, or hang; look at `kvasir status` and `kvasir logs`.",
     "ADDRESS_IN_USE": "",
     "PEER_UNAVAILABLE": "Is it running there? On a Mac, may this program use the local network (Privacy & Security)?",
     "PEER_UNKNOWN": "Peers stand in peers.toml; see compose/README.md.",
@@ -116,11 +119,18 @@ def refusal_of(error: Exception) -> errors.KvasirError:
     return errors.Internal(f"{type(error).__name__}: {error} (details: {trace.name})", reason="COMMAND_FAILED")
 
 
+def relayed(code: int, answer: Mapping[str, Any]) -> errors.KvasirError:
+    """The refusal of a command that ended with this code and JSON, as one of our own."""
+    kind = next((kind for kind, of_kind in EXIT_CODES.items() if of_kind == code), errors.FailedPrecondition)
+    told = answer.get("error") or {"message": f"the command ended with exit code {code}", "reason": "COMMAND_FAILED"}
+    return kind(told["message"], reason=told["reason"], field=told.get("field"), metadata=told.get("metadata"))
+
+
 def _wrong_usage(error: typer.TyperException) -> WrongUsage:
     """The command line's own refusal. `typer` says what is wrong, and its context which command's help to read."""
     context = getattr(error, "ctx", None)
     [option, *_] = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None)]
-    said = error.format_message().strip().rstrip(".")
+    said = error.format_message().strip().rstrip(".").replace("Value error, ", "")
     if context is None:
         return WrongUsage(said, field=option)
     if any(option in parameter.opts for parameter in context.find_root().command.params):
@@ -129,25 +139,41 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
 
 
 @contextmanager
-def naming(service: str, endpoint: Endpoint) -> Iterator[None]:
+def naming(service: str, caller: Caller) -> Iterator[None]:
     """Replace gRPC's own words for "nobody answers there" by ours. A service's own words stay."""
     try:
         yield
-    except errors.Unavailable as error:
-        if error.reason != errors.Unavailable.reason or "connect" not in error.message:
+    except (errors.Unavailable, errors.DeadlineExceeded) as error:
+        is_grpcs = error.reason == type(error).reason
+        endpoint = caller.store if service == "store" else caller.engine
+        if is_grpcs and (pid := _pid_at(endpoint, service, caller.home)):
+            text = f"the {service} (pid {pid}) lives and does not answer at {endpoint.address}"
+            raise errors.Unavailable(text, reason="SERVICE_SILENT", metadata=error.metadata) from None
+        if not is_grpcs or isinstance(error, errors.DeadlineExceeded) or "connect" not in error.message:
             raise
         text = f"no {service} answers at {endpoint.address}"
         raise errors.Unavailable(text, reason=error.reason, metadata=error.metadata) from None
+
+
+def _pid_at(endpoint: Endpoint, service: str, home: Home) -> int:
+    """The living process of a home's own service; 0 if there is none, or if another service is meant."""
+    running = home.running()
+    if running is None or endpoint.address != home.endpoint(service).address:
+        return 0
+    pid: int = getattr(running, f"{service}_pid")
+    return pid if pid in holders(home.services_lock_file) else 0
 
 
 def report(error: errors.KvasirError, caller: Caller) -> int:
     """Print the refusal where the caller looks for it, and return the command's exit code."""
     if caller.as_json:
         value = {"reason": error.reason, "message": error.message, "field": error.field, "metadata": error.metadata}
-        with suppress(BrokenPipeError):
+        try:
             caller.out.file.write(json.dumps({"error": value}) + "\n")
             caller.out.file.flush()
-    else:
-        line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
-        sys.stderr.write(" ".join(line.split()) + "\n")
+            return exit_code(error)
+        except BrokenPipeError:  # a `kvasir up -d` that was ready is read by nobody; its log is
+            pass
+    line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
+    sys.stderr.write(" ".join(line.split()) + "\n")
     return exit_code(error)

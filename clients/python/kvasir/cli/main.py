@@ -10,7 +10,7 @@ import kvasir
 from kvasir.cli import agents, bench, chat, doctor, engine, failures, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
-from kvasir.cli.running import up
+from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME, Home
 
 app = typer.Typer(
@@ -21,6 +21,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("up")(up.up)
+app.command("down")(group.down)
+app.command("status")(group.status)
+app.command("logs")(group.logs)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -35,15 +35,16 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """The facts that a running `kvasir up` writes into `run/up.json`."""
+    """The facts that a running `kvasir up` writes into `run/up.json`: pids (0: no process), addresses, files."""
 
     pid: int
     store: str
     engine: str
-    token_file: str = ""
+    token_file: str = ""  # empty where a Unix socket wants none
     ca_file: str = ""
     store_pid: int = 0
     engine_pid: int = 0
+    is_ready: bool = False  # all services were ready once
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,14 @@ class Home:
         return self.root / "peers.toml"
 
     @property
-    def lock_file(self) -> Path:
+    def up_lock_file(self) -> Path:
+        """Locked by a `kvasir up` that lives, and by nothing else."""
         return self.run / "up.lock"
+
+    @property
+    def services_lock_file(self) -> Path:
+        """Locked as long as any service of a `kvasir up` lives: they inherit the lock."""
+        return self.run / "services.lock"
 
     @property
     def running_file(self) -> Path:
@@ -101,7 +108,11 @@ class Home:
                 field="--home",
             )
         for directory in (self.root, self.run, self.logs, self.tokens):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            try:
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            except OSError as error:
+                text = f"--home: {directory} cannot be made: {error.strerror}"
+                raise FailedPrecondition(text, field="--home", reason="HOME_REFUSED") from None
             if directory.stat().st_mode & 0o077:
                 raise FailedPrecondition(f"{directory}: others can enter it; run: chmod 700 {directory}")
 
@@ -123,7 +134,7 @@ class Home:
         running = self.running()
         if running is None:
             return Endpoint(self.socket_address(service))
-        address = running.store if service == "store" else running.engine
+        address: str = getattr(running, service)
         if address.startswith("unix:"):
             return Endpoint(address)
         return Endpoint(

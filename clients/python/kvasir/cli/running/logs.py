@@ -1,4 +1,4 @@
-"""Logs of supervised services: rotated when long, quoted when a service dies, watched for warnings."""
+"""Logs of supervised services: rotated when long, quoted when a service dies, followed as they grow."""
 
 import re
 from pathlib import Path
@@ -28,8 +28,13 @@ def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str
     return [line.strip() for line in text.splitlines() if line.strip()][-count:]
 
 
-class LogWatch:
-    """Gives each line of a growing log that a person should see, once."""
+def is_important(line: str) -> bool:
+    """Whether a person should see it: a warning or an error."""
+    return _IMPORTANT.search(line) is not None
+
+
+class GrowingLog:
+    """Gives each line of a growing log once, without its colours."""
 
     def __init__(self, path: Path) -> None:
         """Begins at the log's present end."""
@@ -37,8 +42,8 @@ class LogWatch:
         self._offset = path.stat().st_size if path.exists() else 0
         self._rest = b""
 
-    def important_lines(self) -> list[str]:
-        """Warnings and errors since the last call. After a burst, only the newest are read."""
+    def new_lines(self) -> list[str]:
+        """The lines since the last call. After a burst, only the newest are read."""
         try:
             size = self._path.stat().st_size
             if size < self._offset:  # rotated
@@ -52,5 +57,4 @@ class LogWatch:
             return []
         self._offset += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
-        lines = (_COLOURS.sub("", line.decode("utf-8", "replace")).strip() for line in whole)
-        return [line for line in lines if _IMPORTANT.search(line)]
+        return [_COLOURS.sub("", line.decode("utf-8", "replace")).rstrip() for line in whole]

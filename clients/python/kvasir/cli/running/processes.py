@@ -29,7 +29,7 @@ class StoreProcess:
     engine_listen: str = ""  # a second address, for its engine
     credentials_file: Path | None = None
     peers_file: Path | None = None  # read if it exists
-    quota_bytes: int | None = None  # of each namespace
+    options: tuple[str, ...] = ()  # of the service, beside these
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
 
@@ -40,9 +40,9 @@ class StoreProcess:
             *_option("--engine-listen", self.engine_listen),
             *_option("--credentials-file", self.credentials_file),
             *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
-            *_option("--quota-bytes", str(self.quota_bytes) if self.quota_bytes else None),
             *_option("--tls-cert-file", self.tls_cert_file),
             *_option("--tls-key-file", self.tls_key_file),
+            *self.options,
         )
 
     def service(self) -> Service:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvasir.cli.running.logs import LogWatch, last_lines, rotate_log
+from kvasir.cli.running.logs import GrowingLog, is_important, last_lines, rotate_log
 from kvasir.errors import Unavailable
 
 _POLL_S = 0.1
@@ -39,6 +39,8 @@ class RestartPolicy:
     within_s: float = 60.0
     first_delay_s: float = 0.5
     longest_delay_s: float = 8.0
+    ask_every_s: float = 5.0
+    silent_after_s: float = 30.0
 
     def delay_s(self, crashes: int) -> float:
         """How long to wait before the restart after this many recent crashes (1 or more)."""
@@ -49,6 +51,7 @@ class RestartPolicy:
 class _Child:
     service: Service
     process: asyncio.subprocess.Process | None = None
+    is_starting: bool = True
     log_start: int = 0  # where this process began in its log: earlier lines are of other processes
     crashes: deque[float] = field(default_factory=deque)
 
@@ -101,6 +104,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as watchers:
                 for child in self._children:
                     watchers.create_task(self._until_stopped(self._keep_running(child)))
+                    watchers.create_task(self._until_stopped(self._watch_answers(child)))
         except* Unavailable as group:
             raise group.exceptions[0] from None
         finally:
@@ -109,12 +113,30 @@ class Supervisor:
 
     async def _watch_logs(self) -> None:
         """Show the warnings and errors of the services' logs."""
-        watches = [(child.service.name, LogWatch(child.service.log_file)) for child in self._children]
+        logs = [(child.service.name, GrowingLog(child.service.log_file)) for child in self._children]
         while True:
             await asyncio.sleep(_LOG_POLL_S)
-            for name, watch in watches:
-                for line in watch.important_lines():
+            for name, log in logs:
+                for line in filter(is_important, log.new_lines()):
                     self._say(f"{name}: {line}")
+
+    async def _watch_answers(self, child: _Child) -> None:
+        """Say that a service hangs. It is not killed for it: what it computes may only be slow."""
+        answered, is_silent = self._clock(), False
+        while True:
+            await asyncio.sleep(self._policy.ask_every_s)
+            if child.is_starting or await child.service.is_ready():
+                answered = self._clock()
+                if is_silent:
+                    self._say(f"{child.service.name} answers again")
+                is_silent = False
+            elif not is_silent and self._clock() - answered > self._policy.silent_after_s:
+                is_silent = True
+                pid = child.process.pid if child.process is not None else 0
+                self._say(
+                    f"{child.service.name} (pid {pid}) has not answered for {self._policy.silent_after_s:g} s; "
+                    f"if it stays so, kill -9 {pid}: it is started again"
+                )
 
     async def _until_stopped(self, work: Awaitable[None]) -> None:
         """Do the work, unless a stop comes first."""
@@ -130,6 +152,7 @@ class Supervisor:
 
     async def _start(self, child: _Child) -> None:
         service = child.service
+        child.is_starting = True
         rotate_log(service.log_file)
         with service.log_file.open("ab") as log:
             service.log_file.chmod(0o600)
@@ -154,12 +177,14 @@ class Supervisor:
                 await child.process.wait()
                 raise self._failed(child, f"{service.name} was not ready within {service.ready_within_s:g} s")
             await asyncio.sleep(_POLL_S)
+        child.is_starting = False
         self._say(f"{service.name} is ready (pid {child.process.pid}, {self._clock() - began:.1f} s)")
 
     async def _keep_running(self, child: _Child) -> None:
         while True:
             assert child.process is not None
             code = await child.process.wait()
+            child.is_starting = True
             delay_s = self._next_delay_s(child, f"{child.service.name} ended with {ending(code)}")
             self._say(f"{child.service.name} ended with {ending(code)}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)

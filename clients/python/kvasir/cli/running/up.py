@@ -1,30 +1,38 @@
 """`kvasir up`: store and engine as one group under one home, until Ctrl-C or SIGTERM.
 
-It makes the home and its credentials, starts the store and then the engine, and writes their addresses for other
-commands. A home has one group: the services inherit a lock, which is held until the last of them has ended.
+It checks what it was asked for, makes the home and its credentials, starts the store and then the engine, and writes
+their addresses for other commands. A home has one group: the services inherit a lock, which is held until the last of
+them has ended. What a killed `kvasir up` left is ended first.
 """
 
 import asyncio
 import contextlib
 import fcntl
 import ipaddress
+import json
 import os
 import secrets
 import signal
-import socket
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from kvasir.address import parse_address
-from kvasir.cli.caller import Caller, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.failures import relayed
+from kvasir.cli.running import checks
+from kvasir.cli.running.checks import KvPolicy, LogFormat, LogLevel
+from kvasir.cli.running.holding import end_services, holders
 from kvasir.cli.running.home import Endpoint, Home, Running
+from kvasir.cli.running.logs import rotate_log
 from kvasir.cli.running.processes import EngineProcess, StoreProcess
-from kvasir.cli.running.supervisor import Supervisor, process_exists
+from kvasir.cli.running.supervisor import Supervisor
 from kvasir.credentials import (
     ADMIN,
     CLIENT,
@@ -35,7 +43,7 @@ from kvasir.credentials import (
     write_credentials,
     write_private_text,
 )
-from kvasir.errors import FailedPrecondition, InvalidArgument, Unavailable
+from kvasir.errors import FailedPrecondition
 
 GIB = 1 << 30
 # The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
@@ -78,12 +86,12 @@ def up(
         str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
     ] = "",
     kv_policy: Annotated[
-        str,
+        KvPolicy | None,
         typer.Option(
-            help="How keys and values are stored: q4 (if left out), q4-rotated, k8v4, q8, fp; or auto, the cheapest "
-            "with which the model answers as with exact KV, measured once. `kvasir bench quality` shows their costs."
+            help="How keys and values are stored: q4 if left out; auto is the cheapest with which the model answers as "
+            "with exact KV, measured once. `kvasir bench quality` shows their costs."
         ),
-    ] = "",
+    ] = None,
     kv_exact_layers: Annotated[
         str, typer.Option(help='Layers that stay at 16 bits: "last", or indexes with commas between.')
     ] = "",
@@ -101,24 +109,81 @@ def up(
         float | None,
         typer.Option(min=0.001, help="Disk for each namespace's memories, in GiB. Left out: as much as the disk has."),
     ] = None,
+    keep_versions: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Versions of each agent to go back to. Left out: 8.")
+    ] = None,
+    log_level: Annotated[LogLevel, typer.Option(help="The least of what the services log.")] = LogLevel.INFO,
+    log_format: Annotated[LogFormat, typer.Option(help="Log lines for people, or for programs.")] = LogFormat.CONSOLE,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Return when all is ready; `kvasir down` stops it.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Run the store and the engine as one group, until Ctrl-C."""
-    caller = caller_of(context)
+    """Run the store and the engine as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
+
+    --json: one object on standard output when all is ready, with the addresses and the token's file (also in the home,
+    as run/up.json). Remarks go to standard error.
+    """
+    caller = caller_of(context, as_json)
     home = caller.home
+    checks.check_installed()
+    models = checks.check_models(model or [])
+    checks.check_exact_layers(kv_exact_layers, kv_policy, models)
+    asked = {"--listen": listen, "--store-listen": store_listen, "--metrics-listen": metrics_listen}
+    addresses = {option: address for option, address in asked.items() if address}
+    checks.check_addresses(addresses, tls_cert, tls_key)
     home.make()
-    with locked(home) as descriptor:
-        make_credentials(home)
-        given = (
-            ("--metrics-listen", metrics_listen),
-            ("--kv-policy", kv_policy),
-            ("--kv-exact-layers", kv_exact_layers),
-            ("--memory-gib", memory_gib),
-            ("--context-tokens", context_tokens),
+    with led(home), locked(home, caller.say) as descriptor:
+        for option, address in addresses.items():
+            checks.check_free(address, option)
+        for socket in ("store", "engine", "engines"):
+            checks.check_socket_free(home.run / f"{socket}.sock")
+        if not detach:
+            make_credentials(home)
+            logging = ("--log-level", log_level.value, "--log-format", log_format.value)
+            engine_options = (
+                *_given(("--metrics-listen", metrics_listen), ("--kv-policy", kv_policy and kv_policy.value)),
+                *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
+                *_given(("--context-tokens", context_tokens)),
+                *logging,
+            )
+            quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
+            store_options = (*_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)), *logging)
+            plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, engine_options, store_options)
+            asyncio.run(_run(caller, plan, descriptor))
+            return
+    _detached(caller)
+
+
+def _given(*options: tuple[str, object]) -> Iterator[str]:
+    """The options that have a value, as arguments."""
+    yield from (str(part) for option in options if option[1] for part in option)
+
+
+def _detached(caller: Caller) -> None:
+    """Run the same command in the background, wait until all is ready, and say what it says."""
+    arguments = [argument for argument in sys.argv[1:] if argument not in ("-d", "--detach", "--json")]
+    log = caller.home.logs / "up.log"
+    rotate_log(log)
+    with log.open("ab") as err:
+        log.chmod(0o600)
+        child = subprocess.Popen(
+            [sys.executable, "-m", "kvasir.cli", "--json", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=err,
+            start_new_session=True,
         )
-        options = [str(part) for option in given if option[1] for part in option]
-        quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
-        plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, options, quota_bytes)
-        asyncio.run(_run(caller, plan, descriptor))
+    assert child.stdout is not None
+    with caller.busy("starting"), child.stdout as out:
+        try:
+            answer = json.loads(out.readline() or b"{}")
+        except KeyboardInterrupt:
+            child.terminate()
+            raise
+    if "pid" not in answer:
+        raise relayed(child.wait(), answer)
+    caller.result(answer, lambda out: _greet(out.print, answer, "`kvasir down` stops it"))
 
 
 def plan_of(
@@ -129,12 +194,9 @@ def plan_of(
     tls_cert: Path | None,
     tls_key: Path | None,
     engine_options: Sequence[str] = (),
-    store_quota_bytes: int | None = None,
+    store_options: Sequence[str] = (),
 ) -> Plan:
-    """The plan that the options ask for. Raises InvalidArgument for a malformed address or one in use."""
-    for option, address in (("--listen", listen), ("--store-listen", store_listen)):
-        if address:
-            check_free(address, option)
+    """The plan that the options ask for, which were checked."""
     credentials = home.credentials_file if listen or store_listen else None
     has_tls = tls_cert is not None and tls_key is not None
     ca_file = tls_cert if has_tls else None
@@ -152,7 +214,7 @@ def plan_of(
         engine_listen=home.socket_address("engines"),
         credentials_file=credentials,
         peers_file=home.peers_file,
-        quota_bytes=store_quota_bytes,
+        options=tuple(store_options),
         tls_cert_file=tls_cert if store_listen else None,
         tls_key_file=tls_key if store_listen else None,
     )
@@ -173,9 +235,10 @@ def plan_of(
 
 
 async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
+    home = caller.home
     supervisor = Supervisor(
         [plan.store.service(), plan.engine.service()],
-        say=caller.say,
+        say=caller.note,
         clock=time.monotonic,
         keep_descriptor=descriptor,
     )
@@ -183,56 +246,89 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, supervisor.stop)
 
-    def tell_others() -> None:
-        caller.home.write_running(
-            Running(
-                pid=os.getpid(),
-                store=plan.store.endpoint.address,
-                engine=plan.engine.endpoint.address,
-                token_file=str(caller.home.tokens / "client.token"),
-                ca_file=str(plan.store.tls_cert_file or plan.engine.tls_cert_file or ""),
-                store_pid=supervisor.pid("store"),
-                engine_pid=supervisor.pid("engine"),
-            )
+    def facts(is_ready: bool) -> Running:
+        return Running(
+            pid=os.getpid(),
+            store=plan.store.endpoint.address,
+            engine=plan.engine.endpoint.address,
+            token_file=str(home.tokens / "client.token") if plan.engine.credentials_file else "",
+            ca_file=str(plan.store.tls_cert_file or plan.engine.tls_cert_file or ""),
+            store_pid=supervisor.pid("store"),
+            engine_pid=supervisor.pid("engine"),
+            is_ready=is_ready,
         )
 
-    def greet() -> None:
-        tell_others()
-        caller.say(f"engine: {plan.engine.endpoint.address}")
-        caller.say(f"store:  {plan.store.endpoint.address}")
-        caller.say("Talk to an agent with `kvasir chat ada`. Ctrl-C stops both.")
+    was_ready = False
 
-    caller.say(f"Starting in {caller.home.root}; logs are in {caller.home.logs}")
+    def tell_others() -> None:
+        home.write_running(facts(was_ready))
+
+    def greet() -> None:
+        nonlocal was_ready
+        was_ready = True
+        tell_others()
+        answer = asdict(facts(was_ready)) | {"home": str(home.root), "logs": str(home.logs)}
+        if caller.as_json:
+            caller.line(answer)
+        _greet(caller.note, answer, "Ctrl-C stops both")
+
+    caller.note(f"Starting in {home.root}; logs are in {home.logs}")
+    tell_others()
     try:
         await supervisor.run(greet, tell_others)
     finally:
-        caller.home.running_file.unlink(missing_ok=True)
-    caller.say("Both have stopped.")
+        home.running_file.unlink(missing_ok=True)
+    caller.note("Both have stopped.")
+
+
+def _greet(say: Callable[[str], object], answer: dict[str, Any], how_to_stop: str) -> None:
+    say(f"engine: {answer['engine']}")
+    say(f"store:  {answer['store']}")
+    if answer["token_file"]:
+        say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
+    say(f"Talk to an agent with `kvasir chat ada`; {how_to_stop}.")
 
 
 @contextlib.contextmanager
-def locked(home: Home) -> Iterator[int]:
-    """Hold the home's lock. Raises FailedPrecondition if another group, or its remaining services, hold it."""
-    descriptor = os.open(home.lock_file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FailedPrecondition(_who_holds(home), reason="ALREADY_RUNNING") from None
+def led(home: Home) -> Iterator[None]:
+    """Be the home's only `kvasir up`. Raises FailedPrecondition if there is one."""
+    with _private_file(home.up_lock_file) as descriptor:
+        if not _try_lock(descriptor):
+            [pid, *_] = holders(home.up_lock_file) or [0]
+            text = f"`kvasir up` is already running in {home.root} (pid {pid})"
+            raise FailedPrecondition(f"{text}; use it, or end it with `kvasir down`", reason="ALREADY_RUNNING")
+        yield
+
+
+@contextlib.contextmanager
+def locked(home: Home, say: Callable[[str], None]) -> Iterator[int]:
+    """Hold the lock that services inherit, as its only `kvasir up`. Services that a killed one left are ended first."""
+    with _private_file(home.services_lock_file) as descriptor:
+        if not _try_lock(descriptor):
+            ended = end_services(home, say)
+            say(f"ended what a killed `kvasir up` left here: {', '.join(map(str, ended))}")
+            if not _try_lock(descriptor):
+                text = f"{home.services_lock_file}: another program holds it"
+                raise FailedPrecondition(text, reason="ALREADY_RUNNING")
         os.set_inheritable(descriptor, True)
+        yield descriptor
+
+
+@contextlib.contextmanager
+def _private_file(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _who_holds(home: Home) -> str:
-    running = home.running()
-    if running is None:
-        return f"another `kvasir up` is starting in {home.root}"
-    if process_exists(running.pid):
-        return f"`kvasir up` is already running in {home.root} (pid {running.pid}); use it, or another --home"
-    left = " ".join(str(pid) for pid in (running.engine_pid, running.store_pid) if pid and process_exists(pid))
-    return f"a `kvasir up` in {home.root} was killed and its services live on; run: kill {left}"
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def make_credentials(home: Home) -> None:
@@ -257,25 +353,3 @@ def _is_everywhere(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
         return False
-
-
-def check_free(address: str, option: str) -> None:
-    """Raise InvalidArgument unless `address` is a host and port that nothing listens on."""
-    try:
-        parsed = parse_address(address)
-    except ValueError as error:
-        raise InvalidArgument(f"{option}: {error}", field=option) from None
-    if parsed.socket_path is not None:
-        raise InvalidArgument(f"{option}: expected HOST:PORT; leave it out for a Unix socket", field=option)
-    if parsed.port == 0:
-        raise InvalidArgument(f"{option}: name a port, so that others can find it", field=option)
-    family = socket.AF_INET6 if ":" in parsed.host else socket.AF_INET
-    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((parsed.host, parsed.port))
-        except OSError as error:
-            raise Unavailable(
-                f"{option}: cannot listen on {address}: {error.strerror}; stop what is there or choose another port",
-                reason="ADDRESS_IN_USE",
-            ) from None

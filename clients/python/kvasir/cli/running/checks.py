@@ -1,0 +1,181 @@
+"""What `kvasir up` was asked for, checked before anything starts. Starts nothing and makes nothing."""
+
+import contextlib
+import enum
+import importlib.util
+import json
+import re
+import socket
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvasir.address import Address, parse_address
+from kvasir.cli.failures import WrongUsage
+from kvasir.errors import FailedPrecondition
+
+# As the engine names them.
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# One package of each service; whoever has the command line alone has neither.
+_PACKAGES = ("structlog", "sqlite_utils", "mlx")
+
+
+class KvPolicy(enum.StrEnum):
+    """How keys and values are stored, cheapest first."""
+
+    Q4 = "q4"
+    Q4_ROTATED = "q4-rotated"
+    K8V4 = "k8v4"
+    Q8 = "q8"
+    FP = "fp"
+    AUTO = "auto"
+
+
+class LogLevel(enum.StrEnum):
+    """The least of what is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class LogFormat(enum.StrEnum):
+    """For people, or for programs."""
+
+    CONSOLE = "console"
+    JSON = "json"
+
+
+@dataclass(frozen=True, slots=True)
+class GivenModel:
+    """One --model: a directory, or a repository of the hub."""
+
+    name: str
+    path: str
+
+    @property
+    def is_repository(self) -> bool:
+        return not Path(self.path).expanduser().is_dir()
+
+
+def check_installed() -> None:
+    """Raise FailedPrecondition where only the command line was installed."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        text = f"the services are not installed ({', '.join(missing)} missing); install kvasir[all]"
+        raise FailedPrecondition(text, reason="NOT_INSTALLED")
+
+
+def check_models(given: Sequence[str]) -> list[GivenModel]:
+    """The models, as NAME=PATH or PATH. Raises WrongUsage for one that cannot be, and for two of one name."""
+    models = [_model(item) for item in given]
+    names = [model.name for model in models]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise WrongUsage(f"--model: two models are named {twice!r}; give them other names: NAME=PATH", field="--model")
+    return models
+
+
+def _model(item: str) -> GivenModel:
+    name, equals, path = item.partition("=")
+    if not (equals and _MODEL_NAME.fullmatch(name)):
+        name, path = "", item
+    if (directory := Path(path).expanduser()).is_dir():
+        if not (directory / "config.json").is_file():
+            raise WrongUsage(f"--model: {directory} has no config.json", field="--model")
+        return GivenModel(name or directory.name, path)
+    if not _REPOSITORY.fullmatch(path):
+        raise WrongUsage(f"--model: {path!r} is neither a directory nor a repository OWNER/NAME", field="--model")
+    return GivenModel(name or path, path)
+
+
+def check_exact_layers(text: str, policy: KvPolicy | None, models: Sequence[GivenModel]) -> None:
+    """Raise WrongUsage unless it is "last" or indexes of layers of the first model."""
+    words = [word.strip() for word in text.split(",")] if text else []
+    option = "--kv-exact-layers"
+    if bad := next((word for word in words if word != "last" and not (word.isascii() and word.isdigit())), ""):
+        raise WrongUsage(f'{option}: expected "last" or indexes, got {bad!r}', field=option)
+    if words and policy is KvPolicy.FP:
+        raise WrongUsage(f"{option}: under fp every layer is exact already", field=option)
+    count = _layer_count(models[0]) if models else 0
+    if count and (far := next((word for word in words if word != "last" and int(word) >= count), "")):
+        raise WrongUsage(f"{option}: the model has layers 0 to {count - 1}, and no {far}", field=option)
+
+
+def _layer_count(model: GivenModel) -> int:
+    """From the model's configuration; 0 where it does not say, or lies on the hub."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        config = json.loads((Path(model.path).expanduser() / "config.json").read_text())
+        return int(config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers") or 0)
+    return 0
+
+
+def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: Path | None) -> None:
+    """Raise WrongUsage for addresses (by option) that are none, that meet, or that other machines reach without TLS."""
+    taken: dict[int, str] = {}
+    for option, text in addresses.items():
+        address = _host_and_port(text, option)
+        if other := taken.get(address.port):
+            raise WrongUsage(f"{option}: {other} has port {address.port} already", field=option)
+        taken[address.port] = option
+        if not address.is_loopback:
+            _check_public(option, text, tls_cert)
+    _check_tls(tls_cert, tls_key)
+
+
+def _check_public(option: str, text: str, tls_cert: Path | None) -> None:
+    if option == "--metrics-listen":
+        raise WrongUsage(f"{option}: {text}: metrics have no TLS and no token; use 127.0.0.1:PORT", field=option)
+    if tls_cert is None:
+        raise WrongUsage(
+            f"{option}: {text} is open to other machines: TLS is needed, --tls-cert and --tls-key", field=option
+        )
+
+
+def _check_tls(cert: Path | None, key: Path | None) -> None:
+    if cert is None and key is None:
+        return
+    if cert is None or key is None:
+        raise WrongUsage("--tls-cert and --tls-key: give both or neither", field="--tls-cert" if cert else "--tls-key")
+    if key.exists() and key.stat().st_mode & 0o077:
+        raise FailedPrecondition(f"--tls-key: others can read {key}; run: chmod 600 {key}", reason="KEY_READABLE")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
+    except ssl.SSLError as error:
+        text = f"--tls-cert: {cert} and {key} are no certificate and its key ({error.reason})"
+        raise WrongUsage(text, field="--tls-cert") from None
+
+
+def _host_and_port(text: str, option: str) -> Address:
+    try:
+        address = parse_address(text)
+    except ValueError as error:
+        raise WrongUsage(f"{option}: {error}", field=option) from None
+    if address.socket_path is not None:
+        raise WrongUsage(f"{option}: expected HOST:PORT; leave it out for a Unix socket", field=option)
+    if address.port == 0:
+        raise WrongUsage(f"{option}: name a port, so that others can find it", field=option)
+    return address
+
+
+def check_free(text: str, option: str) -> None:
+    """Raise FailedPrecondition if something listens on this host and port."""
+    address = _host_and_port(text, option)
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address.host, address.port))
+        except OSError as error:
+            what = f"{option}: cannot listen on {text}: {error.strerror}; stop what is there or choose another port"
+            raise FailedPrecondition(what, reason="ADDRESS_IN_USE", field=option) from None
+
+
+def check_socket_free(path: Path) -> None:
+    """Raise FailedPrecondition if a program listens on this Unix socket. A socket that a dead one left is no harm."""
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe, contextlib.suppress(OSError):
+        probe.settimeout(1.0)
+        probe.connect(str(path))
+        raise FailedPrecondition(f"{path}: another program listens there", reason="ADDRESS_IN_USE")

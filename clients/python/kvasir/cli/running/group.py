@@ -1,0 +1,129 @@
+"""`kvasir down`, `status` and `logs`: look after the group that `kvasir up` runs in a home."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.failures import UNREACHABLE, WrongUsage
+from kvasir.cli.running.health import ENGINE_SERVICE, PATIENCE_S, STORE_SERVICE, Health, health
+from kvasir.cli.running.holding import end_group, holders
+from kvasir.cli.running.home import Endpoint, Home, Running
+from kvasir.cli.running.logs import GrowingLog, last_lines
+from kvasir.errors import NotFound
+
+_SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
+_FOLLOW_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceState:
+    """One service of a home. `state` is a word of Health, or `starting`, or `hangs`."""
+
+    name: str
+    address: str
+    pid: int  # 0: it has no process
+    state: str
+
+
+def service_states(caller: Caller) -> list[ServiceState]:
+    """How each service is that the caller speaks to, by its process and by its own answer."""
+    running, alive = caller.home.running(), holders(caller.home.services_lock_file)
+    endpoints = {"store": caller.store, "engine": caller.engine}
+    return [_state(name, endpoint, caller.home, running, alive) for name, endpoint in endpoints.items()]
+
+
+def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
+    pid: int = 0
+    if running is not None and endpoint.address == home.endpoint(name).address:
+        pid = getattr(running, f"{name}_pid")
+        pid = pid if pid in alive else 0
+    answer = asyncio.run(health(endpoint, _SERVICES[name], PATIENCE_S))
+    state: str = answer
+    if answer is Health.SILENT:
+        state = "hangs"
+    elif pid and answer is Health.STOPPED:
+        state = "starting"
+    return ServiceState(name, endpoint.address, pid, state)
+
+
+def down(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Stop what `kvasir up` runs in this home, or what a killed `kvasir up` left. Its own processes only."""
+    caller = caller_of(context, as_json)
+    with caller.busy("stopping"):
+        ended = end_group(caller.home, caller.say)
+    caller.home.running_file.unlink(missing_ok=True)
+    root = caller.home.root
+    text = f"stopped; what agents remember is in {root}" if ended else f"nothing runs in {root}"
+    caller.result({"home": str(root), "ended": ended}, lambda out: out.print(text, markup=False))
+
+
+def status(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Show what runs in this home, and where. Exit code 3 unless all of it is ready."""
+    caller = caller_of(context, as_json)
+    home, running = caller.home, caller.home.running()
+    states = service_states(caller)
+    value: dict[str, Any] = {
+        "home": str(home.root),
+        "pid": next(iter(holders(home.up_lock_file)), 0),
+        "services": [{"name": s.name, "state": s.state, "pid": s.pid, "address": s.address} for s in states],
+        "token_file": running.token_file if running is not None else "",
+        "logs": str(home.logs),
+    }
+    caller.result(value, lambda out: _show_status(out, value))
+    if any(each.state != Health.READY for each in states):
+        raise typer.Exit(UNREACHABLE)
+
+
+def logs(
+    context: typer.Context,
+    service: Annotated[
+        str, typer.Argument(help="store, engine or up (of `kvasir up -d`). Left out: all.", metavar="[SERVICE]")
+    ] = "",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log, so many of its last lines.")] = 20,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the logs of this home's services. --json: one object per line, with service and line."""
+    caller = caller_of(context, as_json)
+    files = {path.stem: path for path in sorted(caller.home.logs.glob("*.log")) if "." not in path.stem}
+    if service:
+        if service not in ("up", "store", "engine", "http"):
+            raise WrongUsage(f"SERVICE: expected store, engine, http or up, got {service!r}", field="SERVICE")
+        files = {name: path for name, path in files.items() if name == service}
+    if not files:
+        raise NotFound(f"no log{f' of {service}' if service else ''} in {caller.home.logs}", reason="NO_LOG")
+    growing = {name: GrowingLog(path) for name, path in files.items()}
+    for name, path in files.items():
+        for line in last_lines(path, lines) if lines else ():
+            _show_line(caller, "" if service else name, line)
+    while follow:
+        time.sleep(_FOLLOW_S)
+        for name, log in growing.items():
+            for line in log.new_lines():
+                _show_line(caller, "" if service else name, line)
+
+
+def _show_line(caller: Caller, name: str, line: str) -> None:
+    if caller.as_json:
+        caller.line({"service": name, "line": line})
+    else:
+        caller.out.file.write(f"{name + ': ' if name else ''}{line}\n")
+        caller.out.file.flush()
+
+
+def _show_status(out: Console, value: dict[str, Any]) -> None:
+    led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else "no `kvasir up` runs here"
+    out.print(f"{value['home']}: {led}", markup=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for row in value["services"]:
+        table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"])
+    out.print(table)
+    if value["token_file"]:
+        out.print(f"token: {value['token_file']}", markup=False)
+    out.print(f"logs: {value['logs']}", markup=False)

@@ -1,0 +1,88 @@
+"""The processes of one home: those that hold its locks. `kvasir up` holds both, its services have inherited one.
+
+A process that holds no lock is never touched, whatever number a file names.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvasir.cli.running.home import Home
+
+_GRACE_S = 20.0
+_POLL_S = 0.05
+
+
+def holders(lock_file: Path) -> list[int]:
+    """The processes that hold the lock; never this process."""
+    try:
+        lock = lock_file.stat()
+    except OSError:
+        return []
+    found = _with_lock_linux(lock) if sys.platform == "linux" else _with_lock_lsof(lock_file)
+    return sorted(set(found) - {os.getpid()})
+
+
+def is_led(home: Home) -> bool:
+    """Whether a `kvasir up` of this home lives."""
+    return bool(holders(home.up_lock_file))
+
+
+def end_group(home: Home, say: Callable[[str], None]) -> list[int]:
+    """End `kvasir up`, which ends its services, and what is left of it. Returns the processes that were ended."""
+    led = holders(home.up_lock_file)
+    for pid in led:
+        _end(pid, home.up_lock_file, say, 3 * _GRACE_S)  # its services have their own grace, one after the other
+    return [*led, *end_services(home, say)]
+
+
+def end_services(home: Home, say: Callable[[str], None]) -> list[int]:
+    """End the services that a killed `kvasir up` left, the store last: the engine may have something to store."""
+    running = home.running()
+    last = running.store_pid if running is not None else 0
+    ended = sorted(holders(home.services_lock_file), key=lambda pid: (pid == last, -pid))
+    for pid in ended:
+        _end(pid, home.services_lock_file, say, _GRACE_S)
+    return ended
+
+
+def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+        give_up = time.monotonic() + grace_s
+        while time.monotonic() < give_up:
+            if pid not in holders(lock_file):  # it may still be a zombie, in a container that collects none
+                return
+            time.sleep(_POLL_S)
+        say(f"process {pid} did not end within {grace_s:g} s and is killed")
+
+
+def _with_lock_linux(lock: os.stat_result) -> Iterator[int]:
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and _holds(folder, lock):
+            yield int(folder.name)
+
+
+def _holds(process: Path, lock: os.stat_result) -> bool:
+    """Whether a descriptor of the process has this file open and locked."""
+    try:
+        for link in (process / "fd").iterdir():
+            seen = link.stat()
+            if (seen.st_dev, seen.st_ino) == (lock.st_dev, lock.st_ino):
+                return "FLOCK" in (process / "fdinfo" / link.name).read_text()
+    except OSError:  # another user's, or gone meanwhile
+        return False
+    return False
+
+
+def _with_lock_lsof(lock_file: Path) -> Iterator[int]:
+    """As macOS tells it; which of those that opened the file locked it is not told."""
+    answer = subprocess.run(["lsof", "-t", "--", lock_file], capture_output=True, text=True, check=False)
+    yield from (int(word) for word in answer.stdout.split())
