@@ -37,7 +37,7 @@ bench: install   ## Measure store, engine and KV policies; wants a quiet machine
 lint: install check-generated ## ruff, mypy, buf
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy clients/python/kvasir cachestore_svc inference_svc
+	$(BIN)/mypy clients/python/kvasir clients/python/kvasir_gateway cachestore_svc inference_svc
 	$(BIN)/buf lint proto
 
 check-generated: install ## Committed stubs are what proto/ generates

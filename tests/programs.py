@@ -26,6 +26,7 @@ _MAINS = {
     "inference_svc": "inference_svc.__main__",
     "cachestore_svc": "cachestore_svc.__main__",
     "kvasir": "kvasir.cli.main",
+    "kvasir_gateway": "kvasir_gateway.__main__",
 }
 # What `kvasir` starts with `python -m`, beside the services.
 _STARTED = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.draw_house import PACKAGES, SDK, boxes, cycles, files_per_folder, module_graph, statements_of_sql
+from tools.draw_house import GATEWAY, PACKAGES, SDK, boxes, cycles, files_per_folder, module_graph, statements_of_sql
 
 ROOT = Path(__file__).parent.parent
 
@@ -75,6 +75,7 @@ IMPORTS = (
             f"{SDK}/clients/*",
             f"{SDK}/formats/frames.py",
             f"{SDK}/cli/*",
+            f"{GATEWAY}/*",
         ),
         "requests and responses stay at the edge; identity and manifest are plain data",
     ),
@@ -83,6 +84,7 @@ IMPORTS = (
         ("inference_svc/edge/metrics.py",),
         "numbers are counted in plain data and shown in one place",
     ),
+    Wall(("starlette", "uvicorn", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),
@@ -342,6 +344,7 @@ ROOMS = {
         "server": "address credentials errors status",
         "formats": "errors names",
     },
+    GATEWAY: {},
 }
 
 

@@ -12,7 +12,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 SDK = "clients/python/kvasir"
-PACKAGES = {"inference_svc": "inference_svc", "cachestore_svc": "cachestore_svc", SDK: "kvasir"}
+GATEWAY = "clients/python/kvasir_gateway"
+PACKAGES = {
+    "inference_svc": "inference_svc",
+    "cachestore_svc": "cachestore_svc",
+    SDK: "kvasir",
+    GATEWAY: "kvasir_gateway",
+}
 # What begins a statement and not an English sentence.
 _SQL = re.compile(
     r"\b(SELECT\s[\s\S]+?\sFROM|INSERT\s+(OR\s+\w+\s+)?INTO|UPDATE\s+\w+\s+SET|DELETE\s+FROM|PRAGMA\s|CREATE\s)"

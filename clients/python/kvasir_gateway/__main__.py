@@ -1,0 +1,194 @@
+"""Starts the gateway: `python -m kvasir_gateway --engine ADDRESS`; `kvasir up` does so with its own addresses."""
+
+import argparse
+import asyncio
+import contextlib
+import secrets
+import signal
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import uvicorn
+from kvasir.address import AddressError, parse_address
+from kvasir.clients import Tls
+from kvasir.credentials import (
+    CredentialFileError,
+    read_credentials,
+    read_private_text,
+    read_token,
+    write_private_text,
+)
+from kvasir.errors import InvalidArgument, KvasirError
+
+from kvasir_gateway.answering import Turns
+from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
+from kvasir_gateway.conversations import Conversations
+from kvasir_gateway.engine import EngineLink
+from kvasir_gateway.security import Gate
+
+DEFAULT_LISTEN = "127.0.0.1:8642"
+# Requests that wait or run; the engine's own queue is shorter.
+_MAX_CONNECTIONS = 2000
+_STOP_GRACE_S = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a gateway is started with."""
+
+    listen: str
+    engine: str
+    store: str
+    state_dir: Path
+    token_file: Path | None = None
+    ca_file: Path | None = None
+    credentials_file: Path | None = None
+    is_open: bool = False
+    hosts: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    max_body_mib: int = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0, 2 for wrong usage, 3 when an address cannot be had."""
+    try:
+        return asyncio.run(serve(_options(arguments)))
+    except (InvalidArgument, AddressError, CredentialFileError) as error:
+        print(f"kvasir_gateway: {error}", file=sys.stderr)
+        return 2
+    except (KvasirError, OSError) as error:
+        print(f"kvasir_gateway: {error}", file=sys.stderr)
+        return 3
+
+
+async def serve(options: Options) -> int:
+    """Serve until SIGINT or SIGTERM. Raises InvalidArgument, AddressError, CredentialFileError and OSError before it
+    listens."""
+    address = parse_address(options.listen)
+    if not address.is_loopback or address.socket_path is not None:
+        raise InvalidArgument(
+            f"--listen: expected a loopback HOST:PORT, got {options.listen}: put a proxy with TLS before it",
+            field="--listen",
+        )
+    if options.credentials_file is None and not options.is_open:
+        raise InvalidArgument(
+            "--credentials FILE names the API keys; --no-keys lets every program of this machine act as you",
+            field="--credentials",
+        )
+    token = read_token(options.token_file) if options.token_file is not None else None
+    tls = Tls(options.ca_file) if options.ca_file is not None else None
+    credentials = read_credentials(options.credentials_file) if options.credentials_file is not None else None
+    conversations = Conversations(
+        _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
+    )
+    engine = EngineLink.connect(options.engine, options.store, token=token, tls=tls)
+    around = Surroundings(
+        engine=engine,
+        gate=Gate(credentials, hosts=options.hosts, origins=options.origins),
+        turns=Turns(conversations),
+        limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
+        now=time.time,
+        new_request_id=lambda: uuid.uuid4().hex,
+    )
+    listener = _listener(address.host, address.port)
+    try:
+        await _serve(Gateway(around).app(), listener)
+    finally:
+        listener.close()
+        await engine.close()
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, without its own handling of signals, which would end the process by them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _serve(app: object, listener: socket.socket) -> None:
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        limit_concurrency=_MAX_CONNECTIONS,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+        h11_max_incomplete_event_size=64 << 10,
+    )
+    server = _Server(config)
+    host, port = listener.getsockname()[:2]
+    print(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: setattr(server, "should_exit", True))
+    await server.serve([listener])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((host, port))
+    listener.listen(1024)
+    listener.setblocking(False)
+    return listener
+
+
+def _key(state_dir: Path) -> bytes:
+    """The key of conversations' digests: made once, kept for as long as their agents. Raises CredentialFileError."""
+    path = state_dir / "conversations.key"
+    with contextlib.suppress(FileExistsError):
+        write_private_text(path, secrets.token_hex(32))
+    try:
+        key = bytes.fromhex(read_private_text(path).strip())
+    except ValueError:
+        key = b""
+    if len(key) != 32:
+        raise CredentialFileError(f"{path}: expected 64 hex digits; remove it, and a new key is made")
+    return key
+
+
+def _options(arguments: Sequence[str] | None) -> Options:
+    parser = argparse.ArgumentParser(prog="python -m kvasir_gateway", description=__doc__)
+    parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help="a loopback address")
+    parser.add_argument("--engine", required=True, metavar="ADDRESS", help="unix:/path or host:port")
+    parser.add_argument("--store", required=True, metavar="ADDRESS", help="unix:/path or host:port")
+    parser.add_argument("--state-dir", type=Path, required=True, help="where the key of conversations' names is kept")
+    parser.add_argument("--token-file", type=Path, help="the gateway's own token, for an engine that wants one")
+    parser.add_argument("--ca-file", type=Path, help="PEM: the engine's certificate, or its authority's")
+    keys = parser.add_mutually_exclusive_group(required=True)
+    keys.add_argument("--credentials", type=Path, metavar="FILE", help="whose tokens are API keys: as the engine's")
+    keys.add_argument("--no-keys", action="store_true", help="callers need no key and act as the gateway does")
+    parser.add_argument("--host", action="append", default=[], help="a name of this server, beside loopback addresses")
+    parser.add_argument(
+        "--origin", action="append", default=[], help="a site whose pages may call, as https://a.example"
+    )
+    parser.add_argument("--max-body-mib", type=int, default=8)
+    given = parser.parse_args(arguments)
+    return Options(
+        listen=given.listen,
+        engine=given.engine,
+        store=given.store,
+        state_dir=given.state_dir,
+        token_file=given.token_file,
+        ca_file=given.ca_file,
+        credentials_file=given.credentials,
+        is_open=given.no_keys,
+        hosts=given.host,
+        origins=given.origin,
+        max_body_mib=given.max_body_mib,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,246 @@
+"""The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from kvasir.clients import Reply
+from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
+from kvasir.names import check_agent_id, check_request_id
+from kvasir.server.log_errors import places
+from pydantic import ValidationError
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvasir_gateway import errors, models, openai_chat
+from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
+from kvasir_gateway.engine import CallerAtEngine, EngineLink
+from kvasir_gateway.security import Gate
+from kvasir_gateway.turn import Asked, Body, Chunks, Turn
+
+_log = logging.getLogger(__name__)
+_Body = TypeVar("_Body", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayLimits:
+    """What a request may take."""
+
+    max_body_bytes: int = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """All that handlers need."""
+
+    engine: EngineLink
+    gate: Gate
+    turns: Turns
+    limits: GatewayLimits
+    now: Callable[[], float]
+    new_request_id: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, admitted."""
+
+    request: Request
+    caller: CallerAtEngine
+    namespace: str
+    agent_id: str
+    request_id: str
+
+
+class Gateway:
+    """The handlers of all routes."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+
+    def app(self) -> ASGIApp:
+        post = partial(self._route, methods=["POST"])
+        get = partial(self._route, methods=["GET"])
+        routes = [
+            post("/v1/chat/completions", self.chat_completions),
+            get("/v1/models", self.list_models),
+            get("/v1/models/{name:path}", self.get_model),
+            get("/healthz", self.healthz, is_open=True),
+        ]
+        handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
+        return Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
+
+    async def chat_completions(self, call: Call) -> Response | EventStream:
+        asked = await self._body(call, openai_chat.ChatRequest)
+        return await self._answer(
+            call, asked.turn(), openai_chat.whole, partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage)
+        )
+
+    async def list_models(self, call: Call) -> Response:
+        found = await call.caller.turns.list_models()
+        return JSONResponse(models.listed(found, for_anthropic="anthropic-version" in call.request.headers))
+
+    async def get_model(self, call: Call) -> Response:
+        found = await call.caller.turns.get_model(call.request.path_params["name"])
+        return JSONResponse(models.one(found, for_anthropic="anthropic-version" in call.request.headers))
+
+    async def healthz(self, _call: Call) -> Response:
+        health = await self._around.engine.health()
+        is_well = all(health.values())
+        return JSONResponse({"status": "ok" if is_well else "unwell", **health}, 200 if is_well else 503)
+
+    async def _answer(
+        self,
+        call: Call,
+        turn: Turn,
+        whole: Callable[[Asked, Reply], dict[str, Any]],
+        chunks: Callable[[Asked], Chunks],
+    ) -> Response | EventStream:
+        """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
+        has a status of its own."""
+        asked = Asked(
+            request_id=call.request_id, created=int(self._around.now()), model=turn.model, agent_id=call.agent_id
+        )
+        events = self._around.turns.events(turn, call.caller, call.namespace, call.agent_id, call.request_id)
+        headers = _request_id_headers(call.request_id)
+        if not turn.is_streamed:
+            reply = await unless_left(call.request.receive, gather(events))
+            return JSONResponse(whole(asked, reply), headers=headers)
+        try:
+            first = await unless_left(call.request.receive, anext(events))
+        except BaseException:
+            await events.aclose()
+            raise
+        tell = api_of(call.request.url.path).error_event
+        return EventStream(
+            first, events, chunks(asked), error_event=lambda error: tell(error, call.request_id), headers=headers
+        )
+
+    async def _body(self, call: Call, kind: type[_Body]) -> _Body:
+        data = await _read(call.request, self._around.limits.max_body_bytes)
+        try:
+            return kind.model_validate_json(data)
+        except ValidationError as error:
+            raise errors.malformed(error) from None
+
+    def _route(
+        self, path: str, handler: Callable[[Call], Awaitable[Any]], *, methods: list[str], is_open: bool = False
+    ) -> Route:
+        async def endpoint(request: Request) -> Any:
+            request_id = self._around.new_request_id()
+            try:
+                return await handler(self._admitted(request, is_open))
+            except ClientLeft:
+                return Response(status_code=499)  # nobody reads it
+            except KvasirError as error:
+                return refused(request, error, request_id)
+            except Exception as error:  # noqa: BLE001 - a bug of ours
+                told = (request_id, path, type(error).__name__, places(error))
+                _log.error("request.failed request_id=%s path=%s error=%s at=%s", *told)
+                return refused(request, Internal(f"a bug of the gateway, in request {request_id}"), request_id)
+
+        return Route(path, endpoint, methods=methods)
+
+    def _admitted(self, request: Request, is_open: bool) -> Call:
+        holder = None if is_open else self._around.gate.holder(request.headers)
+        return Call(
+            request=request,
+            caller=self._around.engine.of(holder.token if holder is not None else None),
+            namespace=holder.principal.namespace if holder is not None else "",
+            agent_id=_agent_of(request),
+            request_id=_request_id(request, self._around.new_request_id),
+        )
+
+
+class Site:
+    """Refuses requests of foreign sites before anything else looks at them."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            try:
+                self._gate.check_site(request.headers)
+            except KvasirError as error:
+                await refused(request, error, "")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """How one API tells errors: as an answer, and inside a stream."""
+
+    shape: errors.Shape
+    error_event: Callable[[KvasirError, str], str]
+
+
+_APIS = (
+    ("/v1/messages", Api(errors.anthropic, errors.anthropic_event)),
+    ("/v1/responses", Api(errors.openai, errors.responses_event)),
+    ("/v1/agents", Api(errors.kvasir, errors.kvasir_event)),
+    ("", Api(errors.openai, errors.openai_event)),
+)
+
+
+def api_of(path: str) -> Api:
+    return next(api for prefix, api in _APIS if path.startswith(prefix))
+
+
+def refused(request: Request, error: KvasirError, request_id: str) -> Response:
+    """The refusal in the shape of the API that was asked, and a line in the log without a word of the request."""
+    refusal = api_of(request.url.path).shape(error, request_id)
+    _log.info("request.refused request_id=%s status=%d reason=%s", request_id or "none", refusal.status, error.reason)
+    return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
+
+
+async def _refuse_route(request: Request, error: HTTPException) -> Response:
+    if error.status_code == 405:
+        answer = refused(request, errors.NotAllowed("the method is not one of this path's"), "")
+        answer.headers.update(error.headers or {})
+        return answer
+    return refused(request, NotFound("there is no such path", reason="PATH_NOT_FOUND"), "")
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    """The body. Raises BodyTooLarge as soon as that is known."""
+    too_large = errors.BodyTooLarge(f"the body has more than {max_bytes} bytes")
+    length = request.headers.get("content-length", "")
+    if length.isdigit() and int(length) > max_bytes:
+        raise too_large
+    data = bytearray()
+    async for piece in request.stream():
+        data += piece
+        if len(data) > max_bytes:
+            raise too_large
+    return bytes(data)
+
+
+def _agent_of(request: Request) -> str:
+    """The agent that x-agent-id names: UTF-8, and percent-encoded where a client can send ASCII alone."""
+    given = request.headers.get("x-agent-id")
+    if given is None:
+        return ""
+    try:
+        name = given.encode("latin-1").decode()
+    except UnicodeDecodeError:
+        raise InvalidArgument("x-agent-id: expected UTF-8", field="x-agent-id") from None
+    return check_agent_id(name, "x-agent-id")
+
+
+def _request_id(request: Request, new: Callable[[], str]) -> str:
+    given = request.headers.get("x-request-id")
+    return new() if given is None else check_request_id(given, "x-request-id")
+
+
+def _request_id_headers(request_id: str) -> dict[str, str]:
+    return {"x-request-id": request_id, "request-id": request_id}

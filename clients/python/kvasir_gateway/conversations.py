@@ -1,0 +1,209 @@
+"""Which memory a conversation has that names no agent: the one that ends where the conversation's known part ends.
+
+Chat APIs send the whole conversation each time and say not who speaks. A digest of its first messages, keyed so that
+nobody can guess texts from names, finds the agent that remembers them. A turn that goes on from an agent's newest
+version extends this agent; one that goes on from an older point, or while the agent is busy, gets a fork: a branch.
+
+What is in RAM here is only a shortcut. After a restart the agents' own messages, in the store, say the same: an agent's
+name begins with the digest of its conversation's opening. A digest found says where to look; what is truly reused is
+decided by the engine, character by character.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Protocol
+
+from blake3 import blake3
+from kvasir.errors import KvasirError
+
+from kvasir_gateway.turn import Said
+
+PREFIX = "conversation/"
+_DIGEST_CHARS = 24
+_MAX_TIPS = 100_000
+_MAX_LOOKED_AT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An agent of the store, as far as conversations need it."""
+
+    agent_id: str
+    used_at: datetime
+    version: int
+
+
+class AgentRecords(Protocol):
+    """What the store knows about a caller's agents."""
+
+    async def kept(self, name_prefix: str) -> list[Kept]: ...
+
+    async def messages(self, agent_id: str) -> Sequence[Said]: ...
+
+    async def fork(self, source: str, name: str, version: int | None) -> None: ...
+
+    async def delete(self, agent_id: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tip:
+    """The point of an agent's memory at which a conversation was answered. Version 0: the newest."""
+
+    agent_id: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """A prefix of a conversation that may be remembered: its digest and the number of its messages."""
+
+    digest: str
+    messages: int
+
+
+class Conversations:
+    """The conversations of all callers, by namespace."""
+
+    def __init__(
+        self,
+        key: bytes,
+        *,
+        new_name: Callable[[], str],
+        now: Callable[[], datetime],
+        max_kept: int = 1000,
+        expiry: timedelta = timedelta(days=7),
+    ) -> None:
+        """`key`: 32 bytes. `max_kept`, `expiry`: anonymous agents of a namespace beyond these are deleted."""
+        self._key = key
+        self._new_name = new_name
+        self._now = now
+        self._max_kept = max_kept
+        self._expiry = expiry
+        self._tips: OrderedDict[tuple[str, str], Tip] = OrderedDict()
+        self._newest: dict[tuple[str, str], int] = {}
+        self._busy: set[tuple[str, str]] = set()
+        self._tidied: dict[str, datetime] = {}
+
+    async def agent_for(self, namespace: str, messages: Sequence[Said], hint: str, records: AgentRecords) -> str:
+        """The agent that a turn with these messages shall extend: found, forked, or new. It is busy from now on."""
+        points = list(self._points(messages, hint))
+        name = f"{PREFIX}{points[0].digest[:_DIGEST_CHARS]}/{self._new_name()}"
+        found = self._tip(namespace, points) or await self._stored_tip(points[0], messages, records)
+        if found is not None:
+            agent = (namespace, found.agent_id)
+            if agent not in self._busy and found.version in (0, self._newest.get(agent, found.version)):
+                name = found.agent_id
+            else:
+                await _fork(found, name, records)
+        self._busy.add((namespace, name))
+        return name
+
+    def answered(
+        self, namespace: str, agent_id: str, messages: Sequence[Said], reply: Said, hint: str, version: int
+    ) -> None:
+        """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
+        *_, last = self._points((*messages, reply), hint)
+        self._tips[namespace, last.digest] = Tip(agent_id, version)
+        self._tips.move_to_end((namespace, last.digest))
+        if len(self._tips) > _MAX_TIPS:
+            _, gone = self._tips.popitem(last=False)
+            self._newest.pop((namespace, gone.agent_id), None)
+        if version:
+            self._newest[namespace, agent_id] = version
+
+    def left(self, namespace: str, agent_id: str) -> None:
+        """The turn has ended, however it did."""
+        self._busy.discard((namespace, agent_id))
+
+    async def tidy(self, namespace: str, records: AgentRecords, every: timedelta = timedelta(minutes=10)) -> int:
+        """Delete what is expired or too much, now and then; returns the number of agents deleted."""
+        now = self._now()
+        if now - self._tidied.get(namespace, datetime.min.replace(tzinfo=UTC)) < every:
+            return 0
+        self._tidied[namespace] = now
+        kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
+        gone = [
+            agent
+            for place, agent in enumerate(kept)
+            if (place >= self._max_kept or now - agent.used_at > self._expiry)
+            and (namespace, agent.agent_id) not in self._busy
+        ]
+        for agent in gone:
+            await records.delete(agent.agent_id)
+        return len(gone)
+
+    def _tip(self, namespace: str, points: Sequence[_Point]) -> Tip | None:
+        """The longest known prefix that ends with a reply. The opening is none: equal ones are different talks."""
+        for point in reversed(points[1:]):
+            if (tip := self._tips.get((namespace, point.digest))) is not None:
+                return tip
+        return None
+
+    async def _stored_tip(self, opening: _Point, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
+        if not any(message.role == "assistant" for message in messages):
+            return None
+        try:
+            kept = await records.kept(f"{PREFIX}{opening.digest[:_DIGEST_CHARS]}/")
+        except KvasirError:
+            return None  # a store that does not answer is a miss, here as in the engine
+        kept.sort(key=lambda agent: agent.used_at, reverse=True)
+        best, best_common, is_whole = None, 0, False
+        for agent in kept[:_MAX_LOOKED_AT]:
+            remembered = await records.messages(agent.agent_id)
+            common = common_messages(remembered, messages)
+            if common > best_common:
+                best, best_common, is_whole = agent, common, common == len(remembered)
+        if best is None:
+            return None
+        # Version -1 is never the newest: a memory that goes on otherwise is forked, and the fork cut by the engine.
+        return Tip(best.agent_id, 0 if is_whole else -1)
+
+    def _points(self, messages: Sequence[Said], hint: str) -> Iterator[_Point]:
+        """The opening (to the first message that is not the system's), then each prefix that ends with a reply."""
+        digest = blake3(hint.encode("utf-8", "surrogatepass"), key=self._key).digest()
+        has_opening = False
+        for number, message in enumerate(messages, 1):
+            digest = blake3(digest + _canonical(message), key=self._key).digest()
+            is_last = number == len(messages)
+            if not has_opening and (message.role != "system" or is_last):
+                has_opening = True
+                yield _Point(digest.hex(), number)
+            elif message.role == "assistant":
+                yield _Point(digest.hex(), number)
+
+
+def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
+    """How many messages two conversations begin with in common."""
+    count = 0
+    for one, other in zip(ones, others, strict=False):
+        if _canonical(one) != _canonical(other):
+            break
+        count += 1
+    return count
+
+
+async def _fork(found: Tip, name: str, records: AgentRecords) -> None:
+    """Begin a branch. A version that is not kept any more is a miss: the newest may still share a part."""
+    for version in (found.version, 0) if found.version > 0 else (0,):
+        try:
+            await records.fork(found.agent_id, name, version or None)
+        except KvasirError:
+            continue
+        return
+
+
+def _canonical(message: Said) -> bytes:
+    """The message as clients repeat it: without ids, the space around a text, and the form of arguments."""
+    calls = [[call.name, _arguments(call.arguments_json)] for call in message.tool_calls]
+    said = [message.role, message.name, message.content.strip(), calls]
+    return json.dumps(said, ensure_ascii=True).encode() + b"\n"
+
+
+def _arguments(text: str) -> object:
+    try:
+        return json.dumps(json.loads(text), sort_keys=True)
+    except (ValueError, RecursionError):
+        return text

@@ -1,0 +1,128 @@
+"""The engine behind the gateway: turns, agents and health, for one caller at a time."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from datetime import UTC
+from typing import Any
+
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.clients import AioInferenceClient, AioStoreClient, GenerateOptions, Tls
+from kvasir.errors import KvasirError
+from kvasir.formats import manifest
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from kvasir_gateway.conversations import Kept
+from kvasir_gateway.turn import Said, ToolUse, Turn
+
+_PAGE = 1000
+
+
+class CallerAtEngine:
+    """The engine as one caller may use it."""
+
+    def __init__(self, turns: AioInferenceClient, agents: AioStoreClient) -> None:
+        self.turns = turns
+        self.agents = agents
+
+    async def generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """A turn's events. Closing the generator cancels the turn."""
+        options = GenerateOptions(
+            agent_id=agent_id,
+            model=turn.model,
+            sampling=dict(turn.sampling),
+            json_schema=turn.json_schema,
+            regex=turn.regex,
+            tools=turn.tools,
+            request_id=request_id,
+        )
+        messages = [mapping(message) for message in turn.messages] if turn.messages else None
+        given: dict[str, Any] = {"messages": messages} if messages else {"prompt": turn.prompt}
+        async with aclosing(self.turns.generate(**given, options=options)) as events:
+            async for event in events:
+                yield event
+
+    async def count(self, turn: Turn) -> int:
+        messages = [mapping(message) for message in turn.messages]
+        return await self.turns.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
+
+    async def kept(self, name_prefix: str) -> list[Kept]:
+        """All agents whose names begin so."""
+        found: list[Kept] = []
+        token = ""
+        while True:
+            page = await self.agents.list_agents(name_prefix=name_prefix, page_size=_PAGE, page_token=token)
+            found += [_kept(agent) for agent in page.agents]
+            token = page.next_page_token
+            if not token:
+                return found
+
+    async def messages(self, agent_id: str) -> Sequence[Said]:
+        """What an agent remembers; nothing when that cannot be said."""
+        try:
+            _, data = await self.agents.get_snapshot(agent_id)
+            return [_said(message) for message in manifest.parse(data).messages]
+        except KvasirError:
+            return ()
+
+    async def fork(self, source: str, name: str, version: int | None) -> None:
+        await self.agents.fork_agent(source, name, version=version or 0)
+
+    async def delete(self, agent_id: str) -> None:
+        await self.agents.delete_agent(agent_id)
+
+
+class EngineLink:
+    """One channel to the engine, for all callers."""
+
+    def __init__(self, turns: AioInferenceClient, agents: AioStoreClient) -> None:
+        self._own = CallerAtEngine(turns, agents)
+
+    @classmethod
+    def connect(cls, address: str, store: str, *, token: str | None = None, tls: Tls | None = None) -> "EngineLink":
+        """`token`: the gateway's own, for its health and for callers without a key. Raises InvalidArgument."""
+        turns = AioInferenceClient.connect(address, token=token, tls=tls)
+        return cls(turns, AioStoreClient.connect(store, token=token, tls=tls))
+
+    def of(self, token: str | None) -> CallerAtEngine:
+        """The engine for the caller with this token; None: for the gateway itself."""
+        if token is None:
+            return self._own
+        return CallerAtEngine(self._own.turns.with_token(token), self._own.agents.with_token(token))
+
+    async def health(self, within_s: float = 2.0) -> dict[str, bool]:
+        """Whether the engine answers, and whether it reaches its store."""
+        try:
+            async with asyncio.timeout(within_s):
+                capabilities = await self._own.turns.get_capabilities()
+        except (KvasirError, TimeoutError):
+            return {"engine": False, "store": False}
+        return {"engine": True, "store": capabilities.store_is_reachable}
+
+    async def close(self) -> None:
+        await self._own.turns.close()
+        await self._own.agents.close()
+
+
+def mapping(message: Said) -> dict[str, Any]:
+    """The message as the SDK takes it."""
+    fields: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name:
+        fields["name"] = message.name
+    if message.tool_call_id:
+        fields["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "name": call.name, "arguments_json": call.arguments_json} for call in message.tool_calls
+        ]
+    return fields
+
+
+def _kept(agent: cachestore_pb2.Agent) -> Kept:
+    newest = agent.lines[0].version if agent.lines else 0
+    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), newest)
+
+
+def _said(message: Any) -> Said:
+    calls = tuple(ToolUse(call.id, call.name, call.arguments_json) for call in message.tool_calls)
+    return Said(message.role, message.content, message.name, calls, message.tool_call_id)

@@ -1,0 +1,155 @@
+"""Refusals in each API's shape: status, body and headers. Of a request they repeat field names and nothing else."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+from kvasir.errors import (
+    InvalidArgument,
+    KvasirError,
+    NotFound,
+    PermissionDenied,
+    ResourceExhausted,
+    Unauthenticated,
+    Unavailable,
+)
+from kvasir.status import answer_to, to_status
+from pydantic import ValidationError
+
+from kvasir_gateway.turn import sse
+
+_RENAMED = {"max_tokens_is_default": "max_tokens"}
+
+
+class BodyTooLarge(InvalidArgument):
+    """The request has more bytes than the gateway reads."""
+
+    reason = "BODY_TOO_LARGE"
+
+
+class NotAllowed(InvalidArgument):
+    """The path exists, for another method."""
+
+    reason = "METHOD_NOT_ALLOWED"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An error as an API answers it."""
+
+    status: int
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+
+
+Shape = Callable[[KvasirError, str], Refusal]
+
+
+def http_status(error: KvasirError) -> int:
+    """The status of an error, the same in every API but for the few that an API has of its own."""
+    if isinstance(error, BodyTooLarge):
+        return 413
+    if isinstance(error, NotAllowed):
+        return 405
+    if error.reason in ("CONTEXT_EXCEEDED", "PROMPT_TOO_LARGE"):
+        return 400  # to try again would not help
+    return answer_to(error).http_status
+
+
+def openai(error: KvasirError, request_id: str) -> Refusal:
+    """{"error": {message, type, param, code}}"""
+    status = http_status(error)
+    code: str | None = error.reason.lower()
+    if isinstance(error, Unauthenticated):
+        code = "invalid_api_key"
+    elif error.reason == "CONTEXT_EXCEEDED":
+        code = "context_length_exceeded"
+    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
+    body = {"error": {"message": error.message, "type": kind, "param": param(error), "code": code}}
+    return Refusal(status, body, {"x-request-id": request_id, **_retry_after(error)})
+
+
+def anthropic(error: KvasirError, request_id: str) -> Refusal:
+    """{"type": "error", "error": {type, message}, "request_id"}"""
+    status = http_status(error)
+    if isinstance(error, Unavailable):
+        status = 529  # "overloaded": its SDK waits and asks again
+    kinds = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        504: "timeout_error",
+        529: "overloaded_error",
+    }
+    kind = kinds.get(status, "invalid_request_error" if status < 500 else "api_error")
+    body = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    return Refusal(status, body, {"request-id": request_id, **_retry_after(error)})
+
+
+def kvasir(error: KvasirError, request_id: str) -> Refusal:
+    """{"error": google.rpc.Status}: what a gRPC client gets, so that `kvasir.status.from_status` reads it."""
+    body = {"error": MessageToDict(to_status(error))}
+    return Refusal(http_status(error), body, {"x-request-id": request_id, **_retry_after(error)})
+
+
+def openai_event(error: KvasirError, request_id: str) -> str:
+    """An error inside a stream that has begun."""
+    return sse(openai(error, request_id).body)
+
+
+def responses_event(error: KvasirError, request_id: str) -> str:
+    said = openai(error, request_id).body["error"]
+    told = {name: said[name] for name in ("code", "message", "param")}
+    return sse({"type": "error", "sequence_number": 0, **told}, "error")
+
+
+def anthropic_event(error: KvasirError, request_id: str) -> str:
+    return sse(anthropic(error, request_id).body, "error")
+
+
+def kvasir_event(error: KvasirError, request_id: str) -> str:
+    return sse(kvasir(error, request_id).body, "error")
+
+
+def param(error: KvasirError) -> str | None:
+    """The field as HTTP's callers know it."""
+    if error.field is None:
+        return None
+    name = error.field.removeprefix("sampling.")
+    return _RENAMED.get(name, name)
+
+
+def malformed(error: ValidationError) -> InvalidArgument:
+    """The first of what a body's schema found, without the value: it may be somebody's text."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    field = _path(first["loc"]) or "body"
+    reason = {"extra_forbidden": "UNKNOWN_PARAMETER", "missing": "MISSING_PARAMETER"}.get(first["type"])
+    if first["type"] == "json_invalid":
+        return InvalidArgument(f"the body is no JSON: {first['msg']}", reason="INVALID_JSON")
+    return InvalidArgument(f"{field}: {first['msg']}", reason=reason, field=field)
+
+
+def missing_model(name: str) -> NotFound:
+    return NotFound(f"there is no model {json.dumps(name[:100])}", reason="MODEL_NOT_FOUND", field="model")
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    """("messages", 0, "content") → messages[0].content, without the names that pydantic gives members of unions."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and not part[:1].isupper():
+            path += f".{part}" if path else part
+    return path
+
+
+def _retry_after(error: KvasirError) -> dict[str, str]:
+    if error.retry_after_s is None or not isinstance(error, Unavailable | ResourceExhausted | PermissionDenied):
+        return {}
+    return {"retry-after": str(max(1, round(error.retry_after_s)))}

@@ -1,0 +1,323 @@
+"""OpenAI's chat completions: the request as a turn, and the turn's events as a completion or as its chunks."""
+
+import json
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from kvasir.clients import Choice, Reply
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from pydantic import ConfigDict, Field
+
+from kvasir_gateway.turn import (
+    REASONS,
+    Asked,
+    Body,
+    Lenient,
+    Said,
+    ToolUse,
+    Turn,
+    comment,
+    function_tool,
+    given,
+    refuse_unless,
+    sse,
+    text_of,
+)
+
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_ANY_OBJECT = '{"type": "object"}'
+DONE = "data: [DONE]\n\n"
+
+Content = str | list[dict[str, Any]] | None
+Metadata = dict[str, Any] | None
+
+
+class CalledFunction(Lenient):
+    name: str
+    arguments: str
+
+
+class MadeCall(Lenient):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatMessage(Lenient):
+    role: Literal["developer", "system", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[MadeCall] | None = None
+    tool_call_id: str | None = None
+
+
+class OfferedFunction(Body):
+    name: Annotated[str, MinLen(1), MaxLen(128)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+
+
+class ChatTool(Body):
+    type: Literal["function"]
+    function: OfferedFunction
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class SchemaFormat(Body):
+    name: str
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+
+class SamplingFields(Body):
+    """The settings that chat completions and completions share."""
+
+    model: Annotated[str, MinLen(1)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Ge(1)] | None = None
+    temperature: Annotated[float, Ge(0), Le(2)] | None = None
+    top_p: Annotated[float, Ge(0), Le(1)] | None = None
+    n: Annotated[int, Ge(1), Le(8)] | None = None
+    stop: str | Annotated[list[str], MaxLen(16)] | None = None
+    seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    frequency_penalty: float | None = Field(None, description="0 alone; see repetition_penalty.")
+    presence_penalty: float | None = Field(None, description="0 alone; see repetition_penalty.")
+    user: str | None = None
+    # Of this engine alone.
+    top_k: Annotated[int, Ge(0)] | None = None
+    min_p: Annotated[float, Ge(0), Le(1)] | None = None
+    repetition_penalty: float | None = None
+
+    def sampling(self, max_tokens: int | None) -> dict[str, Any]:
+        refuse_unless((0,), {"frequency_penalty": self.frequency_penalty, "presence_penalty": self.presence_penalty})
+        return given(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            n=self.n,
+            stop=[self.stop] if isinstance(self.stop, str) else self.stop,
+            seed=self.seed & (1 << 64) - 1 if self.seed is not None else None,
+            logit_bias=_biases(self.logit_bias),
+            top_k=self.top_k,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+class ChatRequest(SamplingFields):
+    """The body of /v1/chat/completions."""
+
+    model_config = ConfigDict(title="ChatCompletionRequest")
+
+    messages: Annotated[list[ChatMessage], MinLen(1)]
+    max_completion_tokens: Annotated[int, Ge(1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
+    tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none".')
+    parallel_tool_calls: bool | None = Field(None, description="true alone.")
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(None, description="Refused: the model decides.")
+    verbosity: str | None = Field(None, description="Refused unless medium.")
+    modalities: list[str] | None = Field(None, description='["text"] alone.')
+    service_tier: str | None = None
+    store: bool | None = None
+    metadata: Metadata = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    def turn(self) -> Turn:
+        """What the engine is asked. Raises InvalidArgument."""
+        refuse_unless((), {"reasoning_effort": self.reasoning_effort})
+        refuse_unless(("medium",), {"verbosity": self.verbosity})
+        refuse_unless((["text"],), {"modalities": self.modalities})
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidArgument("top_logprobs: only with logprobs", field="top_logprobs")
+        tools = [
+            function_tool(t.function.name, t.function.description, t.function.parameters) for t in self.tools or ()
+        ]
+        return Turn(
+            model=self.model,
+            messages=said(self.messages),
+            tools=tuple(offered(tools, self.tool_choice, self.parallel_tool_calls)),
+            sampling={
+                **self.sampling(self.max_completion_tokens or self.max_tokens),
+                **given(logprobs=self.logprobs, top_logprobs=self.top_logprobs),
+            },
+            json_schema=_schema(self.response_format),
+            is_streamed=bool(self.stream),
+            hint=self.prompt_cache_key or "",
+        )
+
+
+def said(messages: Sequence[ChatMessage]) -> tuple[Said, ...]:
+    """The messages as the engine knows them. Raises InvalidArgument that names what is no text."""
+    return tuple(
+        Said(
+            role=_ROLES[message.role],
+            content=text_of(message.content, f"messages[{number}].content"),
+            name=message.name or "",
+            tool_calls=tuple(
+                ToolUse(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
+            ),
+            tool_call_id=message.tool_call_id or "",
+        )
+        for number, message in enumerate(messages)
+    )
+
+
+def offered(tools: list[pb.Tool], choice: object, parallel: bool | None = None) -> list[pb.Tool]:
+    """The tools that the model may call. Raises InvalidArgument for a choice that cannot be enforced."""
+    if choice == "none":
+        return []
+    refuse_unless(("auto", {"type": "auto"}), {"tool_choice": choice})
+    if tools:
+        refuse_unless((True,), {"parallel_tool_calls": parallel})
+    return tools
+
+
+def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
+    """A chat completion."""
+    return {
+        "id": f"chatcmpl-{asked.request_id}",
+        "object": "chat.completion",
+        "created": asked.created,
+        "model": reply.started.model or asked.model,
+        "choices": [_choice(number, choice) for number, choice in enumerate(reply.choices)],
+        "usage": usage(reply),
+    }
+
+
+class ChatChunks:
+    """A chat completion as chunks."""
+
+    def __init__(self, asked: Asked, *, wants_usage: bool) -> None:
+        self._asked = asked
+        self._wants_usage = wants_usage
+        self._reply = Reply()
+        self._begun: set[int] = set()
+
+    def frames(self, event: pb.GenerateResponse) -> str:
+        match event.WhichOneof("event"):
+            case "started":
+                self._reply.started = event.started
+                return self._chunk(0, self._opened(0))
+            case "prefill_progress":
+                return comment("prefill")
+            case "delta":
+                return self._delta(event.delta)
+            case _:
+                return self._finished(event.finished)
+
+    def end(self) -> str:
+        return (self._frame([], usage(self._reply)) if self._wants_usage else "") + DONE
+
+    def _delta(self, delta: pb.Delta) -> str:
+        fields = self._opened(delta.choice)
+        if delta.text:
+            fields["content"] = delta.text
+        if delta.reasoning_text:
+            fields["reasoning_content"] = delta.reasoning_text
+        return self._chunk(delta.choice, fields) if fields else ""
+
+    def _finished(self, finished: pb.Finished) -> str:
+        self._reply.add(pb.GenerateResponse(finished=finished))
+        fields, frames = self._opened(finished.choice), ""
+        if finished.tool_calls:
+            fields["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls(finished))]
+        if fields:
+            frames = self._chunk(finished.choice, fields)
+        return frames + self._chunk(finished.choice, {}, REASONS.get(finished.reason, "stop"))
+
+    def _opened(self, choice: int) -> dict[str, Any]:
+        if choice in self._begun:
+            return {}
+        self._begun.add(choice)
+        return {"role": "assistant", "content": ""}
+
+    def _chunk(self, choice: int, delta: dict[str, Any], reason: str | None = None) -> str:
+        return self._frame([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason}])
+
+    def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> str:
+        chunk = {
+            "id": f"chatcmpl-{self._asked.request_id}",
+            "object": "chat.completion.chunk",
+            "created": self._asked.created,
+            "model": self._reply.started.model or self._asked.model,
+            "choices": choices,
+        }
+        if self._wants_usage:
+            chunk["usage"] = used
+        return sse(chunk)
+
+
+def usage(reply: Reply) -> dict[str, Any]:
+    """Tokens of the prompt once, and of all choices together."""
+    prompt_tokens = reply.started.prompt_tokens
+    completion_tokens = sum(choice.finished.usage.completion_tokens for choice in reply.choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": reply.started.cached_tokens},
+    }
+
+
+def calls(finished: pb.Finished) -> list[dict[str, Any]]:
+    return [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_json}}
+        for call in finished.tool_calls
+    ]
+
+
+def schema_text(schema: dict[str, Any] | None) -> str:
+    return json.dumps(schema) if schema is not None else _ANY_OBJECT
+
+
+def _choice(number: int, choice: Choice) -> dict[str, Any]:
+    made = calls(choice.finished)
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text or (None if made else ""), "refusal": None}
+    if choice.reasoning_text:
+        message["reasoning_content"] = choice.reasoning_text
+    if made:
+        message["tool_calls"] = made
+    reason = REASONS.get(choice.finished.reason, "stop")
+    return {"index": number, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+def _schema(asked: ResponseFormat | None) -> str | None:
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return _ANY_OBJECT
+    if asked.json_schema is None:
+        raise InvalidArgument("response_format.json_schema: expected a schema", field="response_format.json_schema")
+    return schema_text(asked.json_schema.schema_)
+
+
+def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
+    if not biases:
+        return None
+    if any(not token.isascii() or not token.isdigit() or int(token[:12]) >= 1 << 32 for token in biases):
+        raise InvalidArgument("logit_bias: expected token ids as keys", field="logit_bias")
+    return {int(token): bias for token, bias in biases.items()}

@@ -1,0 +1,85 @@
+"""Who may call: Host and Origin, the size of a body, and API keys, which are the tokens of Kvasir's credential file.
+
+A browser that was led to another site may send requests to a server on its own machine. It says so in Host (DNS
+rebinding) or in Origin; both are refused unless they were named. So is a key that no credential has, in constant time.
+"""
+
+import ipaddress
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from kvasir.credentials import ADMIN, CLIENT, OWNER, Credentials, Principal
+from kvasir.errors import PermissionDenied, Unauthenticated
+
+_LOCAL_NAMES = frozenset({"localhost"})
+_MAX_KEY_CHARS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class KeyHolder:
+    """The caller of a request. The token is handed on to the engine, which checks it again; None: the gateway's own."""
+
+    principal: Principal
+    token: str | None
+
+
+class Gate:
+    """Decides from a request's headers alone, before any of its body is read."""
+
+    def __init__(
+        self, credentials: Credentials | None, *, hosts: Collection[str] = (), origins: Collection[str] = ()
+    ) -> None:
+        """`credentials` None: callers need no key, and act as the gateway itself does. `hosts`: names by which this
+        server is known, beside loopback addresses. `origins`: whole origins, as "https://app.example"."""
+        self._credentials = credentials
+        self._hosts = frozenset(host.lower() for host in hosts)
+        self._origins = frozenset(origin.lower() for origin in origins)
+
+    def check_site(self, headers: Mapping[str, str]) -> None:
+        """Raises PermissionDenied for a foreign Host or Origin."""
+        host = _host_of(headers.get("host", ""))
+        if not self._is_known(host):
+            raise PermissionDenied("host: this server is not known by that name", reason="FOREIGN_HOST")
+        origin = headers.get("origin")
+        if origin is not None and origin.lower() not in self._origins and not self._is_own(origin):
+            raise PermissionDenied("origin: pages of that site may not call this server", reason="FOREIGN_ORIGIN")
+
+    def holder(self, headers: Mapping[str, str]) -> KeyHolder:
+        """Raises Unauthenticated, and PermissionDenied for a key of another role."""
+        if self._credentials is None:
+            return KeyHolder(OWNER, None)
+        key = _key(headers)
+        if not key or len(key) > _MAX_KEY_CHARS:
+            raise Unauthenticated("no API key: send Authorization: Bearer KEY, or x-api-key", reason="NO_CREDENTIAL")
+        principal = self._credentials.principal_of(key)
+        if principal is None:
+            raise Unauthenticated("the API key is not known here")
+        if not principal.roles & {CLIENT, ADMIN}:
+            raise PermissionDenied("the key's roles do not allow this: expected client", metadata={"role": "client"})
+        return KeyHolder(principal, key)
+
+    def _is_known(self, host: str) -> bool:
+        return host in self._hosts or host in _LOCAL_NAMES or _is_loopback(host)
+
+    def _is_own(self, origin: str) -> bool:
+        scheme, _, rest = origin.partition("://")
+        return scheme in ("http", "https") and self._is_known(_host_of(rest))
+
+
+def _key(headers: Mapping[str, str]) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
+def _host_of(text: str) -> str:
+    """The host of "host:port" or "[v6]:port", without the port."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0].lower()
+    return text.rpartition(":")[0].lower() if ":" in text else text.lower()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,140 @@
+"""One turn as every API of the gateway asks for it, and the two shapes an answer has: whole, or a stream of chunks."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from kvasir.clients import Reply
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from pydantic import BaseModel, ConfigDict
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call of a tool, as an assistant's message repeats it."""
+
+    id: str
+    name: str
+    arguments_json: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message of a conversation. Roles are the engine's: system, user, assistant, tool."""
+
+    role: str
+    content: str
+    name: str = ""
+    tool_calls: tuple[ToolUse, ...] = ()
+    tool_call_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What an API asks the engine for: messages, or a prompt."""
+
+    model: str
+    messages: tuple[Said, ...] = ()
+    prompt: str = ""
+    # Only what is new since `resumes`, which names a version of an agent.
+    resumes: tuple[str, int] | None = None
+    tools: tuple[pb.Tool, ...] = ()
+    # Fields of pb.Sampling; what is absent takes the engine's default.
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    json_schema: str | None = None
+    regex: str | None = None
+    is_streamed: bool = False
+    # Keeps conversations with the same opening apart. Never an identity.
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is known of a turn when its answer begins."""
+
+    request_id: str
+    created: int  # Unix seconds
+    model: str
+    # The agent that remembers the turn; empty: nobody.
+    agent_id: str = ""
+
+
+class Chunks(Protocol):
+    """The answer as server-sent events: each event of the engine as the frames that tell it, in one piece."""
+
+    def frames(self, event: pb.GenerateResponse) -> str: ...
+
+    def end(self) -> str: ...
+
+
+class Body(BaseModel):
+    """A request's JSON. Types are strict, and what is not listed is refused: no field is accepted and not applied."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class Lenient(BaseModel):
+    """A part of a request that clients copy from answers, with fields that mean nothing here."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+Whole = Callable[[Asked, Reply], dict[str, Any]]
+
+# Reasons that APIs tell apart; several of the engine's may become one.
+REASONS: Mapping[int, str] = {
+    pb.FINISH_REASON_STOP: "stop",
+    pb.FINISH_REASON_STOP_SEQUENCE: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
+}
+
+
+def sse(data: object, event: str = "") -> str:
+    """One server-sent event."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
+
+
+def comment(text: str) -> str:
+    """A line that clients skip and proxies forward: the connection lives."""
+    return f": {text}\n\n"
+
+
+def text_of(content: "str | list[dict[str, Any]] | None", field_name: str) -> str:
+    """The text of a message's content. Raises InvalidArgument that names a part that is none."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(_text_of_part(part, f"{field_name}[{number}]") for number, part in enumerate(content))
+
+
+def _text_of_part(part: dict[str, Any], where: str) -> str:
+    kind = part.get("type")
+    for name in ("text", "refusal"):
+        if kind in (name, f"input_{name}", f"output_{name}"):
+            if not isinstance(part.get(name), str):
+                raise InvalidArgument(f"{where}.{name}: expected a string", field=f"{where}.{name}")
+            return str(part[name])
+    shown = kind[:40] if isinstance(kind, str) else type(kind).__name__
+    raise InvalidArgument(f"{where}.type: expected text, got {shown!r}: this model reads text alone", field=where)
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, Any] | None) -> pb.Tool:
+    """A tool for the model's chat template."""
+    schema = parameters if parameters is not None else {"type": "object", "properties": {}}
+    return pb.Tool(name=name, description=description or "", parameters_json=json.dumps(schema))
+
+
+def refuse_unless(neutral: Iterable[object], given: Mapping[str, object]) -> None:
+    """Refuse settings that this engine cannot apply, unless they say what it does anyway."""
+    allowed = list(neutral)
+    for name, value in given.items():
+        if value is not None and value not in allowed:
+            raise InvalidArgument(f"{name}: this engine cannot apply it; leave it out", field=name)
+
+
+def given(**settings: Any) -> dict[str, Any]:
+    """Sampling settings without those that were left out."""
+    return {name: value for name, value in settings.items() if value is not None}

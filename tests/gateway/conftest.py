@@ -1,0 +1,77 @@
+"""A house of two namespaces with a gateway before it, shared by the tests of this folder that kill nothing."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from anthropic import Anthropic
+from openai import OpenAI
+
+from tests.gateway.serving import GatewayProcess, running_gateway, write_keys
+from tests.system_fixtures import House
+
+NO_RETRIES = 0
+
+
+@dataclass(frozen=True)
+class Front:
+    """Services, the gateway before them, and a key for each caller."""
+
+    house: House
+    gateway: GatewayProcess
+    keys: dict[str, str]
+
+    def openai(self, caller: str = "ada", **headers: str) -> OpenAI:
+        return OpenAI(
+            base_url=f"{self.gateway.url}/v1",
+            api_key=self.keys[caller],
+            max_retries=NO_RETRIES,
+            default_headers=headers,
+            _strict_response_validation=True,
+        )
+
+    def anthropic(self, caller: str = "ada", **headers: str) -> Anthropic:
+        return Anthropic(
+            base_url=self.gateway.url,
+            api_key=self.keys[caller],
+            max_retries=NO_RETRIES,
+            default_headers=headers,
+            _strict_response_validation=True,
+        )
+
+    def bearer(self, caller: str = "ada") -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[caller]}"}
+
+
+@contextmanager
+def running_front(root: Path) -> Iterator[Front]:
+    house = House(root)
+    keys = write_keys(root / "credentials.toml")
+    for service in (house.store, house.engine):
+        service.options += ["--credentials-file", str(root / "credentials.toml")]
+    for namespace in ("first", "second"):
+        token = root / f"{namespace}.token"
+        token.touch(mode=0o600)
+        token.write_text(keys[f"engine-{namespace}"])
+        house.engine.options += ["--store-token-file", f"{namespace}={token}"]
+    try:
+        house.start()
+        with running_gateway(house, "--credentials", str(root / "credentials.toml")) as gateway:
+            yield Front(house, gateway, keys)
+    finally:
+        house.close()
+
+
+@pytest.fixture(scope="session")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    with running_front(tmp_path_factory.mktemp("front")) as front:
+        yield front
+
+
+@pytest.fixture
+def own_front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """For tests that kill."""
+    with running_front(tmp_path_factory.mktemp("own")) as front:
+        yield front

@@ -1,0 +1,85 @@
+"""A gateway before real services, as a process of its own."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+from kvasir.credentials import CLIENT, ENGINE, Principal, write_credentials
+
+from tests.programs import Program
+from tests.system_fixtures import House
+
+CALLERS = (
+    *(Principal(name, "first", frozenset({CLIENT})) for name in ("ada", "bob")),
+    Principal("eve", "second", frozenset({CLIENT})),
+    *(Principal(f"engine-{namespace}", namespace, frozenset({ENGINE})) for namespace in ("first", "second")),
+)
+MODEL = "kvasir-tiny"
+
+
+class GatewayProcess:
+    """`python -m kvasir_gateway` on a port of its own."""
+
+    def __init__(self, house: House, *options: str) -> None:
+        self.port = _free_port()
+        self.log_file = house.root / "gateway.log"
+        self._arguments = [
+            *("--listen", f"127.0.0.1:{self.port}", "--engine", house.engine.address, "--store", house.store.address),
+            *("--state-dir", str(house.root / "gateway"), *options),
+        ]
+        self._program: Program | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    @property
+    def pid(self) -> int:
+        assert self._program is not None
+        return self._program.pid
+
+    def start(self, within_s: float = 30.0) -> None:
+        self._program = Program("kvasir_gateway", self._arguments, out=self.log_file, err=self.log_file)
+        give_up = time.monotonic() + within_s
+        while True:
+            assert self._program.poll() is None, self.log
+            assert time.monotonic() < give_up, self.log
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"{self.url}/healthz")
+                return
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        if self._program is not None:
+            self._program.kill()
+            self._program.wait()
+            self._program = None
+
+
+def write_keys(path: Path) -> dict[str, str]:
+    """Credentials of two namespaces, and each one's key."""
+    numbers = iter(range(100))
+    return write_credentials(path, CALLERS, lambda: f"kvasir-test-key-{next(numbers):020d}")
+
+
+@contextlib.contextmanager
+def running_gateway(house: House, *options: str) -> Iterator[GatewayProcess]:
+    gateway = GatewayProcess(house, *options)
+    try:
+        gateway.start()
+        yield gateway
+    finally:
+        gateway.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
