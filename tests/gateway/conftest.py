@@ -23,13 +23,13 @@ class Front:
     gateway: GatewayProcess
     keys: dict[str, str]
 
-    def openai(self, caller: str = "ada", **headers: str) -> OpenAI:
+    def openai(self, caller: str = "ada", *, is_strict: bool = True, **headers: str) -> OpenAI:
         return OpenAI(
             base_url=f"{self.gateway.url}/v1",
             api_key=self.keys[caller],
             max_retries=NO_RETRIES,
             default_headers=headers,
-            _strict_response_validation=True,
+            _strict_response_validation=is_strict,
         )
 
     def anthropic(self, caller: str = "ada", **headers: str) -> Anthropic:

@@ -25,6 +25,27 @@ class ClientLeft(Cancelled):
     """The reader of an answer has closed its connection."""
 
 
+class Memory:
+    """The memory of one turn: an agent that the caller named, one that was found for its conversation, or none."""
+
+    def __init__(self, agent_id: str, conversations: Conversations | None, namespace: str) -> None:
+        self.agent_id = agent_id
+        self._conversations = conversations
+        self._namespace = namespace
+
+    def answered(self, turn: Turn, reply: Reply) -> None:
+        """The turn is done: its conversation goes on from here. To be called before its reader sees the end."""
+        if self._conversations is not None:
+            version = reply.finished.snapshot.version
+            self._conversations.answered(self._namespace, self.agent_id, turn.messages, said(reply), turn.hint, version)
+            self.left()
+
+    def left(self) -> None:
+        """The turn has ended, however it did."""
+        if self._conversations is not None:
+            self._conversations.left(self._namespace, self.agent_id)
+
+
 class Turns:
     """Turns of all callers."""
 
@@ -32,31 +53,23 @@ class Turns:
         self._conversations = conversations
         self._tidying: set[asyncio.Task[int]] = set()
 
-    async def events(
-        self, turn: Turn, caller: CallerAtEngine, namespace: str, agent_id: str, request_id: str
-    ) -> Events:
-        """A turn's events. Without an agent_id, the conversation's own memory is found and extended."""
+    async def memory(self, turn: Turn, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
+        """What the turn remembers. Whoever asks must say when it has `left`."""
         if agent_id or not turn.messages or turn.sampling.get("n", 1) > 1:
-            async with aclosing(caller.generate(turn, agent_id, request_id)) as events:
-                async for event in events:
-                    yield event
-            return
-        memory = self._conversations
-        found = await memory.agent_for(namespace, turn.messages, turn.hint, caller)
-        reply = Reply()
-        try:
-            async with aclosing(caller.generate(turn, found, request_id)) as events:
-                async for event in events:
-                    reply.add(event)
-                    if event.HasField("finished"):
-                        # Before the reader sees the end: its next turn may come at once.
-                        version = event.finished.snapshot.version
-                        memory.answered(namespace, found, turn.messages, said(reply), turn.hint, version)
-                        memory.left(namespace, found)
-                    yield event
-        finally:
-            memory.left(namespace, found)
+            return Memory(agent_id, None, namespace)
         self._tidy(namespace, caller)
+        found = await self._conversations.agent_for(namespace, turn.messages, turn.hint, caller)
+        return Memory(found, self._conversations, namespace)
+
+    async def events(self, turn: Turn, caller: CallerAtEngine, memory: Memory, request_id: str) -> Events:
+        """A turn's events. Closing the generator cancels the turn."""
+        reply = Reply()
+        async with aclosing(caller.generate(turn, memory.agent_id, request_id)) as events:
+            async for event in events:
+                reply.add(event)
+                if event.HasField("finished"):
+                    memory.answered(turn, reply)
+                yield event
 
     def _tidy(self, namespace: str, caller: CallerAtEngine) -> None:
         task = asyncio.create_task(self._conversations.tidy(namespace, caller))
@@ -108,9 +121,11 @@ class EventStream:
         events: Events,
         chunks: Chunks,
         *,
+        memory: Memory,
         error_event: Callable[[KvasirError], str],
         headers: Mapping[str, str],
     ) -> None:
+        self._memory = memory
         self._first = first
         self._events = events
         self._chunks = chunks
@@ -119,13 +134,15 @@ class EventStream:
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
-        async with aclosing(self._events):
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            try:
+        try:
+            async with aclosing(self._events):
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await unless_left(receive, self._write(send))
-            except ClientLeft:
-                return
-            await send({"type": "http.response.body", "body": b""})
+                await send({"type": "http.response.body", "body": b""})
+        except (ClientLeft, OSError):
+            return  # the turn ended with its events
+        finally:
+            self._memory.left()
 
     async def _write(self, send: Send) -> None:
         chunks = self._chunks
@@ -138,7 +155,7 @@ class EventStream:
         except KvasirError as error:
             await _piece(send, self._error_event(error))
         except OSError:
-            raise ClientLeft("the client closed its connection") from None
+            raise
         except Exception as error:  # noqa: BLE001 - a bug of ours; the status line is sent already
             _log.error("answer.failed error=%s at=%s", type(error).__name__, places(error))
             await _piece(send, self._error_event(Internal("the answer ended by a bug of the gateway")))

@@ -1,12 +1,11 @@
 """The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from kvasir.clients import Reply
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.log_errors import places
@@ -18,11 +17,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvasir_gateway import errors, models, openai_chat
+from kvasir_gateway import anthropic_messages, errors, models, openai_chat, openai_completions, openai_responses
 from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.security import Gate
-from kvasir_gateway.turn import Asked, Body, Chunks, Turn
+from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
@@ -58,6 +57,9 @@ class Call:
     request_id: str
 
 
+Answer = Response | EventStream
+
+
 class Gateway:
     """The handlers of all routes."""
 
@@ -69,6 +71,10 @@ class Gateway:
         get = partial(self._route, methods=["GET"])
         routes = [
             post("/v1/chat/completions", self.chat_completions),
+            post("/v1/completions", self.completions),
+            post("/v1/responses", self.responses),
+            post("/v1/messages", self.messages),
+            post("/v1/messages/count_tokens", self.count_tokens),
             get("/v1/models", self.list_models),
             get("/v1/models/{name:path}", self.get_model),
             get("/healthz", self.healthz, is_open=True),
@@ -76,11 +82,43 @@ class Gateway:
         handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
         return Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
 
-    async def chat_completions(self, call: Call) -> Response | EventStream:
+    async def chat_completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_chat.ChatRequest)
         return await self._answer(
             call, asked.turn(), openai_chat.whole, partial(openai_chat.ChatChunks, wants_usage=asked.wants_usage)
         )
+
+    async def completions(self, call: Call) -> Answer:
+        asked = await self._body(call, openai_completions.CompletionRequest)
+        chunks = partial(openai_completions.CompletionChunks, wants_usage=asked.wants_usage)
+        return await self._answer(call, asked.turn(), openai_completions.whole, chunks)
+
+    async def responses(self, call: Call) -> Answer:
+        asked = await self._body(call, openai_responses.ResponsesRequest)
+        before: Sequence[Said] = ()
+        if asked.previous_response_id is not None:
+            before = await self._said_before(call, asked.previous_response_id)
+        whole = partial(openai_responses.whole, request=asked)
+        return await self._answer(
+            call, asked.turn(before), whole, partial(openai_responses.ResponseEvents, request=asked)
+        )
+
+    async def _said_before(self, call: Call, response_id: str) -> Sequence[Said]:
+        previous = openai_responses.previous_of(response_id)
+        said = await call.caller.messages_of_turn(previous.agent_id, previous.request_id)
+        if not said:
+            raise openai_responses.lost(response_id)
+        return said[1:] if previous.had_instructions else said
+
+    async def messages(self, call: Call) -> Answer:
+        asked = await self._body(call, anthropic_messages.MessagesRequest)
+        whole = partial(anthropic_messages.whole, shows_thinking=asked.shows_thinking)
+        chunks = partial(anthropic_messages.MessageEvents, shows_thinking=asked.shows_thinking)
+        return await self._answer(call, asked.turn(), whole, chunks)
+
+    async def count_tokens(self, call: Call) -> Response:
+        asked = await self._body(call, anthropic_messages.CountedMessages)
+        return JSONResponse({"input_tokens": await call.caller.count(asked.turn())})
 
     async def list_models(self, call: Call) -> Response:
         found = await call.caller.turns.list_models()
@@ -95,31 +133,34 @@ class Gateway:
         is_well = all(health.values())
         return JSONResponse({"status": "ok" if is_well else "unwell", **health}, 200 if is_well else 503)
 
-    async def _answer(
-        self,
-        call: Call,
-        turn: Turn,
-        whole: Callable[[Asked, Reply], dict[str, Any]],
-        chunks: Callable[[Asked], Chunks],
-    ) -> Response | EventStream:
+    async def _answer(self, call: Call, turn: Turn, whole: Whole, chunks: Callable[[Asked], Chunks]) -> Answer:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
         has a status of its own."""
+        turns = self._around.turns
+        memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
         asked = Asked(
-            request_id=call.request_id, created=int(self._around.now()), model=turn.model, agent_id=call.agent_id
+            request_id=call.request_id, created=int(self._around.now()), model=turn.model, agent_id=memory.agent_id
         )
-        events = self._around.turns.events(turn, call.caller, call.namespace, call.agent_id, call.request_id)
-        headers = _request_id_headers(call.request_id)
-        if not turn.is_streamed:
-            reply = await unless_left(call.request.receive, gather(events))
-            return JSONResponse(whole(asked, reply), headers=headers)
+        events = turns.events(turn, call.caller, memory, call.request_id)
+        headers = {"x-request-id": call.request_id, "request-id": call.request_id}
         try:
+            if not turn.is_streamed:
+                reply = await unless_left(call.request.receive, gather(events))
+                memory.left()
+                return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
         except BaseException:
+            memory.left()
             await events.aclose()
             raise
         tell = api_of(call.request.url.path).error_event
         return EventStream(
-            first, events, chunks(asked), error_event=lambda error: tell(error, call.request_id), headers=headers
+            first,
+            events,
+            chunks(asked),
+            memory=memory,
+            error_event=lambda error: tell(error, call.request_id),
+            headers=headers,
         )
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
@@ -240,7 +281,3 @@ def _agent_of(request: Request) -> str:
 def _request_id(request: Request, new: Callable[[], str]) -> str:
     given = request.headers.get("x-request-id")
     return new() if given is None else check_request_id(given, "x-request-id")
-
-
-def _request_id_headers(request_id: str) -> dict[str, str]:
-    return {"x-request-id": request_id, "request-id": request_id}

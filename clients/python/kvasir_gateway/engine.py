@@ -8,7 +8,7 @@ from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, AioStoreClient, GenerateOptions, Tls
-from kvasir.errors import KvasirError
+from kvasir.errors import KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -64,6 +64,19 @@ class CallerAtEngine:
             return [_said(message) for message in manifest.parse(data).messages]
         except KvasirError:
             return ()
+
+    async def messages_of_turn(self, agent_id: str, request_id: str) -> Sequence[Said]:
+        """What an agent remembered when a turn had ended; nothing when that version is not kept."""
+        try:
+            versions = await self.agents.list_snapshots(agent_id)
+            for version in versions.snapshots:
+                _, data = await self.agents.get_snapshot(agent_id, version=version.version)
+                parsed = manifest.parse(data)
+                if parsed.turn.request_id == request_id:
+                    return [_said(message) for message in parsed.messages]
+        except NotFound:
+            pass
+        return ()
 
     async def fork(self, source: str, name: str, version: int | None) -> None:
         await self.agents.fork_agent(source, name, version=version or 0)

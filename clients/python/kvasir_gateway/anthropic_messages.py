@@ -1,0 +1,309 @@
+"""Anthropic's messages: the request as a turn, and the turn's events as a message or as its stream."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from kvasir.clients import Reply
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from pydantic import ConfigDict, Field
+
+from kvasir_gateway.turn import Asked, Body, Lenient, Said, ToolUse, Turn, function_tool, given, refuse_unless, sse
+
+_REASONS = {
+    pb.FINISH_REASON_STOP: "end_turn",
+    pb.FINISH_REASON_STOP_SEQUENCE: "stop_sequence",
+    pb.FINISH_REASON_LENGTH: "max_tokens",
+    pb.FINISH_REASON_TOOL_CALLS: "tool_use",
+}
+# What a model thought is not shown to it again; its template would leave it out.
+_UNREAD = ("thinking", "redacted_thinking")
+_HINT = Field(None, description="Accepted as a hint: what is known is reused anyway.")
+
+Block = dict[str, Any]
+
+
+class AnthropicMessage(Lenient):
+    role: Literal["user", "assistant"]
+    content: str | list[Block]
+
+
+class AnthropicTool(Lenient):
+    name: Annotated[str, MinLen(1), MaxLen(128)]
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = Field(None, description='"custom" alone: this server runs no tools of its own.')
+
+
+class AnthropicToolChoice(Body):
+    type: Literal["auto", "none", "any", "tool"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class RequestMetadata(Lenient):
+    user_id: str | None = None
+
+
+class Thinking(Lenient):
+    type: Literal["enabled", "disabled", "adaptive"]
+
+
+class OutputFormat(Lenient):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Lenient):
+    format: OutputFormat | None = None
+
+
+class CountedMessages(Body):
+    """The body of /v1/messages/count_tokens, and most of that of /v1/messages."""
+
+    model_config = ConfigDict(title="CountTokensRequest")
+
+    model: Annotated[str, MinLen(1)]
+    messages: Annotated[list[AnthropicMessage], MinLen(1)]
+    system: str | list[Block] | None = None
+    tools: Annotated[list[AnthropicTool], MaxLen(128)] | None = None
+    tool_choice: AnthropicToolChoice | None = Field(None, description="auto or none.")
+    thinking: Thinking | None = Field(None, description="disabled hides what the model thought; its length is its own.")
+    output_config: OutputConfig | None = None
+    cache_control: Block | None = _HINT
+    context_management: Block | None = Field(None, description="Refused.")
+    mcp_servers: list[Block] | None = Field(None, description="Refused.")
+
+    def turn(self) -> Turn:
+        """What the engine is asked. Raises InvalidArgument."""
+        refuse_unless(([], {}), {"mcp_servers": self.mcp_servers, "context_management": self.context_management})
+        system = _text(self.system, "system") if self.system else ""
+        opening = (Said("system", system),) if system else ()
+        config = self.output_config
+        return Turn(
+            model=self.model,
+            messages=(*opening, *said(self.messages)),
+            tools=tuple(self._tools()),
+            json_schema=json.dumps(config.format.schema_) if config is not None and config.format is not None else None,
+        )
+
+    def _tools(self) -> Iterator[pb.Tool]:
+        choice = self.tool_choice
+        if choice is not None and choice.type == "none":
+            return
+        if choice is not None:
+            refuse_unless(("auto",), {"tool_choice": choice.type})
+            refuse_unless((False,), {"tool_choice.disable_parallel_tool_use": choice.disable_parallel_tool_use})
+        for number, tool in enumerate(self.tools or ()):
+            refuse_unless(("custom",), {f"tools[{number}].type": tool.type})
+            yield function_tool(tool.name, tool.description, tool.input_schema)
+
+
+class MessagesRequest(CountedMessages):
+    """The body of /v1/messages."""
+
+    model_config = ConfigDict(title="MessagesRequest")
+
+    max_tokens: Annotated[int, Ge(1)]
+    stream: bool | None = None
+    stop_sequences: Annotated[list[str], MaxLen(16)] | None = None
+    temperature: Annotated[float, Ge(0), Le(1)] | None = None
+    top_p: Annotated[float, Ge(0), Le(1)] | None = None
+    top_k: Annotated[int, Ge(0)] | None = None
+    metadata: RequestMetadata | None = None
+    service_tier: str | None = None
+    inference_geo: str | None = None
+
+    def turn(self) -> Turn:
+        counted = super().turn()
+        return Turn(
+            model=counted.model,
+            messages=counted.messages,
+            tools=counted.tools,
+            json_schema=counted.json_schema,
+            sampling=given(
+                max_tokens=self.max_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                stop=self.stop_sequences,
+            ),
+            is_streamed=bool(self.stream),
+            hint=(self.metadata.user_id or "") if self.metadata is not None else "",
+        )
+
+    @property
+    def shows_thinking(self) -> bool:
+        return self.thinking is None or self.thinking.type != "disabled"
+
+
+def said(messages: Sequence[AnthropicMessage]) -> Iterator[Said]:
+    """The messages as the engine knows them: results of tools are messages of their own."""
+    for number, message in enumerate(messages):
+        where = f"messages[{number}].content"
+        if isinstance(message.content, str):
+            yield Said(message.role, message.content)
+        elif message.role == "assistant":
+            uses = [block for block in message.content if block.get("type") == "tool_use"]
+            texts = [block for block in message.content if block.get("type") not in ("tool_use", *_UNREAD)]
+            yield Said(message.role, _text(texts, where), tool_calls=tuple(_use(use, where) for use in uses))
+        else:
+            yield from _user_said(message.content, where)
+
+
+def whole(asked: Asked, reply: Reply, *, shows_thinking: bool) -> dict[str, Any]:
+    """A message."""
+    content: list[Block] = []
+    if reply.reasoning_text and shows_thinking:
+        content.append({"type": "thinking", "thinking": reply.reasoning_text, "signature": ""})
+    if reply.text:
+        content.append({"type": "text", "text": reply.text})
+    content += [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": _object(call.arguments_json)}
+        for call in reply.finished.tool_calls
+    ]
+    used = {**_usage(reply.started), "output_tokens": reply.finished.usage.completion_tokens}
+    return {**_message(asked, reply.started), "content": content, **_ending(reply.finished), "usage": used}
+
+
+class MessageEvents:
+    """A message as its stream of events: blocks open and close one after the other."""
+
+    def __init__(self, asked: Asked, *, shows_thinking: bool) -> None:
+        self._asked = asked
+        self._shows_thinking = shows_thinking
+        self._started = pb.Started()
+        self._block = -1
+        self._kind = ""
+
+    def frames(self, event: pb.GenerateResponse) -> str:
+        match event.WhichOneof("event"):
+            case "started":
+                self._started = event.started
+                usage = {**_usage(event.started), "output_tokens": 0}
+                message = {**_message(self._asked, event.started), "content": [], **_ending(None), "usage": usage}
+                return sse({"type": "message_start", "message": message}, "message_start")
+            case "prefill_progress":
+                return sse({"type": "ping"}, "ping")
+            case "delta":
+                return self._delta(event.delta)
+            case _:
+                return self._finished(event.finished)
+
+    def end(self) -> str:
+        return sse({"type": "message_stop"}, "message_stop")
+
+    def _delta(self, delta: pb.Delta) -> str:
+        frames = ""
+        if delta.reasoning_text and self._shows_thinking:
+            frames += self._opened("thinking", {"thinking": "", "signature": ""})
+            frames += self._more({"type": "thinking_delta", "thinking": delta.reasoning_text})
+        if delta.text:
+            frames += self._opened("text", {"text": ""})
+            frames += self._more({"type": "text_delta", "text": delta.text})
+        return frames
+
+    def _finished(self, finished: pb.Finished) -> str:
+        frames = ""
+        for call in finished.tool_calls:
+            frames += self._closed() + self._opened("tool_use", {"id": call.id, "name": call.name, "input": {}})
+            arguments = json.dumps(_object(call.arguments_json), ensure_ascii=False)
+            frames += self._more({"type": "input_json_delta", "partial_json": arguments})
+        usage = {**_usage(self._started), "output_tokens": finished.usage.completion_tokens}
+        told = {"type": "message_delta", "delta": _ending(finished), "usage": usage}
+        return frames + self._closed() + sse(told, "message_delta")
+
+    def _opened(self, kind: str, fields: Block) -> str:
+        """Begin a block of this kind, unless it is the one that is open."""
+        if kind == self._kind:
+            return ""
+        closed = self._closed()
+        self._block, self._kind = self._block + 1, kind
+        start = {"type": "content_block_start", "index": self._block, "content_block": {"type": kind, **fields}}
+        return closed + sse(start, "content_block_start")
+
+    def _more(self, delta: Block) -> str:
+        told = {"type": "content_block_delta", "index": self._block, "delta": delta}
+        return sse(told, "content_block_delta")
+
+    def _closed(self) -> str:
+        if not self._kind:
+            return ""
+        self._kind = ""
+        return sse({"type": "content_block_stop", "index": self._block}, "content_block_stop")
+
+
+def _message(asked: Asked, started: pb.Started) -> Block:
+    model = started.model or asked.model
+    return {"id": f"msg_{asked.request_id}", "type": "message", "role": "assistant", "model": model}
+
+
+def _ending(finished: pb.Finished | None) -> Block:
+    if finished is None:
+        return {"stop_reason": None, "stop_sequence": None}
+    return {
+        "stop_reason": _REASONS.get(finished.reason, "end_turn"),
+        "stop_sequence": finished.matched_stop or None,
+    }
+
+
+def _usage(started: pb.Started) -> dict[str, int]:
+    """Anthropic counts what was read from a cache apart from the input."""
+    return {
+        "input_tokens": started.prompt_tokens - started.cached_tokens,
+        "cache_read_input_tokens": started.cached_tokens,
+        "cache_creation_input_tokens": 0,
+    }
+
+
+def _user_said(blocks: Sequence[Block], where: str) -> Iterator[Said]:
+    texts: list[Block] = []
+    for number, block in enumerate(blocks):
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        if texts:
+            yield Said("user", _text(texts, where))
+            texts = []
+        content = block.get("content") or ""
+        if not isinstance(content, str | list) or not isinstance(block.get("tool_use_id"), str):
+            raise InvalidArgument(f"{where}[{number}]: expected tool_use_id and content", field=f"{where}[{number}]")
+        failed = "Error: " if block.get("is_error") is True else ""
+        text = failed + _text(content, f"{where}[{number}].content")
+        yield Said("tool", text, tool_call_id=block["tool_use_id"])
+    if texts or not blocks:
+        yield Said("user", _text(texts, where))
+
+
+def _text(content: str | Sequence[object], where: str) -> str:
+    """The text of blocks. Raises InvalidArgument that names a block that is none."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for number, block in enumerate(content):
+        kind = block.get("type") if isinstance(block, dict) else None
+        if not isinstance(block, dict) or kind != "text" or not isinstance(block.get("text"), str):
+            shown = repr(kind[:40]) if isinstance(kind, str) and kind != "text" else "another value"
+            raise InvalidArgument(
+                f"{where}[{number}]: expected a text block, got {shown}: this model reads text alone",
+                field=f"{where}[{number}]",
+            )
+        texts.append(block["text"])
+    return "".join(texts)
+
+
+def _use(block: Block, where: str) -> ToolUse:
+    name, use_id, arguments = block.get("name"), block.get("id"), block.get("input")
+    if not isinstance(name, str) or not isinstance(use_id, str) or not isinstance(arguments, dict):
+        raise InvalidArgument(f"{where}: tool_use: expected id, name and an object as input", field=where)
+    return ToolUse(use_id, name, json.dumps(arguments, ensure_ascii=False))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

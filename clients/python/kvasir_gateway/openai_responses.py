@@ -1,0 +1,383 @@
+"""OpenAI's responses: the request as a turn, and the turn's events as a response or as its stream.
+
+A response's id names its agent and its turn. So `previous_response_id` needs no memory of the gateway's own: the store
+knows what was said until then, also after a restart of everything.
+"""
+
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from kvasir.clients import Reply
+from kvasir.errors import InvalidArgument, NotFound
+from kvasir.inference.v1 import inference_pb2 as pb
+from pydantic import ConfigDict, Field
+
+from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
+from kvasir_gateway.turn import (
+    Asked,
+    Body,
+    Lenient,
+    Said,
+    ToolUse,
+    Turn,
+    comment,
+    function_tool,
+    given,
+    refuse_unless,
+    sse,
+    text_of,
+)
+
+_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+_ID = re.compile(r"resp_([01])([0-9A-Za-z_-]{1,600})")
+
+Item = dict[str, Any]
+
+
+class ResponseTool(Lenient):
+    type: str
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+
+
+class TextFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextSettings(Body):
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class ResponsesRequest(Body):
+    """The body of /v1/responses."""
+
+    model_config = ConfigDict(title="ResponsesRequest")
+
+    model: Annotated[str, MinLen(1)]
+    input: str | Annotated[list[Item], MinLen(1)]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: Annotated[int, Ge(1)] | None = None
+    temperature: Annotated[float, Ge(0), Le(2)] | None = None
+    top_p: Annotated[float, Ge(0), Le(1)] | None = None
+    tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None
+    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none".')
+    parallel_tool_calls: bool | None = Field(None, description="true alone.")
+    text: TextSettings | None = None
+    reasoning: dict[str, Any] | None = Field(None, description="Refused when it asks for an effort: the model decides.")
+    truncation: str | None = Field(None, description='"disabled" alone.')
+    background: bool | None = Field(None, description="false alone.")
+    conversation: str | dict[str, Any] | None = Field(None, description="Refused; see x-agent-id.")
+    prompt: dict[str, Any] | None = Field(None, description="Refused.")
+    max_tool_calls: int | None = Field(None, description="Refused.")
+    top_logprobs: int | None = Field(None, description="0 alone.")
+    include: list[str] | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+
+    def turn(self, before: Sequence[Said] = ()) -> Turn:
+        """What the engine is asked; `before`: what was said until the previous response. Raises InvalidArgument."""
+        effort = {name: value for name, value in (self.reasoning or {}).items() if value is not None}
+        refuse_unless(({},), {"reasoning": effort})
+        refuse_unless(("disabled",), {"truncation": self.truncation})
+        refuse_unless((False, 0), {"background": self.background, "top_logprobs": self.top_logprobs})
+        refuse_unless(
+            (), {"conversation": self.conversation, "prompt": self.prompt, "max_tool_calls": self.max_tool_calls}
+        )
+        if self.text is not None:
+            refuse_unless(("medium",), {"text.verbosity": self.text.verbosity})
+        system = (Said("system", self.instructions),) if self.instructions else ()
+        asked = (Said("user", self.input),) if isinstance(self.input, str) else said(self.input)
+        return Turn(
+            model=self.model,
+            messages=(*system, *before, *asked),
+            tools=tuple(offered(list(self._tools()), self.tool_choice, self.parallel_tool_calls)),
+            sampling=given(max_tokens=self.max_output_tokens, temperature=self.temperature, top_p=self.top_p),
+            json_schema=self._schema(),
+            is_streamed=bool(self.stream),
+            hint=self.prompt_cache_key or "",
+        )
+
+    def _tools(self) -> Iterator[pb.Tool]:
+        for number, tool in enumerate(self.tools or ()):
+            refuse_unless(("function",), {f"tools[{number}].type": tool.type})
+            yield function_tool(tool.name or "", tool.description, tool.parameters)
+
+    def _schema(self) -> str | None:
+        asked = self.text.format if self.text is not None else None
+        if asked is None or asked.type == "text":
+            return None
+        return schema_text(asked.schema_ if asked.type == "json_schema" else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Previous:
+    """The turn that a response's id names."""
+
+    agent_id: str
+    request_id: str
+    had_instructions: bool  # they began its messages, and are not carried over
+
+
+def previous_of(response_id: str) -> Previous:
+    """Raises NotFound for an id that this gateway never gave, or that names a turn nobody remembers."""
+    match = _ID.fullmatch(response_id)
+    if match is None:
+        raise lost(response_id)
+    try:
+        names = base64.urlsafe_b64decode(match[2] + "=" * (-len(match[2]) % 4)).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        raise lost(response_id) from None
+    request_id, _, agent_id = names.partition("\n")
+    if not agent_id:
+        raise lost(response_id)
+    return Previous(agent_id, request_id, match[1] == "1")
+
+
+def lost(response_id: str) -> NotFound:
+    return NotFound(
+        f"previous_response_id: {response_id[:200]!r} is not remembered",
+        reason="PREVIOUS_RESPONSE_NOT_FOUND",
+        field="previous_response_id",
+    )
+
+
+def said(items: Sequence[Item]) -> tuple[Said, ...]:
+    """The items as messages: an answer and its calls, which are items of their own here, become one message."""
+    messages: list[Said] = []
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        kind = item.get("type", "message")
+        if kind == "message":
+            messages.append(_message_said(item, where))
+        elif kind == "function_call":
+            call = ToolUse(_text(item, "call_id", where), _text(item, "name", where), _text(item, "arguments", where))
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Said("assistant", ""))
+            messages[-1] = replace(messages[-1], tool_calls=(*messages[-1].tool_calls, call))
+        elif kind == "function_call_output":
+            output = item.get("output")
+            text = output if isinstance(output, str) else text_of(_parts(output, f"{where}.output"), f"{where}.output")
+            messages.append(Said("tool", text, tool_call_id=_text(item, "call_id", where)))
+        elif kind != "reasoning":  # the model's template leaves out what it thought
+            shown = repr(kind[:40]) if isinstance(kind, str) else "another value"
+            raise InvalidArgument(
+                f"{where}.type: expected message, function_call or function_call_output, got {shown}",
+                field=f"{where}.type",
+            )
+    if not messages:
+        raise InvalidArgument("input: expected a message", field="input")
+    return tuple(messages)
+
+
+def whole(asked: Asked, reply: Reply, request: ResponsesRequest) -> dict[str, Any]:
+    """A response."""
+    output: list[Item] = []
+    if reply.reasoning_text:
+        output.append(_reasoning(asked, reply.reasoning_text))
+    if reply.text or not reply.finished.tool_calls:
+        output.append(_message(asked, reply.text, "completed"))
+    output += [_call(call.id, call.name, call.arguments_json, "completed") for call in reply.finished.tool_calls]
+    return _response(asked, request, reply.started, output, reply.finished)
+
+
+class ResponseEvents:
+    """A response as its stream of events: items open and close one after the other."""
+
+    def __init__(self, asked: Asked, request: ResponsesRequest) -> None:
+        self._asked = asked
+        self._request = request
+        self._reply = Reply()
+        self._number = -1
+        self._output: list[Item] = []
+        self._kind = ""
+        self._text = ""
+
+    def frames(self, event: pb.GenerateResponse) -> str:
+        self._reply.add(event)
+        match event.WhichOneof("event"):
+            case "started":
+                response = _response(self._asked, self._request, event.started, [], None)
+                return self._event("response.created", response=response) + self._event(
+                    "response.in_progress", response=response
+                )
+            case "prefill_progress":
+                return comment("prefill")
+            case "delta":
+                return self._delta(event.delta)
+            case _:
+                return self._finished(event.finished)
+
+    def end(self) -> str:
+        return ""
+
+    def _delta(self, delta: pb.Delta) -> str:
+        frames = ""
+        for kind, text in (("reasoning", delta.reasoning_text), ("message", delta.text)):
+            if text:
+                frames += self._opened(kind)
+                self._text += text
+                name = "response.reasoning_text.delta" if kind == "reasoning" else "response.output_text.delta"
+                logprobs: dict[str, Any] = {} if kind == "reasoning" else {"logprobs": []}
+                frames += self._event(name, **self._place(kind), delta=text, **logprobs)
+        return frames
+
+    def _finished(self, finished: pb.Finished) -> str:
+        frames = self._opened("message") if not (self._output or self._kind or finished.tool_calls) else ""
+        frames += self._closed()
+        for call in finished.tool_calls:
+            index = len(self._output)
+            begun = _call(call.id, call.name, "", "in_progress")
+            done = _call(call.id, call.name, call.arguments_json, "completed")
+            place = {"item_id": done["id"], "output_index": index}
+            frames += self._event("response.output_item.added", output_index=index, item=begun)
+            frames += self._event("response.function_call_arguments.delta", **place, delta=call.arguments_json)
+            frames += self._event(
+                "response.function_call_arguments.done", **place, name=call.name, arguments=call.arguments_json
+            )
+            frames += self._event("response.output_item.done", output_index=index, item=done)
+            self._output.append(done)
+        response = _response(self._asked, self._request, self._reply.started, self._output, finished)
+        return frames + self._event(f"response.{response['status']}", response=response)
+
+    def _opened(self, kind: str) -> str:
+        if kind == self._kind:
+            return ""
+        frames = self._closed()
+        self._kind, self._text = kind, ""
+        item = _reasoning(self._asked, None) if kind == "reasoning" else _message(self._asked, None, "in_progress")
+        frames += self._event("response.output_item.added", output_index=len(self._output), item=item)
+        if kind == "message":
+            frames += self._event("response.content_part.added", **self._place(kind), part=_part(""))
+        return frames
+
+    def _closed(self) -> str:
+        kind, text = self._kind, self._text
+        if not kind:
+            return ""
+        place = self._place(kind)
+        if kind == "reasoning":
+            item = _reasoning(self._asked, text)
+            frames = self._event("response.reasoning_text.done", **place, text=text)
+        else:
+            item = _message(self._asked, text, "completed")
+            frames = self._event("response.output_text.done", **place, text=text, logprobs=[])
+            frames += self._event("response.content_part.done", **place, part=_part(text))
+        frames += self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._kind = ""
+        return frames
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        return {"item_id": _item_id(self._asked, kind), "output_index": len(self._output), "content_index": 0}
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        self._number += 1
+        return sse({"type": kind, "sequence_number": self._number, **fields}, kind)
+
+
+def _response(
+    asked: Asked, request: ResponsesRequest, started: pb.Started, output: list[Item], finished: pb.Finished | None
+) -> dict[str, Any]:
+    is_cut = finished is not None and finished.reason == pb.FINISH_REASON_LENGTH
+    names = base64.urlsafe_b64encode(f"{asked.request_id}\n{asked.agent_id}".encode()).decode().rstrip("=")
+    usage = None
+    if finished is not None:
+        usage = {
+            "input_tokens": started.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": started.cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": finished.usage.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": started.prompt_tokens + finished.usage.completion_tokens,
+        }
+    tools = [tool.model_dump() for tool in request.tools or ()]
+    text_format = {"type": "text"}
+    if request.text is not None and request.text.format is not None:
+        text_format = request.text.format.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "id": f"resp_{int(bool(request.instructions))}{names}",
+        "object": "response",
+        "created_at": asked.created,
+        "status": "in_progress" if finished is None else "incomplete" if is_cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": started.model or asked.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "previous_response_id": request.previous_response_id,
+        "temperature": request.temperature,
+        "text": {"format": text_format},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": tools,
+        "top_p": request.top_p,
+        "truncation": "disabled",
+        "usage": usage,
+    }
+
+
+def _item_id(asked: Asked, kind: str) -> str:
+    return f"{'rs' if kind == 'reasoning' else 'msg'}_{asked.request_id}"
+
+
+def _message(asked: Asked, text: str | None, status: str) -> Item:
+    content = [] if text is None else [_part(text)]
+    head = {"id": _item_id(asked, "message"), "type": "message", "role": "assistant"}
+    return {**head, "status": status, "content": content}
+
+
+def _part(text: str) -> Item:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _reasoning(asked: Asked, text: str | None) -> Item:
+    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
+    return {"id": _item_id(asked, "reasoning"), "type": "reasoning", "summary": [], "content": content}
+
+
+def _call(call_id: str, name: str, arguments: str, status: str) -> Item:
+    head = {"id": f"fc_{call_id}", "type": "function_call", "call_id": call_id}
+    return {**head, "name": name, "arguments": arguments, "status": status}
+
+
+def _message_said(item: Item, where: str) -> Said:
+    role = item.get("role")
+    if not isinstance(role, str) or role not in _ROLES:
+        raise InvalidArgument(f"{where}.role: expected one of {', '.join(_ROLES)}", field=f"{where}.role")
+    content = item.get("content")
+    text = content if isinstance(content, str) else text_of(_parts(content, f"{where}.content"), f"{where}.content")
+    return Said(_ROLES[role], text)
+
+
+def _parts(content: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise InvalidArgument(f"{where}: expected a string or a list of parts", field=where)
+    return content
+
+
+def _text(item: Item, name: str, where: str) -> str:
+    value = item.get(name)
+    if not isinstance(value, str):
+        raise InvalidArgument(f"{where}.{name}: expected a string", field=f"{where}.{name}")
+    return value

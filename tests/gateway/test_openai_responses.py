@@ -1,0 +1,86 @@
+"""OpenAI's responses and completions through the openai SDK, unmodified but for base_url."""
+
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response
+
+from tests.gateway.conftest import Front
+from tests.gateway.serving import MODEL
+
+
+def cached(response: Response) -> int:
+    assert response.usage is not None
+    return response.usage.input_tokens_details.cached_tokens
+
+
+def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front) -> None:
+    client = front.openai()
+    first = client.responses.create(model=MODEL, instructions="Be kind.", input="Responses: my name is Anna.")
+    assert first.status == "completed"
+    second = client.responses.create(
+        model=MODEL, instructions="Be kind.", input="What is my name?", previous_response_id=first.id
+    )
+    assert "Anna" in second.output_text
+    assert cached(first) == 0
+    assert cached(second) > 15
+    branch = client.responses.create(
+        model=MODEL, instructions="Be kind.", input="My dog is called Rex.", previous_response_id=first.id
+    )
+    assert cached(branch) > 15
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(model=MODEL, input="?", previous_response_id="resp_1bm90aGluZw")
+    with pytest.raises(openai.NotFoundError):
+        front.openai("eve").responses.create(model=MODEL, input="?", previous_response_id=first.id)
+
+
+def test_a_stream_of_events_ends_with_the_whole_response(front: Front) -> None:
+    client = front.openai()
+    told: Any = [
+        {"role": "developer", "content": "Be kind."},
+        {"role": "user", "content": [{"type": "input_text", "text": "My name is Anna. What is my name?"}]},
+    ]
+    with client.responses.stream(model=MODEL, input=told, max_output_tokens=24) as stream:
+        kinds = [event.type for event in stream]
+        response = stream.get_final_response()
+    assert kinds[:2] == ["response.created", "response.in_progress"]
+    assert kinds[-1] == "response.completed"
+    assert "response.output_text.delta" in kinds
+    assert "Anna" in response.output_text
+
+
+def test_a_function_is_called_and_its_output_read(front: Front) -> None:
+    client = front.openai()
+    tool: Any = {
+        "type": "function",
+        "name": "weather",
+        "description": "the weather of a place",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+        "strict": False,
+    }
+    said: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+    calling = client.responses.create(model=MODEL, input=said, tools=[tool])
+    call = next(item for item in calling.output if item.type == "function_call")
+    assert call.name == "weather"
+    said += [item.model_dump() for item in calling.output]
+    said.append({"type": "function_call_output", "call_id": call.call_id, "output": "sunny"})
+    answer = client.responses.create(model=MODEL, input=said, tools=[tool])
+    assert answer.output_text
+    assert cached(answer) > 0
+
+
+def test_a_prompt_is_completed_whole_and_streamed(front: Front) -> None:
+    client = front.openai()
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "The market was", "max_tokens": 8}
+    whole = client.completions.create(**asked)
+    # OpenAI's own chunks have no finish_reason before the last, although the SDK's type wants one.
+    lenient = front.openai(is_strict=False)
+    chunks = list(lenient.completions.create(**asked, stream=True))
+    assert whole.choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+    several = client.completions.create(**asked, n=2, temperature=1.0)
+    assert len(several.choices) == 2
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(**{**asked, "echo": True})
+    assert refused.value.param == "echo"
