@@ -76,16 +76,17 @@ def reuse_of_prefix(sequence: Sequence, tokens: int, kv: SequenceKV) -> Reuse:
     return Reuse(kv, tokens, sequence.chain, tokens, is_shared=True)
 
 
-def begin(sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None, pool: KvPool, model: ModelInfo) -> None:
-    """Give the turn its KV: `forked`, the fork of what it reuses, or what its plan restores, or none.
+def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPool, model: ModelInfo) -> None:
+    """Give the turn its KV: the fork of what it reuses, or what its plan restores, or none.
 
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
     """
     sequence.sampler = Sampler(sequence.plan.sampling, sequence.plan.token_ids, sequence.matcher)
     sequence.leave_queue()
-    if reuse is not None and forked is not None:
-        sequence.kv, sequence.known_chain = forked, tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
+    if taken is not None:
+        reuse, sequence.kv = taken
+        sequence.known_chain = tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
         sequence.began(reuse.tokens, reuse.shareable_tokens, is_shared=reuse.is_shared)
     elif isinstance(sequence.plan.reuse, Restored):
         _restore(sequence, sequence.plan.reuse, pool, model)

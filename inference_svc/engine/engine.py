@@ -157,7 +157,7 @@ class Engine:
 
     @property
     def memory_budget_bytes(self) -> int:
-        return self._worker.memories.budget_bytes
+        return self._worker.room.total_bytes
 
     @property
     def memory_used_bytes(self) -> int:
@@ -184,7 +184,7 @@ class Engine:
 
     def needed_bytes(self, plan: TurnPlan) -> int:
         """KV bytes that a turn needs if it generates all of its tokens. Known before any byte is allocated."""
-        return self._worker.most_bytes(len(plan.token_ids) + plan.sampling.max_tokens)
+        return self._worker.room.most_bytes(len(plan.token_ids) + plan.sampling.max_tokens)
 
     def submit(self, plan: TurnPlan, on_events: Listener) -> TurnHandle:
         """Queue a turn. `on_events` is called on the MLX thread, after every token and every cell, with all events

@@ -10,39 +10,24 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
-from kvasir.errors import Cancelled, FailedPrecondition, Internal, KvasirError, Unavailable
-from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
 from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.engine.beginning import (
-    MOST_REWIND_POINTS,
-    Reuse,
-    begin,
-    forked_for,
-    hot_memory_gone,
-    memory_left,
-    reuse_of_memory,
-    reuse_of_prefix,
-)
+from inference_svc.engine.beginning import begin, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
-from inference_svc.engine.fork_base import ForkBase
+from inference_svc.engine.room import KvRoom
 from inference_svc.engine.sampling import sample
-from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
+from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
-from inference_svc.engine.scheduling.memory_ledger import Reservation
-from inference_svc.engine.scheduling.room_shares import Room
 from inference_svc.engine.scheduling.schedulable import Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
-from inference_svc.engine.swapping import most_file_bytes, swap_in, swap_out
-from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.engine.swapping import swap_in, swap_out
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
-# Files of preempted turns that are not stored yet may take this part of the budget, beside it.
-_UNSTORED_PART = 2
 
 
 class EngineWorker:
@@ -59,9 +44,9 @@ class EngineWorker:
     ) -> None:
         # On a GPU all of it now: memory stays flat, and a step's graph can be kept. A CPU's pool grows with use.
         self._pool = runner.new_pool(model.kv_identity.policy, memory_budget_bytes, is_allocated=runner.is_on_gpu)
-        self.memories: HotMemories[SequenceKV] = HotMemories(
-            self._pool.allocator, self._pool.page_bytes, memory_budget_bytes
-        )
+        self._turns: list[Sequence] = []  # all that are not over
+        self.room = KvRoom(self._pool, model, memory_budget_bytes, self._turns)
+        self.memories = self.room.memories
         self.memory_used_bytes = 0
         self.computed_tokens = 0  # tokens that went through the model; reused tokens do not count
         self.preemptions = 0
@@ -69,19 +54,10 @@ class EngineWorker:
         self._model = model
         self._clock = clock
         self._rules = rules
-        room = Room(
-            memory_budget_bytes,
-            lambda sequence: self.memories.ledger.reserved_bytes(sequence.reservation),
-            self._needed_bytes,
-            self._missing_bytes,
-            self._freed_bytes,
-            self._can_swap_out,
-        )
-        self._scheduler: Scheduler[Sequence] = Scheduler(room, rules)
+        self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
         self._decoder = Decoder(batch, looks_ahead=not self._pool.has_states)
-        self._max_unstored_bytes = memory_budget_bytes // _UNSTORED_PART
         self._when_idle: dict[AgentKey, list[Callable[[], None]]] = {}
 
     def submit(self, sequence: Sequence) -> None:
@@ -98,23 +74,23 @@ class EngineWorker:
         spent_s = self._clock() - before_s
         has_ended = self._finish_generated()  # turns whose memory is whole and that generate nothing
         decoding = self._scheduler.begin_step(self._clock())
-        may_decode = self._masks.begin_step(decoding, self._scheduler.turns)
+        may_decode = self._masks.begin_step(decoding, self._turns)
         if may_decode or self._decoder.is_ahead:
             self._decode(may_decode)
             self._emit_all()
         has_prefilled = self._prefill(take_mail, spent_s)
         self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
-        self._count_bytes()
+        self.memory_used_bytes = self.room.used_bytes
         if not self._with_kv:
             self._runner.release_unused()
         has_worked = bool(decoding) or has_prefilled or has_ended  # a turn that ended may have left room for another
-        if has_worked and not self._scheduler.turns:
-            self._check_pages()
+        if has_worked and not self._turns and (leaked := self.room.leaked_pages):
+            logger.error("kv.pages_leaked pages=%d", leaked)
         return has_worked
 
     def close(self) -> None:
-        for sequence in list(self._scheduler.turns):
+        for sequence in list(self._turns):
             self._finish(sequence, Unavailable("the engine is shutting down", retry_after_s=1.0))
 
     def when_idle(self, key: AgentKey, work: Callable[[], None]) -> None:
@@ -201,68 +177,12 @@ class EngineWorker:
 
     def _begin(self, sequence: Sequence, protected: Collection[Hashable] | None) -> None:
         """Give the turn its reservation and its KV, or ask for a preempted turn's files."""
-        if sequence.swapped is not None:
-            has_room = self._reserve(sequence, protected, None, ForkBase())
-            assert has_room, "the scheduler admitted a turn without room"
+        taken = self.room.take(sequence, protected)
+        if sequence.swapped is None:
+            begin(sequence, taken, self._pool, self._model)
+        else:
             sequence.ask_for_files()
             self._emit(sequence)
-            return
-        for reuse in self._candidates(sequence):
-            # Before memories are dropped for the reservation: what the turn shares stays, whoever else held it.
-            forked = forked_for(sequence, reuse)
-            extends = sequence.memory_key if reuse is None or not reuse.is_shared else None
-            if self._reserve(sequence, protected, extends, ForkBase() if forked is None else ForkBase.of(forked)):
-                begin(sequence, reuse, forked, self._pool, self._model)
-                return
-            if forked is not None:
-                forked.release()
-        # What is left of its own memory does not fit beside what the turn adds to it: it is planned anew without it.
-        if sequence.plan.key is not None:
-            self.memories.drop(sequence.plan.key)
-        raise hot_memory_gone()
-
-    def _reserve(
-        self,
-        sequence: Sequence,
-        protected: Collection[Hashable] | None,
-        extends: Hashable | None,
-        base: ForkBase,
-    ) -> bool:
-        """Reserve what the turn may take beyond its base; False if there is no room."""
-        reservation = Reservation(
-            sequence.namespace,
-            self._pool.pages_for(sequence.most_tokens) - base.full_pages,
-            self._state_bytes,
-            extends,
-            lambda: 0 if sequence.kv is None else base.taken_by(sequence.kv),
-        )
-        if not self.memories.reserve(reservation, self._protected(sequence, protected)):
-            return False
-        sequence.reservation = reservation
-        return True
-
-    def _candidates(self, sequence: Sequence) -> list[Reuse | None]:
-        """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does,
-        and its plan's hot memory, or nothing.
-        """
-        own = reuse_of_memory(sequence, self.memories.get(sequence.plan.key))
-        prefix = self._prefix_of(sequence)
-        return [own] if prefix is None else [prefix, own]
-
-    def _prefix_of(self, sequence: Sequence) -> Reuse | None:
-        if sequence.namespace is None or self._model.has_states:
-            return None
-        prefix = self._scheduler.prefix_source_of(sequence, self.memories.of_namespace(sequence.namespace))
-        if prefix is None:
-            return None
-        source = prefix.source
-        owner = source if isinstance(source, Sequence) else self.memories.get(source)  # type: ignore[arg-type]
-        if owner is None or owner.kv is None:
-            return None
-        # Less than the whole prefix where the windows have gone on.
-        tokens = owner.kv.start_before(prefix.shared_tokens)
-        is_worth = tokens % BLOCK_TOKENS == 0 and tokens >= sequence.reusable_tokens + BLOCK_TOKENS
-        return reuse_of_prefix(sequence, tokens, owner.kv) if is_worth else None
 
     def _preempt(self, sequence: Sequence) -> None:
         assert sequence.kv is not None
@@ -270,77 +190,9 @@ class EngineWorker:
         swap_out(sequence, self._model)
         if sequence.reservation is not None and sequence.reservation.extends is not None and sequence.plan.key:
             self.memories.drop(sequence.plan.key)  # the store has all of it, and its room is wanted
-        self._give_up(sequence)
+        self.room.give_up(sequence)
         self.preemptions += 1
         self._emit(sequence)
-
-    # --- room ---
-
-    def most_bytes(self, tokens: int) -> int:
-        """KV bytes of a turn that comes to have so many tokens and shares none. From any thread."""
-        return self._pool.pages_for(tokens) * self._pool.page_bytes + self._state_bytes
-
-    @property
-    def _state_bytes(self) -> int:
-        """The most bytes of one turn's recurrent states."""
-        return (1 + MOST_REWIND_POINTS) * self._model.state_bytes
-
-    def _needed_bytes(self, sequence: Sequence) -> int:
-        """The reservation of a turn that begins as it is planned."""
-        memory = self.memories.get(sequence.plan.key) if sequence.memory_key is not None else None
-        shared = 0 if memory is None else memory.kv.start_before(sequence.reusable_tokens)
-        return self._bytes_beyond(sequence, shared)
-
-    def _bytes_beyond(self, sequence: Sequence, shared_tokens: int) -> int:
-        """The reservation of a turn that shares so many tokens' full blocks."""
-        whole_groups = sum(not group.window for group in self._pool.groups)
-        shared_bytes = shared_tokens // BLOCK_TOKENS * whole_groups * self._pool.page_bytes
-        return self.most_bytes(sequence.most_tokens) - shared_bytes
-
-    def _missing_bytes(self, sequence: Sequence, protected: Collection[Hashable] | None) -> int:
-        """Asked with the fork in hand that the turn would begin with: to drop its source frees nothing of it then."""
-        kept = self._protected(sequence, protected)
-        if sequence.swapped is not None:
-            return self.memories.missing_bytes(self._bytes_beyond(sequence, 0), kept)
-        try:
-            candidates = self._candidates(sequence)
-        except FailedPrecondition:
-            return 0  # it begins in order to say so
-        missing = []
-        for reuse in candidates:
-            forked = forked_for(sequence, reuse)
-            shared = 0 if forked is None else forked.length
-            missing.append(self.memories.missing_bytes(self._bytes_beyond(sequence, shared), kept))
-            if forked is not None:
-                forked.release()
-        if protected is None:  # nothing runs: its own memory may go, and the turn be planned anew
-            missing.append(self.memories.missing_bytes(self._bytes_beyond(sequence, 0), None))
-        return min(missing)
-
-    def _freed_bytes(self, sequence: Sequence) -> int:
-        """Bytes that a running turn gives up: its reservation, and what nobody else holds of its memory."""
-        reservation, kv = sequence.reservation, sequence.kv
-        if reservation is None or kv is None:
-            return 0
-        memory = self.memories.get(sequence.plan.key) if reservation.extends is not None else None
-        pages = [list(held.pages) for held in (kv, None if memory is None else memory.kv) if held is not None]
-        states = 0 if memory is None else memory.state_bytes
-        return self.memories.ledger.freed_bytes(pages, reservation) + states
-
-    def _give_up(self, sequence: Sequence) -> None:
-        if sequence.reservation is not None:
-            self.memories.release(sequence.reservation)
-        sequence.reservation = None
-
-    def _protected(self, sequence: Sequence, protected: Collection[Hashable] | None) -> Collection[Hashable] | None:
-        """The turn's own memory too: it must be what it was, if the turn fails."""
-        return None if protected is None else {*protected, sequence.memory_key}
-
-    def _can_swap_out(self, sequences: Collection[Sequence]) -> bool:
-        """Whether the files of these turns may be held in memory too."""
-        more = sum(most_file_bytes(sequence, self._model) for sequence in sequences)
-        held = sum(other.swapped.unstored_bytes for other in self._scheduler.turns if other.swapped is not None)
-        return not more or held + more <= self._max_unstored_bytes
 
     # --- stepping ---
 
@@ -444,7 +296,7 @@ class EngineWorker:
         kv, sequence.kv, sequence.swapped = sequence.kv, None, None
         if failure is not None and kv is not None:
             kv.release()
-        self._give_up(sequence)
+        self.room.give_up(sequence)
         self._scheduler.remove(sequence)
         self._emit(sequence)
         if kv is not None and kv in self._decoder.batch:  # it could not leave: the batch of some layers may hold it
@@ -484,7 +336,7 @@ class EngineWorker:
     # --- events ---
 
     def _emit_all(self) -> None:
-        for sequence in list(self._scheduler.turns):
+        for sequence in list(self._turns):
             self._emit(sequence)
 
     def _emit(self, sequence: Sequence) -> None:
@@ -497,21 +349,12 @@ class EngineWorker:
 
     @property
     def _with_kv(self) -> list[Sequence]:
-        return [sequence for sequence in self._scheduler.turns if sequence.kv is not None]
+        return [sequence for sequence in self._turns if sequence.kv is not None]
 
     def _begun(self, key: AgentKey) -> Sequence | None:
         """The key's turn that has begun and is not over. It may be preempted."""
-        begun = (each for each in self._scheduler.turns if each.plan.key == key and each.status is not Status.WAITING)
+        begun = (each for each in self._turns if each.plan.key == key and each.status is not Status.WAITING)
         return next(begun, None)
-
-    def _count_bytes(self) -> None:
-        states = sum(sequence.kv.state_bytes for sequence in self._with_kv if sequence.kv is not None)
-        self.memory_used_bytes = self.memories.ledger.used_bytes + states
-
-    def _check_pages(self) -> None:
-        """While no turn is open, every page in use is a memory's."""
-        if leaked := self.memories.ledger.used_pages - len(self.memories.pages):
-            logger.error("kv.pages_leaked pages=%d", leaked)
 
 
 def _is_decoding(sequence: Sequence) -> bool:

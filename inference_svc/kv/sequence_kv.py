@@ -134,6 +134,17 @@ class SequenceKV:
         return (page for table in self.tables for page in table.pages.values())
 
     @property
+    def kept_pages(self) -> int:
+        """How many of its pages it will never replace by others: full pages of layers that keep all tokens, and what
+        nobody else holds. It copies a shared tail before it writes, and a window moves on.
+        """
+        kept, full = 0, self.length // PAGE_TOKENS
+        for table in self.tables:
+            others = table.pages if table.window else range(full, len(table.pages))
+            kept += len(table.pages) - sum(self.pool.allocator.holders(table.pages[block]) > 1 for block in others)
+        return kept
+
+    @property
     def state_arrays(self) -> list[mx.array]:
         """The recurrent layers' arrays, to be evaluated together."""
         return [array for state in self.states.values() for array in state.state]

@@ -49,7 +49,8 @@ class ResidentMemory(Generic[KvT]):
         self.page_count = sum(1 for _ in self.kv.pages)  # other threads ask for it while pages may be given back
 
     @property
-    def shareable_tokens(self) -> int:
+    def shareable(self) -> int:
+        """Leading tokens whose KV was computed on the grid."""
         return self.state.shareable_tokens
 
 
@@ -57,17 +58,14 @@ class HotMemories(Generic[KvT]):
     """Memories by key, and the ledger of their bytes and of the running turns'. Only the MLX thread changes it, except
     for tags and expected uses.
 
-    A turn calls `reserve` before it takes a page. At its end it calls `release`, after `leave` if it leaves a memory.
+    A turn calls `reserve` before it takes a page. At its end its reservation is released, after `put` if it leaves a
+    memory.
     """
 
     def __init__(self, pages: Pages, page_bytes: int, budget_bytes: int) -> None:
         self.ledger = MemoryLedger(pages, page_bytes, budget_bytes)
         self._memories: dict[AgentKey, ResidentMemory[KvT]] = {}
         self._expected: ExpectedUse[AgentKey] = ExpectedUse()
-
-    @property
-    def budget_bytes(self) -> int:
-        return self.ledger.total_bytes
 
     # --- memories ---
 
@@ -119,9 +117,8 @@ class HotMemories(Generic[KvT]):
         """Bytes of each memory, with what it shares. From any thread."""
         return {key: self._size(memory) for key, memory in list(self._memories.items())}
 
-    def of_namespace(self, namespace: str) -> list[tuple[AgentKey, str, ResidentMemory[KvT]]]:
-        """Its memories, in the form that `PrefixSharing` takes."""
-        return [(key, namespace, memory) for key, memory in self._memories.items() if key.namespace == namespace]
+    def of_namespace(self, namespace: str | None) -> list[ResidentMemory[KvT]]:
+        return [memory for key, memory in self._memories.items() if key.namespace == namespace]
 
     # --- turns ---
 
@@ -130,7 +127,7 @@ class HotMemories(Generic[KvT]):
         that makes enough room; None: also memories that running turns extend. False, and nothing changed, if it does
         not.
         """
-        if not self._make_room(self.ledger.reserved_bytes(reservation), protected, reservation.namespace):
+        if not self._make_room(self.ledger.promised_to(reservation), protected, reservation.namespace):
             return False
         self.ledger.reservations.append(reservation)
         return True
@@ -141,10 +138,6 @@ class HotMemories(Generic[KvT]):
         """
         missing = needed_bytes - self.ledger.free_bytes
         return 0 if missing <= 0 else max(0, missing - self._droppable_bytes(self._droppable(protected)))
-
-    def release(self, reservation: Reservation) -> None:
-        """The turn is over, or was preempted."""
-        self.ledger.release(reservation)
 
     def _size(self, memory: ResidentMemory[KvT]) -> int:
         return self.ledger.size_bytes(memory.page_count, memory.state_bytes)
@@ -169,7 +162,7 @@ class HotMemories(Generic[KvT]):
             return False
         held = self._held()
         held[namespace] += needed_bytes - self.ledger.free_bytes
-        share_bytes = self.budget_bytes // len(held)
+        share_bytes = self.ledger.total_bytes // len(held)
         others = []
         for key in keys:
             if needed_bytes <= self.ledger.free_bytes:

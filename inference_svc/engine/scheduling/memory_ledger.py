@@ -1,11 +1,11 @@
 """KV bytes: what pages and states hold now, and what running turns may still take. Numbers only, nothing is allocated.
 
-used + promised + free = total, always. Before a turn begins it gets a reservation for all that it may come to take
-beyond the full blocks that it shares. What it has taken of it is used; the rest is promised, and nobody else's.
+used + promised + free = total, always. Before a turn begins it gets a reservation for the most that it may ever hold.
+What its KV keeps of that is used already, by it or by others; the rest is promised to it, and nobody else's.
 """
 
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -25,10 +25,19 @@ class Reservation:
     """What one running turn may take. `extends`: key of the hot memory that stays as it is until the turn is over."""
 
     namespace: str | None
-    pages: int
+    most_pages: int  # that its KV ever holds
     state_bytes: int = 0
     extends: Hashable | None = None
-    taken_pages: Callable[[], int] = lambda: 0  # of these pages, the ones that the turn has by now
+    kept_pages: Callable[[], int] = lambda: 0  # pages that its KV has and will not replace by others
+    pages: int = field(init=False)  # that it may take beyond what it began with
+
+    def __post_init__(self) -> None:
+        self.pages = self.left_pages
+
+    @property
+    def left_pages(self) -> int:
+        """Pages that it may still take."""
+        return max(0, self.most_pages - self.kept_pages())
 
 
 class MemoryLedger:
@@ -47,12 +56,12 @@ class MemoryLedger:
 
     @property
     def used_bytes(self) -> int:
-        return self.used_pages * self._page_bytes + self.resident_state_bytes
+        return self.size_bytes(self.used_pages, self.resident_state_bytes)
 
     @property
     def promised_bytes(self) -> int:
         """Pages that running turns have not taken yet, and all of their states."""
-        return sum(self._promised_bytes(one) for one in self.reservations)
+        return sum(map(self.promised_to, self.reservations))
 
     @property
     def free_bytes(self) -> int:
@@ -61,19 +70,18 @@ class MemoryLedger:
     def size_bytes(self, pages: int, state_bytes: int) -> int:
         return pages * self._page_bytes + state_bytes
 
+    def promised_to(self, reservation: Reservation) -> int:
+        return self.size_bytes(reservation.left_pages, reservation.state_bytes)
+
     def reserved_bytes(self, reservation: Reservation | None) -> int:
         """Bytes of a reservation, taken or not; 0 for none."""
         return 0 if reservation is None else self.size_bytes(reservation.pages, reservation.state_bytes)
 
-    def freed_bytes(self, tables: Iterable[list[int]], reservation: Reservation | None = None) -> int:
-        """Bytes that become free if these page lists are released together, and the reservation with them."""
-        promised = 0 if reservation is None else self._promised_bytes(reservation)
-        return self._pages.freed_by(tables) * self._page_bytes + promised
+    def freed_bytes(self, tables: Iterable[list[int]]) -> int:
+        """Bytes that become free if these page lists are released together."""
+        return self.size_bytes(self._pages.freed_by(tables), 0)
 
     def release(self, reservation: Reservation) -> None:
         """The turn is over or preempted. Without effect if it holds nothing."""
         if reservation in self.reservations:
             self.reservations.remove(reservation)
-
-    def _promised_bytes(self, reservation: Reservation) -> int:
-        return self.size_bytes(max(0, reservation.pages - reservation.taken_pages()), reservation.state_bytes)

@@ -5,7 +5,7 @@ equal tokens from position 0. Only rows that were computed on the grid are given
 what it would have computed itself.
 """
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -51,16 +51,17 @@ class HotPrefix(Protocol):
     def chain(self) -> Sequence[str]: ...
 
     @property
-    def shareable_tokens(self) -> int: ...
+    def shareable(self) -> int: ...
 
 
 TurnT = TypeVar("TurnT", bound=Sharing)
+HotT = TypeVar("HotT", bound=HotPrefix)
 SourceT = TypeVar("SourceT")
 
 
 @dataclass(frozen=True)
 class PrefixSource(Generic[SourceT]):
-    """KV that a turn may begin with: its source (a running turn, or the key of a hot memory) and its leading tokens."""
+    """KV that a turn may begin with: its source (a running turn, or a hot memory) and its leading tokens."""
 
     source: SourceT
     shared_tokens: int
@@ -73,23 +74,17 @@ class PrefixSharing(Generic[TurnT]):
     unit_tokens: int = BLOCK_TOKENS
 
     def prefix_source_of(
-        self,
-        turn: TurnT,
-        running: Iterable[TurnT],
-        hot: Iterable[tuple[Hashable, str, HotPrefix]] = (),
-    ) -> PrefixSource[TurnT | Hashable] | None:
+        self, turn: TurnT, running: Iterable[TurnT], hot: Iterable[HotT] = ()
+    ) -> PrefixSource[TurnT | HotT] | None:
         """The computed KV that `turn` should begin with now; None when no source has at least a cell more than its plan
-        reuses. `hot`: idle memories as (key, namespace, memory). Of equals a running turn is preferred.
+        reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
         """
-        ready: list[PrefixSource[TurnT | Hashable]] = [
-            PrefixSource(other, self._shared(turn, other.namespace, other.chain, other.shareable)) for other in running
-        ]
-        ready += [
-            PrefixSource(key, self._shared(turn, namespace, memory.chain, memory.shareable_tokens))
-            for key, namespace, memory in hot
-        ]
+        sources: list[TurnT | HotT] = [other for other in running if other.namespace == turn.namespace]
+        sources += hot
+        ready = [PrefixSource(one, self._shared(turn, one.chain, one.shareable)) for one in sources]
         best = max(ready, key=lambda prefix: prefix.shared_tokens, default=None)
-        return best if best is not None and self._is_worth(turn, best.shared_tokens) else None
+        is_worth = best is not None and best.shared_tokens >= turn.reusable_tokens + self.unit_tokens
+        return best if is_worth else None
 
     def awaited_by(self, turn: TurnT, running: Collection[TurnT]) -> PrefixSource[TurnT] | None:
         """The running turn that is prefilling a cell or more which `turn` needs and no turn has computed yet, and what
@@ -98,18 +93,16 @@ class PrefixSharing(Generic[TurnT]):
         now = self.prefix_source_of(turn, running)
         have = max(turn.reusable_tokens, now.shared_tokens if now else 0)
         coming = (
-            PrefixSource(other, self._shared(turn, other.namespace, other.chain, other.final_shareable))
+            PrefixSource(other, self._shared(turn, other.chain, other.final_shareable))
             for other in running
+            if other.namespace == turn.namespace
         )
         best = max(coming, key=lambda prefix: prefix.shared_tokens, default=None)
         return best if best is not None and best.shared_tokens >= have + self.unit_tokens else None
 
-    def _is_worth(self, turn: TurnT, tokens: int) -> bool:
-        return tokens >= turn.reusable_tokens + self.unit_tokens
-
-    def _shared(self, turn: TurnT, namespace: str | None, chain: Sequence[str], shareable: int) -> int:
+    def _shared(self, turn: TurnT, chain: Sequence[str], shareable: int) -> int:
         """Leading tokens, in whole blocks, that `turn` could begin with. It always computes its last token itself."""
-        if turn.namespace is None or namespace != turn.namespace:
+        if turn.namespace is None:
             return 0
         limit = min(shareable, turn.prompt_tokens - 1) // self.unit_tokens * self.unit_tokens
         return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)

@@ -14,8 +14,7 @@ A namespace that is alone has all of it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable
 from typing import Generic, Protocol, TypeVar
 
 from inference_svc.engine.scheduling.company import Namespace
@@ -27,24 +26,36 @@ class InNamespace(Protocol):
 
 
 TurnT = TypeVar("TurnT", bound=InNamespace)
+ContraT = TypeVar("ContraT", contravariant=True)
 
 
-@dataclass(frozen=True)
-class Room(Generic[TurnT]):
+class Room(Protocol[ContraT]):
     """What the scheduler may ask about the KV's bytes. To ask changes nothing."""
 
-    total_bytes: int
-    held_bytes: Callable[[TurnT], int]
-    """Bytes of a running turn's reservation."""
-    needed_bytes: Callable[[TurnT], int]
-    """Bytes that a waiting turn must reserve."""
-    missing_bytes: Callable[[TurnT, Collection[Hashable] | None], int]
-    """Bytes that running turns would have to give up before the turn can begin, if no hot memory with one of these keys
-    is dropped; None: any may be dropped. 0 if it can begin."""
-    freed_bytes: Callable[[TurnT], int]
-    """Bytes that are free once a running turn is preempted."""
-    can_swap_out: Callable[[Collection[TurnT]], bool]
-    """Whether the files of these turns may be held while they are preempted."""
+    @property
+    def total_bytes(self) -> int: ...
+
+    def held_bytes(self, turn: ContraT, /) -> int:
+        """Bytes of a running turn's reservation."""
+        ...
+
+    def needed_bytes(self, turn: ContraT, /) -> int:
+        """Bytes that a waiting turn must reserve."""
+        ...
+
+    def missing_bytes(self, turn: ContraT, protected: Collection[Hashable] | None, /) -> int:
+        """Bytes that running turns would have to give up before the turn can begin, if no hot memory with one of these
+        keys is dropped; None: any may be dropped. 0 if it can begin.
+        """
+        ...
+
+    def freed_bytes(self, turn: ContraT, /) -> int:
+        """Bytes that are free once a running turn is preempted."""
+        ...
+
+    def can_swap_out(self, turns: Collection[ContraT], /) -> bool:
+        """Whether the files of these turns may be held while they are preempted."""
+        ...
 
 
 class RoomShares(Generic[TurnT]):

@@ -43,7 +43,7 @@ from typing import Generic, TypeAlias, TypeVar
 from inference_svc.engine.api import Priority
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
-from inference_svc.engine.scheduling.prefix_sharing import HotPrefix, PrefixSharing, PrefixSource
+from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
 from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, Rules, Schedulable, Status
 from inference_svc.engine.scheduling.seats import Seats
@@ -209,14 +209,6 @@ class Scheduler(Generic[TurnT]):
             record.awaits = record.prefix_wait_since_s = None
             record.prefix_wait_is_over = False
             self._awaited.discard(turn)
-
-    def prefix_source_of(
-        self, turn: TurnT, hot: Iterable[tuple[Hashable, str, HotPrefix]] = ()
-    ) -> PrefixSource[TurnT | Hashable] | None:
-        """The KV that a turn should begin with instead of its plan's, if that saves a cell or more: a running turn's,
-        or a hot memory's by its key (`HotMemories.of_namespace`).
-        """
-        return self._sharing.prefix_source_of(turn, self._with_kv(), hot)
 
     def _preemptions(self, blocked: TurnT, missing_bytes: int) -> tuple[TurnT, ...]:
         """The turns to preempt so that `blocked` finds `missing_bytes` more. None if they would not give enough, or if

@@ -184,16 +184,16 @@ MUTANTS = (
     ),
     Mutant(
         "files of turns that are preempted are held without a bound",
-        "engine_worker.py",
-        "        return not more or held + more <= self._max_unstored_bytes",
+        "room.py",
+        "        return not more or held + more <= self.total_bytes // _UNSTORED_PART",
         "        return True",
         "preempted_turns",
     ),
     Mutant(
         "files that were preempted are forgotten as soon as they are made",
-        "engine_worker.py",
-        "        return not more or held + more <= self._max_unstored_bytes",
-        "        return not more or more <= self._max_unstored_bytes",
+        "room.py",
+        "        return not more or held + more <= self.total_bytes // _UNSTORED_PART",
+        "        return not more or more <= self.total_bytes // _UNSTORED_PART",
         "preempted_turns",
     ),
     Mutant(
@@ -206,7 +206,7 @@ MUTANTS = (
     Mutant(
         "who is cancelled while it is wanted keeps its room",
         "engine_worker.py",
-        "        self._give_up(sequence)\n        self._scheduler.remove(sequence)",
+        "        self.room.give_up(sequence)\n        self._scheduler.remove(sequence)",
         "        self._scheduler.remove(sequence)",
         "preempted_turns",
     ),

@@ -67,14 +67,13 @@ def test_a_short_turn_that_begins_with_a_long_memorys_prefix_takes_no_more_than_
 def used_and_accounted(driver: Driver) -> tuple[int, int]:
     """Bytes of all KV that there is, which is what the engine tells; and what its ledger holds."""
     worker = driver.engine._worker
-    worker._count_bytes()
     kvs = [sequence.kv for sequence in worker._scheduler.turns if sequence.kv is not None]
     pages = {page for kv in kvs for page in kv.pages} | worker.memories.pages
-    assert len(pages) * worker._pool.page_bytes == worker.memory_used_bytes
-    ledger = worker.memories.ledger
+    used, ledger = worker.room.used_bytes, worker.memories.ledger
+    assert len(pages) * worker._pool.page_bytes == used
     for reservation in ledger.reservations:
-        assert 0 <= reservation.taken_pages() <= reservation.pages
-    return worker.memory_used_bytes, ledger.used_bytes + ledger.promised_bytes
+        assert reservation.kept_pages() <= reservation.most_pages
+    return used, ledger.used_bytes + ledger.promised_bytes
 
 
 @pytest.mark.cells_of_a_block

@@ -11,7 +11,6 @@ from kvasir.formats.layer_groups import first_touched_block, windows_of
 
 from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot, Started
 from inference_svc.engine.beginning import Reuse, forked_for
-from inference_svc.engine.fork_base import ForkBase
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
@@ -246,16 +245,32 @@ def test_a_turns_pages_stay_within_its_reservation_when_its_source_is_gone(windo
     sequence = cast("Sequence", SimpleNamespace(plan=SimpleNamespace(generates=True)))
     forked = forked_for(sequence, Reuse(source, 6144, (), 0))
     assert forked is not None
-    base, most = ForkBase.of(forked), 6144 + 16 * 256 + 200
-    promised = pool.pages_for(most) - base.full_pages
+    most, held = pool.pages_for(6144 + 16 * 256 + 200), [forked.kept_pages]
     source.release()
-    taken = [base.taken_by(forked)]
     for step in range(16):
         fed(forked, [256])
         if step == 14:
             forked.mark()
-        taken.append(base.taken_by(forked))
+        held.append(forked.kept_pages)
     for _ in range(200):
         fed(forked, [1])
-        taken.append(base.taken_by(forked))
-    assert max(taken) <= promised
+        held.append(forked.kept_pages)
+    assert max(held) <= most
+
+
+@pytest.mark.parametrize("window", [512, 1024])
+def test_no_more_is_taken_than_was_promised_when_turns_that_share_a_window_go_on(window: int) -> None:
+    """Each leaves the pages that it shares behind, and takes others: both were promised theirs."""
+    pool = pool_of([full(), windowed(window)], four_bits())
+    one = fed(SequenceKV(pool), [256] * 6 + [30])
+    turns = [one, one.fork(1536), one.fork()]
+    most = pool.pages_for(6 * 256 + 30 + 8 * 256)
+
+    def claimed() -> int:
+        return pool.allocator.used + sum(most - turn.kept_pages for turn in turns)
+
+    bound = claimed()
+    for step in range(24):
+        fed(turns[step % 3], [200])
+        assert claimed() <= bound
+        assert all(turn.kept_pages <= most for turn in turns)

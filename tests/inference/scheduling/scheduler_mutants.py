@@ -201,15 +201,15 @@ MUTANTS = (
     Mutant(
         "namespaces share",
         "prefix_sharing.py",
-        "if turn.namespace is None or namespace != turn.namespace:",
-        "if False:",
+        "[other for other in running if other.namespace == turn.namespace]",
+        "[*running]",
         PREFIX_WAIT,
     ),
     Mutant(
         "turns without a namespace share",
         "prefix_sharing.py",
-        "if turn.namespace is None or namespace != turn.namespace:",
-        "if namespace != turn.namespace:",
+        "        if turn.namespace is None:",
+        "        if False:",
         PREFIX_WAIT,
     ),
     Mutant(
@@ -222,8 +222,8 @@ MUTANTS = (
     Mutant(
         "what is not computed yet is given away",
         "prefix_sharing.py",
-        "other.chain, other.shareable))",
-        "other.chain, other.final_shareable))",
+        "one.chain, one.shareable)",
+        'one.chain, getattr(one, "final_shareable", one.shareable))',
         f"{PREFIX_WAIT} {HISTORY}",
     ),
     Mutant(
@@ -243,23 +243,23 @@ MUTANTS = (
     Mutant(
         "hot memories are not looked at",
         "prefix_sharing.py",
-        "            for key, namespace, memory in hot\n",
-        "            for key, namespace, memory in ()\n",
+        "        sources += hot\n",
+        "",
         PREFIX_WAIT,
     ),
     # Bytes
     Mutant(
         "a reservation is not asked for room",
         "hot_memories.py",
-        "if not self._make_room(self.ledger.reserved_bytes(reservation), protected, reservation.namespace):",
+        "if not self._make_room(self.ledger.promised_to(reservation), protected, reservation.namespace):",
         "if False:",
         MEMORY,
     ),
     Mutant(
         "what a turn has taken counts twice",
         "memory_ledger.py",
-        "max(0, reservation.pages - reservation.taken_pages())",
-        "reservation.pages",
+        "return max(0, self.most_pages - self.kept_pages())",
+        "return self.most_pages",
         MEMORY,
     ),
     Mutant(
@@ -356,8 +356,8 @@ MUTANTS = (
     Mutant(
         "a dropped memory is thought to free what it shares",
         "memory_ledger.py",
-        "return self._pages.freed_by(tables) * self._page_bytes + promised",
-        "return sum(map(len, tables)) * self._page_bytes + promised",
+        "self._pages.freed_by(tables)",
+        "sum(map(len, tables))",
         MEMORY,
     ),
     # Giving way

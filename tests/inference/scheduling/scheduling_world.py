@@ -11,7 +11,7 @@ from inference_svc.engine.api import AgentKey, Priority
 from inference_svc.engine.scheduling.hot_memories import HotMemories, ResidentMemory
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.pacing import most_tokens
-from inference_svc.engine.scheduling.room_shares import Room
+from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
 from inference_svc.engine.scheduling.schedulable import Rules, ScheduleRecord, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
 from inference_svc.kv.pages.page_allocator import PageAllocator
@@ -56,7 +56,6 @@ class Job:
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
     kv: "Kv | None" = None
-    shared_pages: int = 0  # of what it began from
     reservation: Reservation | None = None
     schedule: ScheduleRecord = field(default_factory=ScheduleRecord)
     lost_memory: bool = False  # it was planned with a hot memory that was dropped before it began
@@ -160,7 +159,7 @@ class Hot(HotMemories[Kv]):
         if reservation is None:
             return False
         self.put(key, memory(Kv(self.allocator, size), priority, chain))
-        self.release(reservation)
+        self.ledger.release(reservation)
         return True
 
 
@@ -187,15 +186,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.memories = Hot(self.budget_bytes)
-        room: Room[Job] = Room(
-            self.budget_bytes,
-            self.reserved_by,
-            self._needed_bytes,
-            self._missing_bytes,
-            self._freed_bytes,
-            lambda _jobs: True,
-        )
-        self.scheduler: Scheduler[Job] = Scheduler(room, self.rules)
+        self.scheduler: Scheduler[Job] = Scheduler(self, self.rules)
         self._last_token_s: dict[Job, float] = {}
 
     def submit(self, *jobs: Job) -> None:
@@ -261,7 +252,7 @@ class World:
         assert ledger.used_pages == len(held | self.memories.pages), "a page is nobody's"
         for job in running:
             assert job.reservation is not None
-            assert job.reservation.taken_pages() <= job.reservation.pages
+            assert job.kv is None or len(job.kv.pages) <= job.reservation.most_pages
         assert len(ledger.reservations) == len(running)
         agents = [job.agent_key for job in self.scheduler.running if job.agent_key is not None]
         assert len(agents) == len(set(agents)), "two turns of one agent run"
@@ -275,23 +266,34 @@ class World:
 
     def held_by(self, namespace: str | None) -> int:
         mine = [job for job in self.scheduler.running if job.namespace == namespace]
-        return sum(map(self.reserved_by, mine))
+        return sum(map(self.held_bytes, mine))
 
-    def reserved_by(self, job: Job) -> int:
+    # --- the scheduler's room ---
+
+    @property
+    def total_bytes(self) -> int:
+        return self.budget_bytes
+
+    def held_bytes(self, job: Job) -> int:
         return self.memories.ledger.reserved_bytes(job.reservation)
 
-    def _needed_bytes(self, job: Job) -> int:
+    def needed_bytes(self, job: Job) -> int:
         memory = self.memories.get(job.key) if job.memory_key is not None else None
         shared = 0 if memory is None else min(job.reusable_tokens, job.prompt_tokens - 1, len(memory.kv.pages))
         return job.needed_bytes - shared
 
-    def _missing_bytes(self, job: Job, protected: Collection[Hashable] | None) -> int:
-        return self.memories.missing_bytes(self._needed_bytes(job), self._protected(job, protected))
+    def missing_bytes(self, job: Job, protected: Collection[Hashable] | None) -> int:
+        return self.memories.missing_bytes(self.needed_bytes(job), self._protected(job, protected))
 
-    def _freed_bytes(self, job: Job) -> int:
+    def freed_bytes(self, job: Job) -> int:
         memory = self.memories.get(job.key) if job.reservation is not None and job.reservation.extends else None
         pages = [held.pages for held in (job.kv, memory and memory.kv) if held is not None]
-        return self.memories.ledger.freed_bytes(pages, job.reservation)
+        return self.memories.ledger.freed_bytes(pages) + self.memories.ledger.promised_to(job.reservation)
+
+    def can_swap_out(self, _jobs: Collection[Job]) -> bool:
+        return True
+
+    # --- what it does ---
 
     def _protected(self, job: Job, protected: Collection[Hashable] | None) -> Collection[Hashable] | None:
         return None if protected is None else {*protected, job.memory_key}
@@ -306,20 +308,20 @@ class World:
         kv = Kv(self.memories.allocator)
         if memory is not None:
             kv = memory.kv.fork(min(job.reusable_tokens, job.prompt_tokens - 1))
-        hot = self.memories.of_namespace(job.namespace) if job.namespace is not None else []
-        prefix = None if is_back else self.scheduler.prefix_source_of(job, hot)
+        hot = self.memories.of_namespace(job.namespace)
+        computing = [other for other in self.scheduler.running if other.kv is not None]
+        prefix = None if is_back else PrefixSharing().prefix_source_of(job, computing, hot)
         if prefix is not None:
             kv.release()
-            source = prefix.source.kv if isinstance(prefix.source, Job) else self.memories.get(prefix.source).kv
-            assert prefix.shared_tokens <= (prefix.source.shareable if isinstance(prefix.source, Job) else 1 << 40)
-            job.began_from, job.shareable, kv = prefix.source, prefix.shared_tokens, source.fork(prefix.shared_tokens)
-        job.shared_pages = len(kv.pages)
+            assert prefix.shared_tokens <= prefix.source.shareable
+            job.began_from, job.shareable = prefix.source, prefix.shared_tokens
+            kv = prefix.source.kv.fork(prefix.shared_tokens)
         job.reservation = Reservation(
             job.namespace,
-            job.prompt_tokens + job.reply_tokens - job.shared_pages,
+            job.prompt_tokens + job.reply_tokens,
             job.extra_bytes,
             job.memory_key if prefix is None else None,
-            lambda: 0 if job.kv is None else len(job.kv.pages) - job.shared_pages,
+            lambda: len((job.kv or kv).pages),
         )
         assert self.memories.reserve(job.reservation, self._protected(job, protected))
         job.begun_s = self.now if job.begun_s is None else job.begun_s
@@ -345,7 +347,7 @@ class World:
             if job.reservation.extends is not None:
                 self.memories.drop(job.reservation.extends)
             job.kv.release()
-            self.memories.release(job.reservation)
+            self.memories.ledger.release(job.reservation)
             job.kv = job.reservation = None
 
     def _restore(self) -> None:
@@ -414,5 +416,5 @@ class World:
         elif job.kv is not None:
             job.kv.release()
         if job.reservation is not None:
-            self.memories.release(job.reservation)
+            self.memories.ledger.release(job.reservation)
         job.kv = job.reservation = None

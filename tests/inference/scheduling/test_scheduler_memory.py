@@ -53,10 +53,8 @@ class LedgerHistory(RuleBasedStateMachine):
         found, kv = self.memories.get(key_of(extends)), Kv(self.memories.allocator)
         if found is not None:
             kv = found.kv.fork(keep)
-        shared = len(kv.pages)
-        reservation = Reservation(
-            "home", size, extends=key_of(extends) if found else None, taken_pages=lambda: len(kv.pages) - shared
-        )
+        most, source = size + len(kv.pages), key_of(extends) if found else None
+        reservation = Reservation("home", most, extends=source, kept_pages=lambda: len(kv.pages))
         missing = self.memories.missing_bytes(size, {key_of(extends)})
         assert self.memories.reserve(reservation, {key_of(extends)}) is (missing == 0)
         if missing:
@@ -68,7 +66,7 @@ class LedgerHistory(RuleBasedStateMachine):
     def computes(self, owner: int, count: int) -> None:
         if owner in self.turns:
             reservation, kv = self.turns[owner]
-            kv.grow_to(len(kv.pages) + min(count, reservation.pages - reservation.taken_pages()))
+            kv.grow_to(len(kv.pages) + min(count, reservation.left_pages))
 
     @rule(owner=st.integers(0, 3), key=st.none() | st.integers(0, 2))
     def ends(self, owner: int, key: int | None) -> None:
@@ -78,7 +76,7 @@ class LedgerHistory(RuleBasedStateMachine):
                 kv.release()
             else:
                 self.memories.put(key_of(key), memory(kv))
-            self.memories.release(reservation)
+            self.memories.ledger.release(reservation)
 
     @rule(source=st.integers(0, 2), to=st.integers(0, 2), size=st.integers(0, 60))
     def is_forked(self, source: int, to: int, size: int) -> None:
@@ -379,7 +377,7 @@ def test_a_turn_whose_kv_is_on_its_way_holds_its_room_and_computes_nothing(gener
     while not young.is_restoring:
         world.step()
     assert young.is_prefilling is (generated == 0)
-    assert world.reserved_by(young) == young.needed_bytes
+    assert world.held_bytes(young) == young.needed_bytes
     world.submit(Job(CELL, 1))
     world.step()
     assert (old.preemptions, young.preemptions) == (1, 1)  # never who has no rows to give up

@@ -46,7 +46,8 @@ def test_a_sibling_begins_with_the_hot_memory_of_one_that_is_over() -> None:
     second = sibling("a", "b", "y", key=key_of("second"))
     world.submit(second)
     world.run()
-    assert (second.began_from, second.cached) == (key_of("first"), 2 * CELL)
+    assert second.began_from is world.memories.get(key_of("first"))
+    assert second.cached == 2 * CELL
 
 
 def test_who_decodes_already_still_gives_its_prefix_away() -> None:

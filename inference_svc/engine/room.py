@@ -1,0 +1,174 @@
+"""Room for turns: what each may still take, what it begins with, and what is dropped or preempted for it.
+
+A turn's room is asked for with the fork in hand that it would begin with: so what it shares is counted once, and to
+drop the memory that it shares with frees nothing of that. On the MLX thread.
+"""
+
+from collections.abc import Collection, Hashable
+
+from kvasir.errors import FailedPrecondition
+from kvasir.formats.block_hash import BLOCK_TOKENS
+
+from inference_svc.engine.beginning import (
+    MOST_REWIND_POINTS,
+    Reuse,
+    forked_for,
+    hot_memory_gone,
+    reuse_of_memory,
+    reuse_of_prefix,
+)
+from inference_svc.engine.scheduling.hot_memories import HotMemories
+from inference_svc.engine.scheduling.memory_ledger import Reservation
+from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
+from inference_svc.engine.sequence import Sequence
+from inference_svc.engine.swapping import most_file_bytes
+from inference_svc.kv.pages.pool import KvPool
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.model_info import ModelInfo
+
+# Files of preempted turns that are not stored yet may take this part of the budget, beside it.
+_UNSTORED_PART = 2
+
+
+class KvRoom:
+    """The pool's bytes, as the scheduler asks for them (`room_shares.Room`) and as turns take them and give them up."""
+
+    def __init__(self, pool: KvPool, model: ModelInfo, total_bytes: int, turns: Collection[Sequence]) -> None:
+        """`turns`: all that are not over, whoever adds and removes them."""
+        self.memories: HotMemories[SequenceKV] = HotMemories(pool.allocator, pool.page_bytes, total_bytes)
+        self.total_bytes = total_bytes
+        self._pool = pool
+        self._model = model
+        self._turns = turns
+        self._sharing: PrefixSharing[Sequence] = PrefixSharing()
+
+    def most_bytes(self, tokens: int) -> int:
+        """KV bytes of a turn that comes to have so many tokens and shares none. From any thread."""
+        return self.memories.ledger.size_bytes(self._pool.pages_for(tokens), self._state_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """KV that is allocated, of memories and running turns."""
+        states = sum(turn.kv.state_bytes for turn in self._turns if turn.kv is not None)
+        return self.memories.ledger.used_bytes + states
+
+    @property
+    def leaked_pages(self) -> int:
+        """Pages in use that are no memory's. While no turn is open there must be none."""
+        return self.memories.ledger.used_pages - len(self.memories.pages)
+
+    # --- what turns take and give up ---
+
+    def take(self, sequence: Sequence, protected: Collection[Hashable] | None) -> tuple[Reuse, SequenceKV] | None:
+        """Reserve room for a turn, dropping memories for it; returns what it begins with and its fork, None for
+        nothing. Raises FailedPrecondition (HOT_MEMORY_GONE) if the memory that it was planned with is not there, or
+        does not fit beside what the turn adds to it: it is planned anew without it then.
+        """
+        for reuse in self._reuses(sequence):
+            forked = forked_for(sequence, reuse)
+            reservation = self._reservation(sequence, reuse, forked)
+            if self.memories.reserve(reservation, _kept(sequence, protected)):
+                sequence.reservation = reservation
+                return None if reuse is None or forked is None else (reuse, forked)
+            if forked is not None:
+                forked.release()
+        assert sequence.swapped is None, "the scheduler admitted a turn without room"
+        if sequence.plan.key is not None:
+            self.memories.drop(sequence.plan.key)
+        raise hot_memory_gone()
+
+    def give_up(self, sequence: Sequence) -> None:
+        """The turn is over, or was preempted. Idempotent."""
+        if sequence.reservation is not None:
+            self.memories.ledger.release(sequence.reservation)
+        sequence.reservation = None
+
+    # --- what the scheduler asks ---
+
+    def held_bytes(self, sequence: Sequence) -> int:
+        return self.memories.ledger.reserved_bytes(sequence.reservation)
+
+    def needed_bytes(self, sequence: Sequence) -> int:
+        """The reservation of a turn that begins as it is planned."""
+        memory = self.memories.get(sequence.plan.key) if sequence.memory_key is not None else None
+        shared = 0 if memory is None else memory.kv.start_before(sequence.reusable_tokens) // BLOCK_TOKENS
+        shared_pages = shared * sum(not group.window for group in self._pool.groups)
+        return self.most_bytes(sequence.most_tokens) - shared_pages * self._pool.page_bytes
+
+    def missing_bytes(self, sequence: Sequence, protected: Collection[Hashable] | None) -> int:
+        try:
+            reuses = self._reuses(sequence)
+        except FailedPrecondition:
+            return 0  # it begins in order to say so
+        missing = []
+        for reuse in reuses:
+            forked = forked_for(sequence, reuse)
+            reservation = self._reservation(sequence, reuse, forked)
+            missing.append(self._missing(reservation, _kept(sequence, protected)))
+            if forked is not None:
+                forked.release()
+        if protected is None:  # nothing runs: its own memory may go, and the turn be planned anew
+            missing.append(self._missing(self._reservation(sequence, None, None), None))
+        return min(missing)
+
+    def freed_bytes(self, sequence: Sequence) -> int:
+        """What the turn may still take, and what nobody else holds of its KV and of the memory that it extends."""
+        reservation, kv = sequence.reservation, sequence.kv
+        if reservation is None or kv is None:
+            return 0
+        memory = self.memories.get(sequence.plan.key) if reservation.extends is not None else None
+        pages = [list(held.pages) for held in (kv, None if memory is None else memory.kv) if held is not None]
+        states = 0 if memory is None else memory.state_bytes
+        return self.memories.ledger.freed_bytes(pages) + self.memories.ledger.promised_to(reservation) + states
+
+    def can_swap_out(self, sequences: Collection[Sequence]) -> bool:
+        """Whether the files of these turns may be held in memory too."""
+        more = sum(most_file_bytes(sequence, self._model) for sequence in sequences)
+        held = sum(other.swapped.unstored_bytes for other in self._turns if other.swapped is not None)
+        return not more or held + more <= self.total_bytes // _UNSTORED_PART
+
+    # --- what a turn begins with ---
+
+    def _reuses(self, sequence: Sequence) -> list[Reuse | None]:
+        """What the turn may begin with, best first: a prefix of its namespace, if that saves more than its plan does,
+        and its plan's hot memory, or nothing.
+        """
+        if sequence.swapped is not None:
+            return [None]
+        own = reuse_of_memory(sequence, self.memories.get(sequence.plan.key))
+        prefix = self._prefix_of(sequence)
+        return [own] if prefix is None else [prefix, own]
+
+    def _prefix_of(self, sequence: Sequence) -> Reuse | None:
+        if sequence.namespace is None or self._model.has_states:
+            return None
+        running = (other for other in self._turns if other.kv is not None)
+        found = self._sharing.prefix_source_of(sequence, running, self.memories.of_namespace(sequence.namespace))
+        if found is None or found.source.kv is None:
+            return None
+        # Less than the whole prefix where the windows have gone on.
+        tokens = found.source.kv.start_before(found.shared_tokens)
+        is_worth = tokens % BLOCK_TOKENS == 0 and tokens >= sequence.reusable_tokens + BLOCK_TOKENS
+        return reuse_of_prefix(sequence, tokens, found.source.kv) if is_worth else None
+
+    def _reservation(self, sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None) -> Reservation:
+        def kept_pages() -> int:
+            kv = sequence.kv or forked
+            return 0 if kv is None else kv.kept_pages
+
+        extends = sequence.memory_key if reuse is None or not reuse.is_shared else None
+        most_pages = self._pool.pages_for(sequence.most_tokens)
+        return Reservation(sequence.namespace, most_pages, self._state_bytes, extends, kept_pages)
+
+    def _missing(self, reservation: Reservation, kept: Collection[Hashable] | None) -> int:
+        return self.memories.missing_bytes(self.memories.ledger.promised_to(reservation), kept)
+
+    @property
+    def _state_bytes(self) -> int:
+        """The most bytes of one turn's recurrent states."""
+        return (1 + MOST_REWIND_POINTS) * self._model.state_bytes
+
+
+def _kept(sequence: Sequence, protected: Collection[Hashable] | None) -> Collection[Hashable] | None:
+    """The turn's own memory too: it must be what it was, if the turn fails."""
+    return None if protected is None else {*protected, sequence.memory_key}
