@@ -17,12 +17,30 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.progress import transfer_progress
 from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row
 from kvasir.clients import StoreClient
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, KvasirError
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
 _PAGE = 1000
+_COMPLETION_S, _COMPLETED = 2.0, 100
 
-AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar="AGENT")]
+
+def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of agents that begin so, for the shell; none when the store cannot say them soon."""
+    caller = Caller()
+    given = context.find_root().params
+    caller.take(*(given[name] for name in ("home", "address", "engine", "token_file", "ca_file")))
+    try:
+        endpoint = caller.store
+        client = StoreClient.connect(
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=_COMPLETION_S
+        )
+        with client:
+            return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]
+    except (KvasirError, ValueError, OSError):
+        return []
+
+
+AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)]
 LineOption = Annotated[
     str,
     typer.Option(

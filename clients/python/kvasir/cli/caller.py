@@ -30,6 +30,12 @@ class Caller:
     out: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
     err: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
 
+    def take(self, home: Path, address: str, engine: str, token_file: Path | None, ca_file: Path | None) -> None:
+        """Take the options of every command."""
+        self.home = Home(home.expanduser().absolute())
+        self.store_address, self.engine_address = address, engine
+        self.token_file, self.ca_file = token_file, ca_file
+
     @property
     def store(self) -> Endpoint:
         return self._endpoint("store", self.store_address)

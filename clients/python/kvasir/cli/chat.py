@@ -2,33 +2,45 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
 
 import typer
 from rich.table import Table
 
-from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.cli import failures
-from kvasir.cli.agents import store_client
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.cli import failures, typed
+from kvasir.cli.agents import complete_agent, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
+from kvasir.cli.running.holding import is_led
 from kvasir.cli.talk import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient
-from kvasir.errors import FailedPrecondition, KvasirError
+from kvasir.errors import Conflict, FailedPrecondition, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
 
+_T = TypeVar("_T")
 _HELP = (
     "/memory shows what the agent remembers; /fork NAME goes on as a new agent with the same memory; "
-    "/rollback N goes back to version N; /quit leaves"
+    '/rollback N goes back to version N; /quit leaves; """ begins and ends several lines; Ctrl-C ends a reply'
 )
+# An engine that is started again has read its model by then.
+_RESTART_S = 120.0
+_RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 
 
 def chat(
     context: typer.Context,
-    agent: Annotated[str, typer.Argument(help="The agent's name.", metavar="[AGENT]")] = "me",
+    agent: Annotated[
+        str, typer.Argument(help="The agent's name.", metavar="[AGENT]", autocompletion=complete_agent)
+    ] = "me",
+    once: Annotated[
+        str, typer.Option(help="Say this, print the reply, and end. -: what standard input holds.", metavar="TEXT")
+    ] = "",
     system: Annotated[str, typer.Option(help="The system message of a new agent.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
@@ -36,12 +48,20 @@ def chat(
 ) -> None:
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
     caller = caller_of(context, as_json)
-    options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature})
+    text = sys.stdin.read().strip() if once == "-" else once
+    if once and not text:
+        raise failures.WrongUsage("--once: there is nothing to say", field="--once")
+    # What was said before Ctrl-C is what a person has read.
+    options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature}, keep_partial=True)
     endpoint = caller.engine
     engine = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
     with engine, failures.naming("engine", caller):
-        engine.get_capabilities()
-        Conversation(caller, engine, agent, system, options).run()
+        conversation = Conversation(caller, engine, agent, system, options)
+        conversation.meet()
+        if once:
+            conversation.say(text)
+        else:
+            conversation.run()
 
 
 @dataclass
@@ -54,51 +74,100 @@ class Conversation:
     system: str
     options: GenerateOptions
 
-    def run(self) -> None:
-        """Read lines until the input ends or /quit. A refusal ends a pipe; at a terminal the talk goes on after it."""
-        is_person = sys.stdin.isatty()
-        if is_person:
-            _load_line_editing()
+    def meet(self) -> None:
+        """Find the engine, and wait for one that is starting. A person is told with whom they talk."""
+        loaded = [model.name for model in self._patiently(self.engine.list_models) if model.is_loaded]
+        if sys.stdin.isatty():
             self.caller.say(f"You talk with {self.agent}. {_HELP}.")
-        for line in _lines(self.agent if is_person else ""):
+            if loaded == ["kvasir-tiny"]:
+                self.caller.say("kvasir-tiny is small, to try Kvasir with: it may misspell names that it never saw.")
+
+    def run(self) -> None:
+        """Read until the input ends or /quit. A refusal ends a pipe; at a terminal the talk goes on after it."""
+        is_person = sys.stdin.isatty()
+        for text in typed.texts(lambda: f"{self.agent}> ", self.caller.say):
             try:
-                if line == "/quit":
+                if text == "/quit":
                     return
-                if line.startswith("/"):
-                    self._command(line)
+                if text.startswith("/"):
+                    self._command(text)
                 else:
-                    self._turn(line)
+                    self.say(text)
             except KvasirError as error:
                 if not is_person:
                     raise
                 failures.report(error, self.caller)
+            except KeyboardInterrupt:
+                if not is_person:
+                    raise
+                sys.stdout.write("\n")
+                self.caller.say("stopped; the agent remembers what it had said so far")
 
-    def _turn(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """One turn, shown."""
         message = manifest_pb2.Message(role="user", content=text)
+        self._show_reuse(self._begun(message) if self.system else self._continued(message))
+        self.system = ""
+
+    def _begun(self, message: manifest_pb2.Message) -> TurnResult:
+        """The first turn of a new agent, with its system message."""
+        first = [manifest_pb2.Message(role="system", content=self.system)] if self.system else []
         try:
-            result = self._run_turn(append=[message])
+            # Version 0: an agent that remembers other things is not overwritten.
+            return self._run_turn(whole=[*first, message])
+        except Conflict:
+            self.caller.say(f"{self.agent} is no new agent: --system is not used")
+            return self._continued(message)
+
+    def _continued(self, message: manifest_pb2.Message) -> TurnResult:
+        try:
+            return self._run_turn(append=[message])
         except FailedPrecondition as error:
             if error.reason != "NO_MESSAGES":
                 raise
-            # Nothing to append to. Version 0: an agent that remembers other things is not overwritten.
-            first = [manifest_pb2.Message(role="system", content=self.system)] if self.system else []
-            result = self._run_turn(whole=[*first, message])
-        self._show_reuse(result)
+            return self._run_turn(whole=[message])  # nothing to append to
 
     def _run_turn(
         self, *, append: list[manifest_pb2.Message] | None = None, whole: list[manifest_pb2.Message] | None = None
     ) -> TurnResult:
-        events = self.engine.generate(
-            append_messages=append,
-            messages=whole,
-            options=self.options,
-            agent_id=self.agent,
-            parent_version=None if whole is None else 0,
-        )
-        with contextlib.closing(events):
-            return follow_turn(
-                events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly
+        # Asked again with the same id after a break, the turn is not done twice.
+        options = replace(self.options, request_id=str(uuid.uuid4()))
+
+        def turn() -> TurnResult:
+            events = self.engine.generate(
+                append_messages=append,
+                messages=whole,
+                options=options,
+                agent_id=self.agent,
+                parent_version=None if whole is None else 0,
             )
+            with contextlib.closing(events):
+                return follow_turn(
+                    events, on_progress=self._on_progress(), on_text=self._write, on_reasoning=self._write_dimly
+                )
+
+        return self._patiently(turn)
+
+    def _patiently(self, call: Callable[[], _T]) -> _T:
+        """The call's result. An engine that is being started again is waited for."""
+        began = 0.0
+        while True:
+            try:
+                return call()
+            except Unavailable as error:
+                if not began:
+                    if not self._comes_back(error):
+                        raise
+                    began = time.monotonic()
+                    self.caller.say("\nthe engine is away; waiting for it, to ask again …")
+                if time.monotonic() - began > _RESTART_S or not self._comes_back(error):
+                    raise
+                time.sleep(min(error.retry_after_s or _RETRY_S, _LONGEST_RETRY_S))
+
+    def _comes_back(self, error: Unavailable) -> bool:
+        """Whether a refusal passes: the engine says so, or it is the home's and its `kvasir up` starts it again."""
+        is_homes = self.caller.engine.address == self.caller.home.endpoint("engine").address
+        return error.retry_after_s is not None or (is_homes and is_led(self.caller.home))
 
     def _write(self, text: str) -> None:
         if not self.caller.as_json:
@@ -163,6 +232,9 @@ class Conversation:
             with store_client(self.caller) as store:
                 made = store.rollback_agent(self.agent, int(argument))
             self.caller.say(f"{self.agent} is at version {made.version}, which is version {argument} again.")
+        elif name == "/rollback":
+            with store_client(self.caller) as store:
+                self.caller.say(f"/rollback N, of {_versions(store.list_snapshots(self.agent).snapshots)}")
         else:
             self.caller.say(_HELP)
 
@@ -176,24 +248,8 @@ class Conversation:
             table.add_row(message.name or message.role, message.content)
         self.caller.err.print(table)
         newest = versions[0]
-        self.caller.say(
-            f"{newest.token_count} tokens, {size(newest.total_bytes)}; versions: "
-            + ", ".join(f"{each.version} ({origin(each.origin)})" for each in reversed(versions))
-        )
+        self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {_versions(versions)}")
 
 
-def _lines(prompt_of: str) -> Iterator[str]:
-    """The lines that are typed or piped, without empty ones. With a name, a prompt is shown."""
-    while True:
-        try:
-            line = input(f"{prompt_of}> " if prompt_of else "")
-        except EOFError:
-            return
-        if line.strip():
-            yield line.strip()
-
-
-def _load_line_editing() -> None:
-    """Load arrow keys and history for `input`, where Python was built with them."""
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  importing it is what it is for
+def _versions(snapshots: Sequence[cachestore_pb2.SnapshotVersion]) -> str:
+    return "versions: " + ", ".join(f"{each.version} ({origin(each.origin)})" for each in reversed(snapshots))

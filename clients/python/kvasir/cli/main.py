@@ -11,7 +11,7 @@ from kvasir.cli import agents, bench, chat, doctor, engine, failures, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import group, up
-from kvasir.cli.running.home import DEFAULT_HOME, Home
+from kvasir.cli.running.home import DEFAULT_HOME
 
 app = typer.Typer(
     name="kvasir",
@@ -63,12 +63,7 @@ def everywhere(
     ] = False,
 ) -> None:
     """The options of every command."""
-    caller = caller_of(context, as_json)
-    caller.home = Home(home.expanduser().absolute())
-    caller.store_address = address
-    caller.engine_address = engine
-    caller.token_file = token_file
-    caller.ca_file = ca_file
+    caller_of(context, as_json).take(home, address, engine, token_file, ca_file)
 
 
 def main() -> None:

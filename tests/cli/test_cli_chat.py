@@ -1,0 +1,197 @@
+"""`kvasir chat` at a terminal and in scripts: Ctrl-C, several lines, forks, restarts, one-shot, completion."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.cli.running.home import Home, Running
+from kvasir.cli.running.up import led
+
+from tests.cli.running import KVASIR, QUIET, Cli, eventually
+from tests.programs import run
+from tests.system_fixtures import House
+
+_COLOURS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """A `kvasir` at a pseudo-terminal, and what stands on its screen."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        self._ours, theirs = pty.openpty()
+        environment = QUIET | {"TERM": "xterm"}
+        self.process = subprocess.Popen(
+            [KVASIR, *arguments],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env=environment,
+            start_new_session=True,
+            # The terminal's Ctrl-C reaches the process only when it is the session's own terminal.
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        )
+        os.close(theirs)
+        self.screen = ""
+
+    def type(self, text: str) -> None:
+        self.screen = ""
+        os.write(self._ours, text.encode())
+
+    def until(self, wanted: str, within_s: float = 60) -> str:
+        """Read until the screen shows it."""
+        give_up = time.monotonic() + within_s
+        while wanted not in self.screen:
+            assert time.monotonic() < give_up, f"{wanted!r} is not in {self.screen!r}"
+            if select.select([self._ours], [], [], 0.1)[0]:
+                with contextlib.suppress(OSError):  # it has ended
+                    self.screen += _COLOURS.sub("", os.read(self._ours, 65536).decode("utf-8", "replace"))
+        return self.screen
+
+    def code(self) -> int:
+        with contextlib.suppress(OSError):
+            while os.read(self._ours, 65536):
+                pass
+        return self.process.wait(30)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._ours)
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    house = House(tmp_path_factory.mktemp("house"))
+    try:
+        house.start()
+        yield house
+    finally:
+        house.close()
+
+
+@pytest.fixture
+def options(house: House, tmp_path: Path) -> tuple[str, ...]:
+    return ("--engine", house.engine.address, "--address", house.store.address)
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    return Cli(tmp_path)
+
+
+@pytest.fixture
+def terminal(options: tuple[str, ...], tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal("--home", tmp_path, *options, "chat", "ada", "--max-tokens", "8")
+    yield terminal
+    terminal.close()
+
+
+def test_a_person_stops_a_reply_forks_writes_lines_and_leaves(house: House, terminal: Terminal) -> None:
+    assert "it may misspell names" in terminal.until("ada> ")
+    terminal.type("Hello.\n")
+    terminal.until("version 1")
+    terminal.until("ada> ")
+    house.engine.freeze()  # a reply that takes long
+    terminal.type("And then?\n")
+    terminal.until("And then?\r\n")
+    time.sleep(0.5)
+    terminal.type("\x03")
+    terminal.until("stopped; ")
+    terminal.until("ada> ")
+    house.engine.thaw()
+    terminal.type("/fork bo\n")
+    terminal.until("bo> ")
+    terminal.type('"""first\n')
+    terminal.until("... ")
+    terminal.type('second"""\n')
+    terminal.until("tokens cached")
+    terminal.until("bo> ")
+    terminal.type("/rollback\n")
+    assert "versions: " in terminal.until("bo> ")
+    terminal.type("\x03")
+    terminal.until("leaves.")
+    terminal.type("/memory\n")
+    assert "second" in terminal.until("versions")
+    terminal.type("\x04")
+    assert terminal.code() == 0
+
+
+def test_two_interrupts_at_the_prompt_leave(terminal: Terminal) -> None:
+    terminal.until("ada> ")
+    terminal.type("\x03")
+    terminal.until("leaves.")
+    terminal.until("ada> ")
+    terminal.type("\x03")
+    assert terminal.code() == 130
+
+
+def test_an_engine_that_is_started_again_is_waited_for_and_does_the_turn_once(house: House, cli: Cli) -> None:
+    """The home's `up.json` and lock are what a `kvasir up` leaves there: it is alive, so the engine comes back."""
+    home = Home(cli.home)
+    home.make()
+    home.write_running(Running(pid=1, store=house.store.address, engine=house.engine.address))
+    with led(home):
+        first = cli.done("chat", "eve", "--once", "Hello.", "--max-tokens", "4", "--json").value
+        house.engine.kill()
+        with cli.running("chat", "eve", "--once", "Are you there?", "--max-tokens", "4", "--json") as asked:
+            eventually(lambda: asked.process.poll() is None and house.engine.log)
+            time.sleep(1.0)
+            assert asked.process.poll() is None, "it waits"
+            house.engine.start()
+            eventually(lambda: asked.out)
+            second = json.loads(asked.out)
+    assert (first["version"], second["version"], second["source"]) == (1, 2, "warm")
+    house.engine.kill()
+    try:
+        gone = cli("chat", "eve", "--once", "Hello?", "--json")
+        assert (gone.code, gone.value["error"]["reason"]) == (3, "UNAVAILABLE"), "nobody will start it again"
+    finally:
+        house.engine.start()
+
+
+def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tuple[str, ...]) -> None:
+    said = cli.done(*options, "chat", "zoe", "--once", "Hello.", "--max-tokens", "4")
+    assert (len(said.out.splitlines()), "version 1" in said.err) == (1, True)
+    whole = cli.done(
+        *options, "chat", "zoe", "--once", "-", "--max-tokens", "4", "--json", stdin="One.\n\nTwo.\n"
+    ).value
+    assert whole["version"] == 2, "several lines are one text"
+    piped = cli.done(*options, "chat", "zoe", "--max-tokens", "4", "--json", stdin='"""One.\nTwo.\n"""\nThree.\n')
+    assert [json.loads(line)["version"] for line in piped.out.splitlines()] == [3, 4]
+    assert cli(*options, "chat", "zoe", "--once", "-").code == 2
+
+
+def test_a_system_message_is_for_new_agents(cli: Cli, options: tuple[str, ...]) -> None:
+    chat = ("chat", "sys", "--max-tokens", "4", "--system", "You are Sys.", "--once")
+    assert "--system is not used" not in cli.done(*options, *chat, "Hello.").err
+    again = cli.done(*options, *chat, "Hello again.")
+    assert "sys is no new agent: --system is not used" in again.err
+    assert "version 2" in again.err
+
+
+def test_the_shell_completes_agents_and_policies(cli: Cli, options: tuple[str, ...]) -> None:
+    cli.done(*options, "chat", "completed", "--once", "Hello.", "--max-tokens", "2")
+
+    def completions(*words: str) -> list[str]:
+        asked = {
+            "_KVASIR_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(("kvasir", *words)),
+            "COMP_CWORD": str(len(words)),
+        }
+        done = run("kvasir", env=QUIET | asked)
+        return done.stdout.split()
+
+    assert completions(*options, "agents", "show", "comp") == ["completed"]
+    assert completions(*options, "chat", "comp") == ["completed"]
+    assert completions("--address", "unix:/tmp/kv-nobody", "agents", "show", "comp") == []
+    assert "q4-rotated" in completions("up", "--kv-policy", "q4")
