@@ -34,11 +34,13 @@ bench: install   ## Measure store, engine and KV policies; wants a quiet machine
 	$(BIN)/kvasir bench quality || missed=1; \
 	exit $$missed
 
-lint: install check-generated ## ruff, mypy, buf
+lint: install check-generated ## ruff, mypy, buf; the contract against the last tag
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy clients/python/kvasir clients/python/kvasir_gateway cachestore_svc inference_svc
 	$(BIN)/buf lint proto
+	@tag=$$(git describe --tags --abbrev=0 2>/dev/null) || exit 0; \
+	$(BIN)/buf breaking proto --against ".git#tag=$$tag,subdir=proto"
 
 check-generated: install ## Committed stubs are what proto/ generates
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && tools/generate.sh "$$tmp" && \

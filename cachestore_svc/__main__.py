@@ -26,7 +26,8 @@ from kvasir.server.shared_room import SharedRoom
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
-from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
+from cachestore_svc.edge.agent_service import AgentService
+from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.logs import configure_logs
@@ -88,14 +89,20 @@ async def serve(settings: StoreSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises RefusedToStart, ConfigError, and what Store.open raises."""
     log = structlog.get_logger("cachestore")
     peers = Peers(read_peers(settings.peers_file))
-    edge = EdgeServer(settings.listening(), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: secrets.token_hex(8))
+    edge = EdgeServer(
+        settings.listening(),
+        [SERVICE_NAME, AGENT_SERVICE_NAME],
+        ALLOWED_ROLES,
+        new_request_id=lambda: secrets.token_hex(8),
+    )
     began = time.monotonic()
     store = await asyncio.to_thread(open_store, settings)
     threads = StoreThreads()
     collecting: asyncio.Task[None] | None = None
     try:
-        service = _service(settings, store, threads, peers, edge.stopping)
+        service, agents = _services(settings, store, threads, peers, edge.stopping)
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
+        edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
         await edge.start()
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
@@ -112,20 +119,22 @@ async def serve(settings: StoreSettings) -> None:
     log.info("store.stopped")
 
 
-def _service(
+def _services(
     settings: StoreSettings, store: Store, threads: StoreThreads, peers: Peers, stopping: asyncio.Event
-) -> CacheStoreService:
+) -> tuple[CacheStoreService, AgentService]:
     reader = BlobReader(store, threads, SharedRoom(settings.read_buffer_bytes))
-    return CacheStoreService(
+    transfers = Transfers(store, threads, reader, peers, settings.stall_timeout_s)
+    service = CacheStoreService(
         store,
         threads,
         reader,
-        Transfers(store, threads, reader, peers, settings.stall_timeout_s),
+        transfers,
         peers,
         max_blob_bytes=settings.max_blob_bytes,
         stall_timeout_s=settings.stall_timeout_s,
         stopping=stopping,
     )
+    return service, AgentService(store, threads, transfers, stall_timeout_s=settings.stall_timeout_s)
 
 
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:

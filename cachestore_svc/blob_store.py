@@ -80,7 +80,7 @@ class BlobStore:
         if manifest.size_bytes + sum(digest.size_bytes for digest in named) == total_bytes:
             return named
         if not self._read(namespace, lambda view: view.is_held(namespace, manifest)):
-            raise NotFound("the version was given up meanwhile")
+            raise NotFound("the version was given up meanwhile", reason="VERSION_NOT_FOUND")
         raise DataLoss(f"the index names other blobs of manifest {manifest} than it has", reason="INDEX_DAMAGED")
 
     def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> int:

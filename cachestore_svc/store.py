@@ -207,9 +207,9 @@ class Store(LeaseStore):
         check_text(name_prefix, "name_prefix")
         check_labels(labels or {})
         wanted = AgentFilter(namespace, name_prefix, labels or {})
-        size, after = listing.page_size(page_size), listing.page_place(page_token)
         kept = self._core.config.retained_versions
-        return listing.agents_page(self._core.catalog, wanted, after, size, kept)
+        size = listing.page_size(page_size)
+        return listing.agents_page(self._core.catalog, wanted, size, page_token, kept)
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
@@ -224,8 +224,11 @@ class Store(LeaseStore):
         labels: Mapping[str, str] | None = None,
         is_pinned: bool | None = None,
         retained_versions: int | None = None,
+        *,
+        replaces_labels: bool = False,
     ) -> AgentRecord:
-        """Change what is given; an empty label value removes the label. Raises NotFound, InvalidArgument."""
+        """Change what is given; an empty label value removes the label, and with `replaces_labels` so does an absent
+        one. Raises NotFound, InvalidArgument."""
         check_namespace(namespace)
         check_agent_id(agent_id)
         check_labels(labels or {})
@@ -233,7 +236,10 @@ class Store(LeaseStore):
             check_range("retained_versions", retained_versions, 1, MAX_RETAINED_VERSIONS)
 
         def work(change: CatalogChange) -> AgentRecord:
-            change.update_agent(namespace, agent_id, labels or {}, is_pinned, retained_versions)
+            before = self._record(change, namespace, agent_id).labels if replaces_labels else {}
+            change.update_agent(
+                namespace, agent_id, {**dict.fromkeys(before, ""), **(labels or {})}, is_pinned, retained_versions
+            )
             self._core.report(change, namespace, [AgentUpdated(agent_id)])
             return self._record(change, namespace, agent_id)
 

@@ -18,6 +18,7 @@ from kvasir.server.log_errors import without_payload
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
+from inference_svc.edge.agent_service import AGENT_ROLES, AGENT_SERVICE_NAME, add_agent_service
 from inference_svc.edge.metrics import serve_metrics
 from inference_svc.edge.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, ServiceLimits, new_request_id
 from inference_svc.engine.engine import Engine
@@ -53,8 +54,8 @@ async def serve(settings: EngineSettings) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     server = EdgeServer(
         settings.listening,
-        [SERVICE_NAME],
-        ALLOWED_ROLES,
+        [SERVICE_NAME, AGENT_SERVICE_NAME],
+        {**ALLOWED_ROLES, **AGENT_ROLES},
         new_request_id=new_request_id,
         max_message_bytes=settings.max_request_bytes,
     )
@@ -98,6 +99,7 @@ async def serve(settings: EngineSettings) -> None:
             ),
             server.grpc,
         )
+        add_agent_service(stores, server.grpc)
         async with _listening(server):
             _say_ready(server.address, host.serving("").engine)
             await server.run_until_stopped(settings.stop_grace_s)

@@ -131,7 +131,7 @@ class House:
                 service.start()
         with self.client() as client:
             give_up = time.monotonic() + 20
-            while not client.get_capabilities().store_is_reachable:
+            while not client.get_stats().store_is_reachable:
                 assert time.monotonic() < give_up
                 time.sleep(0.05)
 

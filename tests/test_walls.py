@@ -58,7 +58,7 @@ IMPORTS = (
     Wall(
         ("grpc", "grpc_status", "grpc_health", "grpc_reflection", "kvasir.*_pb2_grpc", "google.rpc"),
         (
-            "*/edge/service.py",
+            "*/edge/*service.py",
             "*/__main__.py",
             f"{SDK}/clients/*",
             f"{SDK}/server/*",

@@ -4,4 +4,4 @@ set -eu
 cd "$(dirname "$0")/.."
 out=${1:-clients/python}
 .venv/bin/python -m grpc_tools.protoc -I proto --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" \
-  proto/kvasir/cachestore/v1/*.proto proto/kvasir/inference/v1/*.proto
+  proto/kvasir/common/v1/*.proto proto/kvasir/cachestore/v1/*.proto proto/kvasir/inference/v1/*.proto

@@ -13,10 +13,10 @@ ROOT = Path(__file__).parent.parent
 SDK = ROOT / "clients/python/kvasir/clients"
 RUFF = (sys.executable, "-m", "ruff")
 
-NAMES = ("service_client", "blob_transfers", "store_client", "inference_client")
+NAMES = ("service_client", "agent_client", "blob_transfers", "store_client", "inference_client")
 
 _MAKES = r"`(\w+)\.py` is this file with the awaits taken out, by `tools/make_sync_client.py`; change this one\."
-_IS_MADE = r"Made from `aio_\1.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client."
+_IS_MADE = r"Made from `aio/\1.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client."
 REPLACEMENTS = (
     (_MAKES.replace(" ", r"\s+"), _IS_MADE),
     (r",\s+asynchronously\b", ""),
@@ -26,7 +26,7 @@ REPLACEMENTS = (
     (r"\bAsyncGenerator\[(.+), None\]", r"Generator[\1, None, None]"),
     (r"\bAsyncGenerator\b", "Generator"),
     (r"\bAio([A-Z]\w+)\b", r"\1"),
-    (r"\bkvasir\.clients\.aio_", "kvasir.clients."),
+    (r"\bkvasir\.clients\.aio\.", "kvasir.clients."),
     (r"\baio_channel\b", "sync_channel"),
     (r"\bgrpc\.aio\.Channel\b", "grpc.Channel"),
     (r"\bimport grpc\.aio\n", ""),
@@ -40,7 +40,7 @@ REPLACEMENTS = (
 
 def sync_source(name: str) -> str:
     """What a blocking file must be."""
-    text = (SDK / f"aio_{name}.py").read_text()
+    text = (SDK / "aio" / f"{name}.py").read_text()
     for pattern, replacement in REPLACEMENTS:
         text = re.sub(pattern, replacement, text)
     target = ("--stdin-filename", str(SDK / f"{name}.py"), "-")

@@ -3,7 +3,8 @@
 Each `read_…` raises InvalidArgument naming the field of the request; each `write_…` cannot fail.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 from google.protobuf import timestamp_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
@@ -77,6 +78,51 @@ def write_prefix(found: records.FoundPrefix) -> pb.FindPrefixResponse:
     ]
     blocks = [digest.to_proto() for digest in found.blocks_of(0)]
     return pb.FindPrefixResponse(blocks=blocks, windows=windows, tokens=found.tokens)
+
+
+def read_optional_version(
+    request: pb.GetSnapshotRequest | pb.ForkAgentRequest | pb.RollbackAgentRequest | pb.ExportAgentRequest,
+    field: str = "version",
+) -> int | None:
+    return read_version(getattr(request, field), field, least=1) if request.HasField(field) else None  # type: ignore[arg-type]
+
+
+class AgentChanges(TypedDict, total=False):
+    """The arguments of Store.update_agent that a request names."""
+
+    labels: Mapping[str, str]
+    replaces_labels: bool
+    is_pinned: bool
+    retained_versions: int
+
+
+def read_agent_changes(request: pb.UpdateAgentRequest) -> AgentChanges:
+    """What update_mask names, with its values."""
+    agent, changes = request.agent, AgentChanges()
+    labels: dict[str, str] = {}
+    for path in request.update_mask.paths:
+        field, _, label = path.partition(".")
+        if path == "labels":
+            labels.update(agent.labels)
+            changes["replaces_labels"] = True
+        elif field == "labels":
+            labels[label] = agent.labels[label] if label in agent.labels else ""  # noqa: SIM401  a map of protobuf
+        elif path == "is_pinned":
+            changes["is_pinned"] = agent.is_pinned
+        elif path == "retained_versions":
+            changes["retained_versions"] = agent.retained_versions
+        else:
+            raise InvalidArgument(
+                f"update_mask: expected labels, labels.KEY, is_pinned and retained_versions, got {path[:40]!r}",
+                field="update_mask",
+            )
+    if empty := next((name for name, value in agent.labels.items() if not value), None):
+        raise InvalidArgument(
+            f"agent.labels: expected a value for {empty[:40]!r}; leave it out to remove it", field="agent.labels"
+        )
+    if not request.update_mask.paths:
+        raise InvalidArgument("update_mask: expected at least one path", field="update_mask")
+    return AgentChanges({**changes, "labels": labels})
 
 
 def read_version(version: int, field: str = "version", *, least: int = 0) -> int:

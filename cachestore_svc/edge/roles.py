@@ -1,13 +1,18 @@
-"""Who may call what of the cache store: one row per RPC."""
+"""Who may call what of the store's services: one row per RPC.
+
+An engine calls what concerns agents for its own callers, whose roles it has asked.
+"""
 
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
 
 SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
+AGENT_SERVICE_NAME = "kvasir.cachestore.v1.AgentService"
 
 _EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
 # A peer reads what it was given the token for, and nothing else: it neither writes nor prolongs lives.
 _WRITERS = {ENGINE, CLIENT}
 PEOPLE = {CLIENT, ADMIN}
+_FOR_PEOPLE = {ENGINE, *PEOPLE}
 
 # An RPC without a row is refused to everybody.
 ROLES: dict[str, set[str]] = {
@@ -16,26 +21,32 @@ ROLES: dict[str, set[str]] = {
     "QueryWriteStatus": _WRITERS,
     "ReadBlobs": _EVERYBODY,
     "CommitSnapshot": {ENGINE},
-    "GetSnapshot": _EVERYBODY,
-    "ListSnapshots": _EVERYBODY,
-    "ListAgents": _EVERYBODY,
-    "GetAgent": _EVERYBODY,
-    "UpdateAgent": PEOPLE,
-    "ForkAgent": PEOPLE,
-    "RollbackAgent": PEOPLE,
-    "DeleteAgent": PEOPLE,
     "FindPrefix": {ENGINE},
     "AcquireLease": {ENGINE},
     "RenewLease": {ENGINE},
     "RenewLeases": {ENGINE},
     "ReleaseLease": {ENGINE},
-    "PullAgent": PEOPLE,
-    "ExportAgent": PEOPLE,
-    "ImportAgent": PEOPLE,
     "WatchEvents": {ENGINE, CLIENT, ADMIN},
     "VerifyBlobs": PEOPLE,
     "CollectGarbage": {ADMIN},
     "GetCapabilities": _EVERYBODY,
     "GetStats": {ENGINE, CLIENT, ADMIN},
 }
-ALLOWED_ROLES = {f"/{SERVICE_NAME}/{name}": frozenset(roles) for name, roles in ROLES.items()}
+AGENT_ROLES: dict[str, set[str]] = {
+    "ListAgents": _EVERYBODY,
+    "GetAgent": _EVERYBODY,
+    "UpdateAgent": _FOR_PEOPLE,
+    "ForkAgent": _FOR_PEOPLE,
+    "RollbackAgent": _FOR_PEOPLE,
+    "DeleteAgent": _FOR_PEOPLE,
+    "ListSnapshots": _EVERYBODY,
+    "GetSnapshot": _EVERYBODY,
+    "PullAgent": _FOR_PEOPLE,
+    "ExportAgent": _FOR_PEOPLE,
+    "ImportAgent": _FOR_PEOPLE,
+}
+ALLOWED_ROLES = {
+    f"/{service}/{name}": frozenset(roles)
+    for service, table in ((SERVICE_NAME, ROLES), (AGENT_SERVICE_NAME, AGENT_ROLES))
+    for name, roles in table.items()
+}

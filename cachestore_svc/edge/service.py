@@ -1,13 +1,13 @@
 """The cache store over gRPC: each RPC reads its request, calls the store on a thread, and writes its answer.
 
-The namespace is the caller's credential's, never a request's. What an RPC does is in `store`; how blobs and agents move
-is in `inbound`, `outbound` and `transfer`; who may call what is the table in `roles`.
+The namespace is the caller's credential's, never a request's. What an RPC does is in `store`; how blobs move is in
+`inbound` and `outbound`; who may call what is the table in `roles`; agents and their versions are in `agent_service`.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from kvasir import __version__
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
@@ -19,32 +19,26 @@ from kvasir.server.interceptors import current_principal
 
 from cachestore_svc.edge import messages
 from cachestore_svc.edge.roles import PEOPLE
-from cachestore_svc.index.catalog import SLICE
-from cachestore_svc.lease_waiting import once_free
+from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.streams import Streams
-from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
+from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.records import (
     BLOCK_TOKENS,
     MANIFEST_FORMAT,
     MAX_DIGESTS_PER_REQUEST,
     MAX_FRAME_BYTES,
-    MAX_PAGE_SIZE,
 )
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 
-Arguments = ParamSpec("Arguments")
-Answer = TypeVar("Answer")
-# A manifest that fits is answered with its version; a longer one is read like any blob.
-_MAX_INLINE_MANIFEST_BYTES = 2 << 20
 _EVENTS_AT_ONCE = 500
 
 
-class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
-    """Every RPC of the contract. Made inside the event loop that serves it."""
+class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceServicer):
+    """Blobs, commits, leases, events and care. Made inside the event loop that serves it."""
 
     def __init__(
         self,
@@ -58,8 +52,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         stall_timeout_s: float,
         stopping: asyncio.Event,
     ) -> None:
-        self._store = store
-        self._threads = threads
+        super().__init__(store, threads)
         self._reader = reader
         self._transfers = transfers
         self._peers = peers
@@ -72,7 +65,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
     # --- blobs ---
 
     async def FindMissingBlobs(self, request: pb.FindMissingBlobsRequest, context: Any) -> pb.FindMissingBlobsResponse:
-        namespace = _namespace()
+        namespace = caller_namespace()
 
         def answer() -> pb.FindMissingBlobsResponse:
             missing = self._store.find_missing(namespace, messages.read_digests(request.digests))
@@ -81,7 +74,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         return await self._looked_up(len(request.digests), answer)
 
     async def WriteBlobs(self, request_iterator: AsyncIterator[pb.WriteBlobsRequest], context: Any) -> None:
-        intake = BlobIntake(self._store, self._threads, _namespace())
+        intake = BlobIntake(self._store, self._threads, caller_namespace())
         receiving = asyncio.create_task(self._receive(intake, request_iterator))
         try:
             while (outcome := await intake.outcomes.get()) is not None:
@@ -122,7 +115,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                 f"first_offset: expected 0 to {max(first_bytes - 1, 0)}, got {request.first_offset}",
                 field="first_offset",
             )
-        async with self._reader.open(_namespace(), digests, request.first_offset) as source:
+        async with self._reader.open(caller_namespace(), digests, request.first_offset) as source:
             while (piece := await source.next_piece()) is not None:
                 frame = pb.BlobFrame(offset=piece.offset, data=piece.data)
                 if piece.is_first:
@@ -133,12 +126,12 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     async def CommitSnapshot(self, request: pb.CommitSnapshotRequest, context: Any) -> pb.CommitSnapshotResponse:
         manifest = messages.read_digest(request.manifest, "manifest")
-        async with self._transfers.manifests.parsing(_namespace(), manifest.size_bytes):
+        async with self._transfers.manifests.parsing(caller_namespace(), manifest.size_bytes):
             snapshot = await self._run(
                 self._store.commit,
                 check_agent_id(request.agent_id),
                 manifest,
-                messages.read_version(request.parent_version, "parent_version"),
+                messages.read_version(request.expected_version, "expected_version"),
                 messages.read_lease(request.lease) if request.HasField("lease") else None,
                 bind_shared=ENGINE in current_principal().roles,
                 is_brought=request.is_brought,
@@ -146,97 +139,14 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
             )
         return pb.CommitSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
 
-    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
-        snapshot = await self._run(
-            self._store.get_snapshot,
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            messages.read_version(request.version) or None,
-        )
-        response = pb.GetSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
-        if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
-            async with self._transfers.manifests.answering(_namespace(), snapshot.manifest.size_bytes):
-                response.manifest_bytes = bytes(await self._run(self._store.read_blob, snapshot.manifest))
-        return response
-
-    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
-        namespace, agent_id = _namespace(), check_agent_id(request.agent_id)
-        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash)
-
-        def answer() -> pb.ListSnapshotsResponse:
-            page = self._store.list_snapshots(namespace, agent_id, kv_hash, request.page_size, request.page_token)
-            listed = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
-            return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token)
-
-        return await self._looked_up(request.page_size, answer)
-
     async def FindPrefix(self, request: pb.FindPrefixRequest, context: Any) -> pb.FindPrefixResponse:
-        namespace, kv_hash = _namespace(), messages.read_kv_hash(request.kv_identity_hash)
+        namespace, kv_hash = caller_namespace(), messages.read_kv_hash(request.kv_identity_hash)
 
         def answer() -> pb.FindPrefixResponse:
             hashes = messages.read_block_hashes(request.block_hashes)
             return messages.write_prefix(self._store.find_prefix_of(namespace, kv_hash, hashes, request.groups or (0,)))
 
         return await self._looked_up(len(request.block_hashes) * max(1, len(request.groups)), answer)
-
-    # --- agents ---
-
-    async def ListAgents(self, request: pb.ListAgentsRequest, context: Any) -> pb.ListAgentsResponse:
-        namespace, labels = _namespace(), dict(request.labels)
-
-        def answer() -> pb.ListAgentsResponse:
-            page = self._store.list_agents(
-                namespace, request.page_size, request.page_token, request.name_prefix, labels
-            )
-            listed = [messages.write_agent(agent) for agent in page.agents]
-            return pb.ListAgentsResponse(agents=listed, next_page_token=page.next_page_token)
-
-        # Agents without the labels are read, too.
-        return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
-
-    async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
-        agent = await self._run(self._store.get_agent, check_agent_id(request.agent_id))
-        return pb.GetAgentResponse(agent=messages.write_agent(agent))
-
-    async def UpdateAgent(self, request: pb.UpdateAgentRequest, context: Any) -> pb.UpdateAgentResponse:
-        agent = await self._run(
-            self._store.update_agent,
-            check_agent_id(request.agent_id),
-            labels=dict(request.labels),
-            is_pinned=request.is_pinned if request.HasField("is_pinned") else None,
-            retained_versions=request.retained_versions if request.HasField("retained_versions") else None,
-        )
-        return pb.UpdateAgentResponse(agent=messages.write_agent(agent))
-
-    async def ForkAgent(self, request: pb.ForkAgentRequest, context: Any) -> pb.ForkAgentResponse:
-        agent = await self._run_once_free(
-            context,
-            self._store.fork_agent,
-            check_agent_id(request.source_agent_id, "source_agent_id"),
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            messages.read_version(request.version) or None,
-        )
-        return pb.ForkAgentResponse(agent=messages.write_agent(agent))
-
-    async def RollbackAgent(self, request: pb.RollbackAgentRequest, context: Any) -> pb.RollbackAgentResponse:
-        snapshot = await self._run_once_free(
-            context,
-            self._store.rollback_agent,
-            check_agent_id(request.agent_id),
-            messages.read_version(request.version, least=1),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            messages.read_version(request.expected_head, "expected_head") or None,
-        )
-        return pb.RollbackAgentResponse(snapshot=messages.write_snapshot(snapshot))
-
-    async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
-        deletion = await self._run_once_free(
-            context, self._store.delete_agent, check_agent_id(request.agent_id), request.force
-        )
-        return pb.DeleteAgentResponse(
-            bytes_gone_by=messages.write_time(deletion.bytes_gone_by_unix_ms), unshared_bytes=deletion.unshared_bytes
-        )
 
     # --- leases ---
 
@@ -281,53 +191,12 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         )
         return pb.ReleaseLeaseResponse()
 
-    # --- moving ---
-
-    async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
-        agent_id = check_agent_id(request.agent_id)
-        local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
-        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
-        order = PullOrder(_namespace(), request.peer, agent_id, local, kv_hash)
-        async with aclosing(self._transfers.pull(order)) as steps:
-            async for step in steps:
-                if isinstance(step, Progress):
-                    response = pb.PullAgentResponse(progress=messages.write_progress(step))
-                else:
-                    response = pb.PullAgentResponse(done=messages.write_snapshot(step))
-                await self._streams.send(context, response)
-
-    async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
-        async with self._transfers.export(
-            _namespace(),
-            check_agent_id(request.agent_id),
-            messages.read_optional_kv_hash(request.kv_identity_hash),
-            messages.read_version(request.version) or None,
-        ) as archive:
-            archive_size_bytes = archive.size_bytes
-            async for data in archive.pieces:
-                response = pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes)
-                await self._streams.send(context, response, archive.source)
-                archive_size_bytes = 0
-
-    async def ImportAgent(
-        self, request_iterator: AsyncIterator[pb.ImportAgentRequest], context: Any
-    ) -> pb.ImportAgentResponse:
-        async with aclosing(self._streams.unstalled(request_iterator)) as requests:
-            first = await anext(requests, None)
-            if first is None or not first.HasField("header"):
-                raise InvalidArgument("header: expected in the first message", field="header")
-            agent_id = check_agent_id(first.header.agent_id, "header.agent_id")
-            pieces = _archive_pieces(first, requests)
-            async with aclosing(pieces):
-                snapshot = await self._transfers.import_archive(_namespace(), agent_id, first.header.replace, pieces)
-        return pb.ImportAgentResponse(snapshot=messages.write_snapshot(snapshot))
-
     # --- events and care ---
 
     async def WatchEvents(
         self, request: pb.WatchEventsRequest, context: Any
     ) -> AsyncGenerator[pb.WatchEventsResponse, None]:
-        namespace = _namespace()
+        namespace = caller_namespace()
         loop = asyncio.get_running_loop()
         happened = asyncio.Event()
 
@@ -357,7 +226,7 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
     async def VerifyBlobs(self, request: pb.VerifyBlobsRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id) if request.agent_id else None
-        namespace = _namespace()
+        namespace = caller_namespace()
         if namespace in self._verifying:
             raise ResourceExhausted(
                 "the blobs of this namespace are being verified already", reason="VERIFY_RUNNING", retry_after_s=5
@@ -399,30 +268,6 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
         stats = await self._run(self._store.stats)
         return messages.write_stats(stats, shows_disk=ADMIN in current_principal().roles)
 
-    # --- below ---
-
-    async def _run(
-        self, method: Callable[Concatenate[str, Arguments], Answer], *args: Arguments.args, **kwargs: Arguments.kwargs
-    ) -> Answer:
-        """Call a method of the store in the caller's namespace, on a thread."""
-        namespace = _namespace()
-        return await self._threads.run(namespace, method, namespace, *args, **kwargs)
-
-    async def _looked_up(self, names: int, work: Callable[[], Answer]) -> Answer:
-        """Read what a request names, and answer it, on a thread."""
-        run = self._threads.run_long if names > SLICE else self._threads.run
-        return await run(_namespace(), work)
-
-    async def _run_once_free(
-        self,
-        context: Any,
-        method: Callable[Concatenate[str, Arguments], Answer],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
-    ) -> Answer:
-        """The same for what takes back a memory: it waits for the line's lease."""
-        return await once_free(lambda: self._run(method, *args, **kwargs), context.time_remaining())
-
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:
         """Wait for an event. Raises Unavailable when the service stops."""
         waits = [asyncio.create_task(happened.wait()), asyncio.create_task(self._stopping.wait())]
@@ -433,17 +278,3 @@ class CacheStoreService(cachestore_pb2_grpc.CacheStoreServiceServicer):
                 task.cancel()
         if self._stopping.is_set():
             raise Unavailable("the store is stopping: watch again from the last cursor", reason="STOPPING")
-
-
-def _namespace() -> str:
-    return current_principal().namespace
-
-
-async def _archive_pieces(
-    first: pb.ImportAgentRequest, rest: AsyncIterator[pb.ImportAgentRequest]
-) -> AsyncGenerator[bytes, None]:
-    yield first.data
-    async for request in rest:
-        if request.HasField("header"):
-            raise InvalidArgument("header: expected in the first message only", field="header")
-        yield request.data

@@ -1,13 +1,18 @@
-"""Listings in pages: a token names the last entry of its page, so the next page is right while others write."""
+"""Listings in pages: a token names the last entry of its page, so the next page is right while others write.
+
+A token belongs to its listing: under another filter it is refused, because it would skip what that filter finds.
+"""
 
 import base64
 import binascii
+import json
+from collections.abc import Sequence
 from functools import partial
 
+from blake3 import blake3
 from kvasir.errors import InvalidArgument
 
 from cachestore_svc.index.catalog import AgentFilter, Catalog, CatalogView
-from cachestore_svc.limits import check_range
 from cachestore_svc.records import (
     DEFAULT_PAGE_SIZE,
     MAX_PAGE_SIZE,
@@ -23,19 +28,23 @@ _AGENTS_AT_ONCE = 50
 # A page ends here too: 4 MiB is what a gRPC peer takes by default.
 _PAGE_BYTES = 2 << 20
 _FIELD_BYTES = 16
+_MARK_BYTES = 8
 _LINE_BYTES = 512
 
 
 def page_size(asked: int) -> int:
-    """Things per page; 0 asks for the default. Raises InvalidArgument."""
-    check_range("page_size", asked, 0, MAX_PAGE_SIZE)
-    return asked or DEFAULT_PAGE_SIZE
+    """Things per page; 0 asks for the default, and more than the most for the most. Raises InvalidArgument."""
+    if asked < 0:
+        raise InvalidArgument(f"page_size: expected 0 or more, got {asked}", field="page_size")
+    return min(asked or DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE)
 
 
-def agents_page(catalog: Catalog, wanted: AgentFilter, after: str, size: int, default_retained: int) -> AgentPage:
-    """Agents whose names follow `after`, in the order of their UTF-8 bytes, read a few at a time: a listing of
+def agents_page(catalog: Catalog, wanted: AgentFilter, size: int, token: str, default_retained: int) -> AgentPage:
+    """Agents behind the token's place, in the order of their UTF-8 bytes, read a few at a time: a listing of
     a hundred thousand agents keeps no other operation waiting.
     """
+    listing = (wanted.name_prefix, *(text for label in sorted(wanted.labels.items()) for text in label))
+    after = page_place(token, listing)
     listed: list[AgentRecord] = []
     left_bytes = _PAGE_BYTES
     while True:
@@ -48,7 +57,7 @@ def agents_page(catalog: Catalog, wanted: AgentFilter, after: str, size: int, de
             left_bytes -= _size_bytes(agent)
             # A page has at least one, or it would never end.
             if len(listed) == size or (listed and left_bytes < 0):
-                return AgentPage(tuple(listed), page_token(listed[-1].agent_id))
+                return AgentPage(tuple(listed), page_token(listed[-1].agent_id, listing))
             listed.append(agent)
         if len(looked_at) < at_once:
             return AgentPage(tuple(listed), "")
@@ -71,30 +80,42 @@ def _size_bytes(agent: AgentRecord) -> int:
 
 def snapshots_page(view: CatalogView, query: LineQuery, size: int, token: str) -> SnapshotPage:
     """Versions of an agent's lines, each line newest first, lines by KV identity. Raises NotFound, InvalidArgument."""
-    after_line, before = _snapshot_place(token)
+    listing = (query.agent_id, query.kv_identity_hash or "")
+    after_line, before = _snapshot_place(token, listing)
     found = view.snapshots_after(query, after_line, before, size + 1)
     last = found[size - 1] if len(found) > size else None
-    return SnapshotPage(tuple(found[:size]), page_token(f"{last.kv_identity_hash}:{last.version}") if last else "")
+    place = page_token(f"{last.kv_identity_hash}:{last.version}", listing) if last else ""
+    return SnapshotPage(tuple(found[:size]), place)
 
 
-def _snapshot_place(token: str) -> tuple[str, int]:
+def _snapshot_place(token: str, listing: Sequence[str]) -> tuple[str, int]:
     """The line and version after which a page begins."""
     if not token:
         return "", MAX_VERSION
-    line, _, version = page_place(token).partition(":")
+    line, _, version = page_place(token, listing).partition(":")
     if not version.isascii() or not version.isdecimal() or len(version) > 16:
         raise InvalidArgument("page_token: not one of ours", field="page_token")
     return line, int(version)
 
 
-def page_token(place: str) -> str:
-    """A place in a listing, opaque to the caller."""
-    return base64.urlsafe_b64encode(place.encode()).decode()
+def page_token(place: str, listing: Sequence[str]) -> str:
+    """A place in a listing, opaque to the caller. `listing`: what the listing was asked for."""
+    return base64.urlsafe_b64encode(_mark(listing) + place.encode()).decode()
 
 
-def page_place(token: str) -> str:
-    """The place that a token names; "" for the start. Raises InvalidArgument."""
+def page_place(token: str, listing: Sequence[str]) -> str:
+    """The place that a token names; "" for the start. Raises InvalidArgument for another listing's."""
+    if not token:
+        return ""
     try:
-        return base64.b64decode(token.encode(), altchars=b"-_", validate=True).decode()
+        named = base64.b64decode(token.encode(), altchars=b"-_", validate=True)
+        mark, place = named[:_MARK_BYTES], named[_MARK_BYTES:].decode()
     except (binascii.Error, ValueError):
         raise InvalidArgument("page_token: not one of ours", field="page_token") from None
+    if mark != _mark(listing):
+        raise InvalidArgument("page_token: it belongs to another listing; begin without one", field="page_token")
+    return place
+
+
+def _mark(listing: Sequence[str]) -> bytes:
+    return blake3(json.dumps(list(listing)).encode()).digest(_MARK_BYTES)

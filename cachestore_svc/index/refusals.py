@@ -1,12 +1,24 @@
-"""The refusals of a commit, in words that a caller can act on."""
+"""The refusals of the index, in words that a caller can act on."""
 
-from kvasir.errors import Conflict, FailedPrecondition
+from kvasir.errors import Conflict, FailedPrecondition, NotFound
 from kvasir.formats.digest import Digest
 
 
 def head_moved(head: int, expected: int) -> Conflict:
     return Conflict(
         f"head: expected version {expected}, it is {head}", reason="HEAD_MOVED", metadata={"head_version": str(head)}
+    )
+
+
+def no_agent(agent_id: str) -> NotFound:
+    return NotFound(f"there is no agent {agent_id!r}", reason="AGENT_NOT_FOUND", metadata={"agent_id": agent_id})
+
+
+def no_line(agent_id: str) -> NotFound:
+    return NotFound(
+        f"agent {agent_id!r} has no line of this KV identity",
+        reason="VERSION_NOT_FOUND",
+        metadata={"agent_id": agent_id},
     )
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
+from google.protobuf import duration_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 
+from inference_svc.edge.conversation_messages import read_messages, write_calls
 from inference_svc.edge.sampling_messages import choice_count, sampling_params, settings
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
@@ -13,13 +15,11 @@ from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import (
     Tool,
     check_counts,
-    check_messages,
     check_tool_count,
     check_tools,
     input_digest,
     json_of_messages,
     json_of_tools,
-    of_caller,
     tool_bytes,
 )
 from inference_svc.text.given_json import GivenJson
@@ -66,7 +66,7 @@ def turn_request(
         request_id=request_id,
         namespace=namespace,
         agent_id=request.agent_id,
-        parent_version=request.parent_version if request.HasField("parent_version") else None,
+        expected_version=request.expected_version if request.HasField("expected_version") else None,
         input=given,
         input_digest=_input_digest(request, given, tools),
         sampling=sampling_params(request, new_seed),
@@ -99,7 +99,7 @@ def warm_request(
         request_id=new_request_id(),
         namespace=namespace,
         agent_id=request.agent_id,
-        parent_version=None,
+        expected_version=None,
         input=given,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
@@ -125,8 +125,8 @@ def warm_response(started: TurnStarted, warmed: Warmed, model_name: str) -> pb.W
         miss=_miss(started.miss),
         match=_MATCHES[started.match],
         version=warmed.version,
-        restore_s=warmed.restore_s,
-        prefill_s=warmed.prefill_s,
+        restore=duration(warmed.restore_s),
+        prefill=duration(warmed.prefill_s),
     )
 
 
@@ -138,7 +138,7 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
         request_id="",
         namespace=namespace,
         agent_id="",
-        parent_version=None,
+        expected_version=None,
         input=given,
         input_digest="",
         sampling=SamplingParams(max_tokens=0),
@@ -165,7 +165,13 @@ def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0
             raise TypeError("a turn that only warms streams no reply")
 
 
-def model_message(model: ModelInfo) -> pb.Model:
+def duration(seconds: float) -> duration_pb2.Duration:
+    found = duration_pb2.Duration()
+    found.FromNanoseconds(round(seconds * 1e9))
+    return found
+
+
+def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
     """The loaded model as the wire describes it."""
     return pb.Model(
         name=model.name,
@@ -182,7 +188,7 @@ def model_message(model: ModelInfo) -> pb.Model:
         layer_count=model.layer_count,
         cell_tokens=model.cell_tokens,
         compute_type=model.compute_type,
-        is_loaded=True,
+        state=state,
     )
 
 
@@ -191,16 +197,16 @@ def _check_agent_fields(request: pb.GenerateRequest) -> None:
         check_agent_id(request.agent_id)
     # A flag that would have no effect is refused, not ignored.
     needs_agent = {
-        "parent_version": request.HasField("parent_version"),
+        "expected_version": request.HasField("expected_version"),
         "append_messages": request.WhichOneof("input") == "append_messages",
         "keep_partial": request.keep_partial,
     }
     for field, is_given in needs_agent.items():
         if is_given and not request.agent_id:
             raise InvalidArgument(f"{field}: needs an agent_id", field=field)
-    if request.parent_version < 0:
+    if request.expected_version < 0:
         raise InvalidArgument(
-            f"parent_version: expected 0 or more, got {request.parent_version}", field="parent_version"
+            f"expected_version: expected 0 or more, got {request.expected_version}", field="expected_version"
         )
 
 
@@ -247,9 +253,9 @@ def _input(
             raise InvalidArgument("prompt: expected text, got none", field="prompt")
         _check_size("prompt", utf8_bytes(prompt), max_prompt_bytes)
         return PromptInput(prompt)
-    check_counts(getattr(request, kind).messages, f"{kind}.messages")
-    given = MessagesInput(of_caller(getattr(request, kind).messages), is_append=kind == "append_messages")
-    check_messages(given.messages, given.field)
+    field = f"{kind}.messages"
+    check_counts(getattr(request, kind).messages, field)
+    given = MessagesInput(read_messages(getattr(request, kind).messages, field), is_append=kind == "append_messages")
     _check_size(kind, sum(message.ByteSize() for message in given.messages), max_prompt_bytes)
     return given
 
@@ -318,14 +324,14 @@ def _finished(event: TurnFinished, choice: int) -> pb.Finished:
             completion_tokens=event.completion_tokens,
         ),
         timings=pb.Timings(
-            queue_s=timings.queue_s,
-            restore_s=timings.restore_s,
-            prefill_s=timings.prefill_s,
-            first_token_s=timings.first_token_s,
-            decode_s=timings.decode_s,
+            queue=duration(timings.queue_s),
+            restore=duration(timings.restore_s),
+            prefill=duration(timings.prefill_s),
+            first_token=duration(timings.first_token_s),
+            decode=duration(timings.decode_s),
         ),
         snapshot=_snapshot(event.snapshot),
-        tool_calls=event.tool_calls,
+        tool_calls=write_calls(event.tool_calls),
         choice=choice,
     )
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,7 +18,7 @@ from inference_svc.edge import messages, stats_messages
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStatus
-from inference_svc.model.model_host import ModelHost
+from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.turn_data import TurnStarted, Warmed
@@ -34,6 +35,9 @@ _FOR_CALLERS = (
     "GetCapabilities",
     "GetStats",
 )
+_MODEL_STATES = {state: getattr(pb, f"MODEL_STATE_{state.name}") for state in ModelState}
+# How often a load's stage is looked at, and told again.
+_STAGE_S, _PROGRESS_S = 0.1, 1.0
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{SERVICE_NAME}/{rpc}": _CALLERS for rpc in _FOR_CALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
@@ -153,11 +157,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         name = request.model or self._host.serving("").name
         return pb.GetModelResponse(model=self._model(self._host.check_known(name)))
 
-    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> pb.LoadModelResponse:
+    async def LoadModel(self, request: pb.LoadModelRequest, context: Any) -> None:
         self._check_acts_for_all("LoadModel")
         self._check_serves()
-        left = await self._host.load(request.model, drop_unstored=request.drop_unstored)
-        return pb.LoadModelResponse(model=self._model(request.model), left=stats_messages.memories_left(left))
+        began_s, told, told_s = time.monotonic(), None, 0.0
+        loading = asyncio.create_task(self._host.load(request.model, drop_unstored=request.drop_unstored))
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to hear it
+        while not (await asyncio.wait({loading}, timeout=_STAGE_S))[0]:
+            now_s, stage = time.monotonic(), self._load_stage()
+            if stage != told or now_s >= told_s + _PROGRESS_S:
+                told, told_s = stage, now_s
+                progress = pb.LoadProgress(stage=stage, elapsed=messages.duration(now_s - began_s))
+                await self._send(context, pb.LoadModelResponse(progress=progress))
+        left = stats_messages.memories_left(loading.result())
+        done = pb.LoadedModel(model=self._model(request.model), left=left)
+        await self._send(context, pb.LoadModelResponse(done=done))
 
     async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.UnloadModelResponse:
         self._check_acts_for_all("UnloadModel")
@@ -170,28 +184,28 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         request: pb.GetCapabilitiesRequest,
         context: Any,
     ) -> pb.GetCapabilitiesResponse:
-        caller, limits, served = current_principal(), self._limits, self._host.served
-        store, visible = self._stores.get(caller.namespace), self._visible_stats()
+        limits, served = self._limits, self._host.served
         return pb.GetCapabilitiesResponse(
             version=version("kvasir"),
             device=served.engine.device if served is not None else "",
             blas=served.engine.blas if served is not None else "",
-            store_is_reachable=store is not None and await store.answers(),
-            max_prompt_bytes=limits.max_prompt_bytes,
-            max_request_bytes=limits.max_request_bytes,
-            max_unread_bytes=limits.max_unread_bytes,
-            max_turns=limits.admission.max_turns,
-            max_turns_per_namespace=limits.admission.max_turns_per_namespace,
-            max_turns_per_caller=limits.admission.max_turns_per_caller,
-            kv_memory_bytes=limits.admission.kv_memory_bytes,
-            kv_memory_used_bytes=visible.kv_memory_used_bytes,
-            misses=visible.misses,
+            limits=pb.Limits(
+                max_prompt_bytes=limits.max_prompt_bytes,
+                max_request_bytes=limits.max_request_bytes,
+                max_unread_bytes=limits.max_unread_bytes,
+                max_turns=limits.admission.max_turns,
+                max_turns_per_namespace=limits.admission.max_turns_per_namespace,
+                max_turns_per_caller=limits.admission.max_turns_per_caller,
+                kv_memory_bytes=limits.admission.kv_memory_bytes,
+            ),
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return stats_messages.stats(self._status(), self._namespaces())
+        store = self._stores.get(current_principal().namespace)
+        is_reachable = store is not None and await store.answers()
+        return stats_messages.stats(self._status(), self._namespaces(), store_is_reachable=is_reachable)
 
-    async def _send(self, context: Any, response: pb.GenerateResponse) -> None:
+    async def _send(self, context: Any, response: pb.GenerateResponse | pb.LoadModelResponse) -> None:
         """Write a response. While its turn runs, the turn notices a reader that stops; after that, this method does."""
         try:
             async with asyncio.timeout(self._limits.reader_stall_s):
@@ -208,8 +222,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
     def _model(self, name: str) -> pb.Model:
         served = self._host.served
         if served is None or served.name != name:
-            return pb.Model(name=name)
-        return messages.model_message(served.engine.model)
+            return pb.Model(name=name, state=_MODEL_STATES[self._host.state(name)])
+        return messages.model_message(served.engine.model, _MODEL_STATES[self._host.state(name)])
+
+    def _load_stage(self) -> pb.LoadStage:
+        is_retiring = any(self._host.state(name) is ModelState.RETIRING for name in self._host.names)
+        return pb.LOAD_STAGE_RETIRING if is_retiring else pb.LOAD_STAGE_LOADING
 
     def _namespaces(self) -> str | None:
         """The only namespace that the caller may see; None for all."""
@@ -227,6 +245,3 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
                 "that --service-admin names",
                 metadata={"rpc": rpc},
             )
-
-    def _visible_stats(self) -> stats_messages.VisibleStats:
-        return stats_messages.visible_stats(self._status(), self._namespaces())

@@ -1,41 +1,25 @@
 """The service's status as messages. A caller sees its own namespace, an admin of the whole service sees all."""
 
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from kvasir.inference.v1 import inference_pb2 as pb
 
+from inference_svc.edge.messages import duration
 from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus
 from inference_svc.model.model_host import MemoriesLeft
 
 
-@dataclass(frozen=True, slots=True)
-class VisibleStats:
-    """Sums over the namespaces that a caller may know of."""
-
-    kv_memory_used_bytes: int
-    misses: Mapping[str, int]
-
-
-def visible_stats(status: ServiceStatus, namespace: str | None) -> VisibleStats:
-    """`namespace`: the only visible one; None for all."""
-    counters = _visible(status, namespace)
-    used = status.engine.kv_memory_used_bytes if namespace is None else status.engine.hot_bytes.get(namespace, 0)
-    misses = sum((each.misses for each in counters.values()), Counter())
-    return VisibleStats(used, {reason.value: count for reason, count in misses.items()})
-
-
-def stats(status: ServiceStatus, namespace: str | None) -> pb.GetStatsResponse:
+def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: bool) -> pb.GetStatsResponse:
     """`namespace`: the only visible one; None for all, and for the engine."""
     return pb.GetStatsResponse(
         model=status.engine.model,
-        uptime_s=status.uptime_s,
+        uptime=duration(status.uptime_s),
         namespaces=[
             _namespace(name, counters, status.engine.hot_bytes.get(name, 0))
             for name, counters in sorted(_visible(status, namespace).items())
         ],
         engine=_engine(status) if namespace is None else None,
+        store_is_reachable=store_is_reachable,
     )
 
 

@@ -343,6 +343,12 @@ class RemoteCache:
                 if (event := _event_of(each)) is not None:
                     yield event
 
+    @property
+    def agents(self) -> AioStoreClient:
+        """The store's client, for what callers ask about agents. Raises PermissionDenied if it must not be used."""
+        self._check_usable()
+        return self._client
+
     # --- how a call is made ---
 
     async def _probe(self) -> None:

@@ -7,6 +7,7 @@ own, so that a caller that goes away does not leave it half done. Meanwhile turn
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 import structlog
@@ -22,6 +23,15 @@ class MemoriesLeft:
 
     stored: int = 0
     unstored: int = 0
+
+
+class ModelState(Enum):
+    """Where a configured model is on its way."""
+
+    NOT_LOADED = "not_loaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    RETIRING = "retiring"  # its turns end, and its memories are stored
 
 
 class Served(Protocol):
@@ -51,6 +61,8 @@ class ModelHost(Generic[ServedT]):
         self._served: ServedT | None = None
         self._loaded = ""
         self._change: asyncio.Task[MemoriesLeft] | None = None
+        self._loading = ""  # the name of the model that is being loaded
+        self._target = ""  # the name of the model that the change under way is to load
         self.loads = 0
 
     @property
@@ -67,6 +79,13 @@ class ModelHost(Generic[ServedT]):
     def served(self) -> ServedT | None:
         """The loaded model, even while it is being unloaded."""
         return self._served
+
+    def state(self, name: str) -> ModelState:
+        if name == self._loading:
+            return ModelState.LOADING
+        if name != self._loaded:
+            return ModelState.NOT_LOADED
+        return ModelState.LOADED if self._change is None else ModelState.RETIRING
 
     def serving(self, name: str) -> ServedT:
         """The loaded model, if it has this name or the name is empty. Raises NotFound, FailedPrecondition (another
@@ -100,12 +119,14 @@ class ModelHost(Generic[ServedT]):
     async def load(self, name: str, *, drop_unstored: bool = False) -> MemoriesLeft:
         """Make this the loaded model; returns what became of the previous model's memories. Raises NotFound,
         Unavailable (another change is under way), FailedPrecondition, and the errors of loading: then the previous
-        model is loaded again.
+        model is loaded again. A load of this model that is under way is followed.
         """
         self._check_known(name)
+        if self._change is not None and name == self._target:
+            return await asyncio.shield(self._change)
         if name == self._loaded and self._change is None:
             return MemoriesLeft()
-        return await self._changing(lambda: self._swap(name, drop_unstored))
+        return await self._changing(lambda: self._swap(name, drop_unstored), name)
 
     async def unload(self, name: str, *, drop_unstored: bool = False) -> MemoriesLeft:
         """Free the model if it is loaded. Raises as `load` does."""
@@ -129,7 +150,7 @@ class ModelHost(Generic[ServedT]):
                 field="model",
             )
 
-    async def _changing(self, work: Callable[[], Awaitable[MemoriesLeft]]) -> MemoriesLeft:
+    async def _changing(self, work: Callable[[], Awaitable[MemoriesLeft]], target: str = "") -> MemoriesLeft:
         if self._change is not None:
             raise Unavailable(
                 "another change of models is under way", reason="MODEL_CHANGING", retry_after_s=_RETRY_AFTER_S
@@ -139,8 +160,9 @@ class ModelHost(Generic[ServedT]):
             try:
                 return await work()
             finally:
-                self._change = None
+                self._change, self._target = None, ""
 
+        self._target = target
         self._change = asyncio.create_task(change())
         return await asyncio.shield(self._change)
 
@@ -174,7 +196,11 @@ class ModelHost(Generic[ServedT]):
         return left
 
     async def _open_as(self, name: str) -> None:
-        self._served = await self._open(name, self._models[name])
-        self._loaded = name
+        self._loading = name
+        try:
+            self._served = await self._open(name, self._models[name])
+            self._loaded = name
+        finally:
+            self._loading = ""
         self.loads += 1
         _LOG.info("model.loaded", model=name)

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from blake3 import blake3
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import InvalidArgument
-from kvasir.formats.manifest import ROLES
 
 from inference_svc.text.given_json import GivenJson, JsonField
 from inference_svc.text.literal_text import Specials, utf8_bytes, without_guards
@@ -63,7 +63,7 @@ def dialogue(
     )
 
 
-def check_counts(messages: Sequence[manifest_pb2.Message], field: str) -> None:
+def check_counts(messages: Sequence[manifest_pb2.Message | message_pb2.Message], field: str) -> None:
     """Raise InvalidArgument, the field named, for too many messages or tool calls. An empty one takes two bytes of a
     request, and a microsecond of every caller's time.
     """
@@ -73,17 +73,6 @@ def check_counts(messages: Sequence[manifest_pb2.Message], field: str) -> None:
         raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} messages, got {len(messages)}", field=field)
     if (calls := sum(len(message.tool_calls) for message in messages)) > _MAX_MESSAGES:
         raise InvalidArgument(f"{field}: expected at most {_MAX_MESSAGES} tool calls in all, got {calls}", field=field)
-
-
-def check_messages(messages: Sequence[manifest_pb2.Message], field: str) -> None:
-    """Raise InvalidArgument, the field named, unless these messages may be rendered. JSON is checked elsewhere."""
-    check_counts(messages, field)
-    for index, message in enumerate(messages):
-        if message.role not in ROLES:
-            where = f"{field}[{index}].role"
-            raise InvalidArgument(
-                f"{where}: expected one of {', '.join(ROLES)}, got {message.role[:40]!r}", field=where
-            )
 
 
 def of_caller(messages: Iterable[manifest_pb2.Message]) -> tuple[manifest_pb2.Message, ...]:

@@ -14,10 +14,10 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     turn, head = memory.turn, memory.publication.head
     if turn.request_id != request.request_id or turn.input_digest != request.input_digest:
         return False
-    if request.parent_version is None or head is None:
+    if request.expected_version is None or head is None:
         return True
     # A request with the same input that extends this memory is a new turn, not a retry.
-    return request.parent_version == (head.parent_version if memory.publication.is_head else head.version)
+    return request.expected_version == (head.parent_version if memory.publication.is_head else head.version)
 
 
 def is_whole(memory: AgentMemory) -> bool:

@@ -40,7 +40,7 @@ class TurnRequest:
     request_id: str
     namespace: str
     agent_id: str
-    parent_version: int | None
+    expected_version: int | None
     input: PromptInput | MessagesInput
     input_digest: str
     sampling: SamplingParams

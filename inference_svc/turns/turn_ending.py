@@ -180,7 +180,7 @@ class TurnEnding:
             publication=PublicationState(
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
-                expected_version=request.parent_version,
+                expected_version=request.expected_version,
                 # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
                 event_cursor=turn.event_cursor,

@@ -97,11 +97,11 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     asked, its compare-and-swap decides at the end.
     """
     head = recollection.head
-    if request.parent_version is None or head is None or request.parent_version == head.version:
+    if request.expected_version is None or head is None or request.expected_version == head.version:
         return
     raise errors.Conflict(
-        f"parent_version: {request.parent_version} was named, the agent's newest version is {head.version}",
-        field="parent_version",
+        f"expected_version: {request.expected_version} was named, the agent's newest version is {head.version}",
+        field="expected_version",
         metadata={"head_version": str(head.version)},
     )
 
@@ -118,7 +118,7 @@ def whole_conversation(
     if memory is not None and memory.messages:
         # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped.
         return memory.messages[:-1] if is_retry else (*memory.messages, *given)
-    if (memory is None or not memory.transcript.token_ids) and request.parent_version == 0:
+    if (memory is None or not memory.transcript.token_ids) and request.expected_version == 0:
         return given
     _refuse_append(recollection)
     return ()
@@ -147,7 +147,7 @@ def _refuse_append(recollection: Recollection) -> None:
             field="append_messages",
         )
     raise errors.FailedPrecondition(
-        "append_messages: the agent remembers no messages; send all of them (or say parent_version 0 for a new agent)",
+        "append_messages: the agent remembers no messages; send all of them",
         reason="NO_MESSAGES",
         field="append_messages",
     )

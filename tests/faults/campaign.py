@@ -169,7 +169,7 @@ class Campaign:
         findings.unlike_undisturbed += record.heard != (await trial.undisturbed).tokens
         if foreign := self._canaries.foreign(trial.name, record.text):
             findings.problems.append(f"{trial.name} {trial.fault}: words of others: {foreign}")
-        restore_s = reply.finished.timings.restore_s
+        restore_s = reply.finished.timings.restore.ToTimedelta().total_seconds()
         (findings.lost_s if was_met else findings.usual_s).append(restore_s)
         findings.counts[f"{record.source} {record.miss}".strip()] += 1
 
@@ -199,7 +199,7 @@ class Campaign:
 
     async def _until_reachable(self) -> None:
         for _ in range(int(_GIVE_UP_S / 0.02)):
-            if (await self._client.get_capabilities()).store_is_reachable:
+            if (await self._client.get_stats()).store_is_reachable:
                 return
             await asyncio.sleep(0.02)
         raise AssertionError("the engine never found its store again")

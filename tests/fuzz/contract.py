@@ -54,7 +54,8 @@ def rpcs_of(service: ServiceDescriptor) -> Mapping[str, Rpc]:
 
 
 def store_rpcs() -> Mapping[str, Rpc]:
-    return rpcs_of(_service(cachestore_pb2, "CacheStoreService"))
+    names = ("CacheStoreService", "AgentService")
+    return {name: rpc for each in names for name, rpc in rpcs_of(_service(cachestore_pb2, each)).items()}
 
 
 def engine_rpcs() -> Mapping[str, Rpc]:

@@ -50,7 +50,7 @@ class StoreTarget:
     @property
     def addresses(self) -> Mapping[str, str]:
         """Service → where it listens."""
-        return {self.rpcs["GetStats"].path.split("/")[1]: self.running.address}
+        return {rpc.path.split("/")[1]: self.running.address for rpc in self.rpcs.values()}
 
     @property
     def pids(self) -> Sequence[int]:
@@ -113,7 +113,7 @@ class StoreTarget:
             "name_prefix": ("", "a", "new "),
             "kv_identity_hash": ("", _KV, _KV, _KV_MIXED, "0" * 64),
             "block_hashes": block_hash_chain("default", _KV, list(snapshots[0].manifest.token_ids)),
-            **dict.fromkeys(("version", "parent_version", "expected_head", "generation", "sequence"), numbers),
+            **dict.fromkeys(("version", "expected_version", "generation", "sequence"), numbers),
             "page_size": (0, 1, 2, 1000),
             "page_token": ("", "", "YQ==", "YWRh"),
             "retained_versions": (1, 2, 8),

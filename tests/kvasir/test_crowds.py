@@ -24,11 +24,12 @@ from kvasir.server.serving import EdgeServer, Listening
 from kvasir.status import from_rpc_error
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"
+IMPORT = "/kvasir.cachestore.v1.AgentService/ImportAgent"
 CHECK = "/grpc.health.v1.Health/Check"
 SILENT = 1100  # more than the server had places
 
 
-class Service(cachestore_pb2_grpc.CacheStoreServiceServicer):
+class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):
     """One call that ends at once, one that lasts, and one that takes a stream."""
 
     async def GetCapabilities(self, request: Any, context: Any) -> Any:  # noqa: N802
@@ -82,10 +83,11 @@ async def served(root: Path) -> AsyncIterator[Served]:
     edge = EdgeServer(
         Listening("127.0.0.1:0", credentials_file=root / "c.toml"),
         [NAME],
-        {f"/{NAME}/{row}": frozenset({"client"}) for row in ("GetCapabilities", "WatchEvents", "ImportAgent")},
+        {row: frozenset({"client"}) for row in (f"/{NAME}/GetCapabilities", f"/{NAME}/WatchEvents", IMPORT)},
         new_request_id=lambda: "r",
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(Service(), edge.grpc)  # type: ignore[no-untyped-call]
+    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(Service(), edge.grpc)  # type: ignore[no-untyped-call]
     await edge.start()
     async with AsyncExitStack() as exits:
         try:
@@ -140,7 +142,7 @@ def test_a_silent_health_check_ends_by_itself(tmp_path: Path, monkeypatch: pytes
     run(test())
 
 
-@pytest.mark.parametrize("method", [f"/{NAME}/GetCapabilities", f"/{NAME}/ImportAgent", "/grpc.health.v1.Health/Watch"])
+@pytest.mark.parametrize("method", [f"/{NAME}/GetCapabilities", IMPORT, "/grpc.health.v1.Health/Watch"])
 def test_a_known_callers_silent_call_ends_by_itself_and_gives_its_place_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
@@ -190,7 +192,7 @@ def test_four_credentials_of_one_namespace_do_not_shut_another_out(tmp_path: Pat
 def test_an_unreadable_message_in_a_stream_is_the_callers_error(tmp_path: Path) -> None:
     async def test() -> None:
         async with served(tmp_path) as server:
-            ask: Any = (await server.channel()).stream_unary(f"/{NAME}/ImportAgent")
+            ask: Any = (await server.channel()).stream_unary(IMPORT)
             good = pb.ImportAgentRequest(data=b"x").SerializeToString()
             for messages in ([b"\xff\xff\xff"], [good, b"\x0a\xff"]):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:

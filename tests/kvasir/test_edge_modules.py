@@ -430,7 +430,7 @@ def test_what_a_peer_only_says_takes_no_memory() -> None:
 # --- the clients ---
 
 
-class _Boaster(cachestore_pb2_grpc.CacheStoreServiceServicer):
+class _Boaster(cachestore_pb2_grpc.AgentServiceServicer):
     """A store that says of a manifest that it has 3 GiB."""
 
     def GetSnapshot(self, request: object, context: object) -> pb.GetSnapshotResponse:  # noqa: N802
@@ -441,7 +441,7 @@ class _Boaster(cachestore_pb2_grpc.CacheStoreServiceServicer):
 
 def test_a_manifest_that_nobody_would_read_is_not_fetched() -> None:
     server = grpc.server(futures.ThreadPoolExecutor(1))
-    cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(_Boaster(), server)  # type: ignore[no-untyped-call]
+    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(_Boaster(), server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

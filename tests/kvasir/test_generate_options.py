@@ -20,7 +20,7 @@ TOOLS = [pb.Tool(name="look")]
 # Every option, and the request's field with what must arrive in it.
 ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "agent_id": ("ada", "agent_id", "ada"),
-    "parent_version": (0, "parent_version", 0),
+    "expected_version": (0, "expected_version", 0),
     "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
     "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),
     "json_schema": ({"type": "null"}, "json_schema", '{"type": "null"}'),

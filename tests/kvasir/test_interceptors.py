@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.clients.channel import with_agents
 from kvasir.credentials import Principal, write_credentials
 from kvasir.errors import Internal, InvalidArgument, PermissionDenied
 from kvasir.server import interceptors
@@ -24,10 +25,11 @@ from kvasir.server.serving import EdgeServer, Listening
 from kvasir.status import from_rpc_error
 
 NAME = "kvasir.cachestore.v1.CacheStoreService"
+AGENTS = "kvasir.cachestore.v1.AgentService"
 SECRET = "my secret prompt"
 
 
-class Service(cachestore_pb2_grpc.CacheStoreServiceServicer):
+class Service(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):
     """Fails in every way that a handler can."""
 
     def __init__(self) -> None:
@@ -71,7 +73,10 @@ class Service(cachestore_pb2_grpc.CacheStoreServiceServicer):
         return pb.ListAgentsResponse()
 
 
-ROWS = ("GetStats", "GetAgent", "GetCapabilities", "VerifyBlobs", "ReadBlobs", "WatchEvents", "ImportAgent")
+ROWS = {
+    *(f"/{NAME}/{rpc}" for rpc in ("GetStats", "GetCapabilities", "VerifyBlobs", "ReadBlobs", "WatchEvents")),
+    *(f"/{AGENTS}/{rpc}" for rpc in ("GetAgent", "ImportAgent")),
+}
 
 
 @asynccontextmanager
@@ -80,14 +85,15 @@ async def served(root: Path) -> AsyncIterator[tuple[Any, Service]]:
     edge = EdgeServer(
         Listening(f"unix:{root}/s"),
         [NAME],
-        {f"/{NAME}/{row}": frozenset({"client"}) for row in ROWS},
+        {row: frozenset({"client"}) for row in ROWS},
         new_request_id=lambda: "request-42",
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
     await edge.start()
     try:
         async with grpc.aio.insecure_channel(edge.address) as channel:
-            yield cachestore_pb2_grpc.CacheStoreServiceStub(channel), service  # type: ignore[no-untyped-call]
+            yield with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel), service  # type: ignore[no-untyped-call]
     finally:
         await edge.grpc.stop(0)
 
@@ -187,10 +193,11 @@ async def served_over_tcp(root: Path) -> AsyncIterator[tuple[EdgeServer, Service
     edge = EdgeServer(
         Listening("127.0.0.1:0", credentials_file=root / "credentials.toml"),
         [NAME],
-        {f"/{NAME}/{row}": frozenset({"client"}) for row in ROWS},
+        {row: frozenset({"client"}) for row in ROWS},
         new_request_id=lambda: "request-42",
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
+    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
     await edge.start()
     try:
         yield edge, service, given

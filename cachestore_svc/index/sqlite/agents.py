@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import starmap
 
-from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvasir.errors import FailedPrecondition, InvalidArgument
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index.catalog import AgentFilter
+from cachestore_svc.index.refusals import no_agent
 from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows
@@ -41,7 +42,7 @@ def get_row(rows: Rows, namespace: str, name: str) -> AgentRow:
     """The agent's row. Raises NotFound."""
     found = find_agent(rows, namespace, name)
     if found is None:
-        raise NotFound("there is no such agent")
+        raise no_agent(name)
     return found
 
 

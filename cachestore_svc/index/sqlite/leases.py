@@ -138,7 +138,7 @@ def held_by(owner: str, left_s: float) -> FailedPrecondition:
 def _check_own(rows: Rows, line: LineKey, token: LeaseToken) -> None:
     """Raises Conflict (LEASE_FENCED), and NotFound when there never was a lease."""
     if _find(rows, line) is None:
-        raise NotFound("there is no such lease")
+        raise NotFound("there is no such lease", reason="LEASE_NOT_FOUND")
     check_not_fenced(rows, line, token)
 
 

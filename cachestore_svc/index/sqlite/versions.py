@@ -12,6 +12,7 @@ from kvasir.errors import NotFound
 from kvasir.formats.digest import Digest
 
 from cachestore_svc.index.catalog import BlobEntry
+from cachestore_svc.index.refusals import no_agent, no_line
 from cachestore_svc.index.sqlite.blobs import find_blob, find_blobs, find_namespace
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.records import MAX_VERSION, LineKey, LineQuery, Origin, SnapshotVersion
@@ -64,7 +65,8 @@ def get_line(rows: Rows, query: LineQuery | LineKey) -> Line:
     """As find_line. Raises NotFound."""
     found = find_line(rows, query)
     if found is None:
-        raise NotFound("there is no such agent or line")
+        _agent_row(rows, query)
+        raise no_line(query.agent_id)
     return found
 
 
@@ -119,22 +121,23 @@ def snapshots_after(rows: Rows, query: LineQuery, after_line: str, before: int, 
     """Versions of an agent's lines, lines by KV identity and each newest first, from `after_line` on, of which only
     versions below `before` count. Raises NotFound."""
     found: list[SnapshotVersion] = []
-    for line in sorted(_lines_named(rows, query), key=lambda each: each.kv_identity_hash):
+    for line in sorted(lines_of(rows, _agent_row(rows, query)), key=lambda each: each.kv_identity_hash):
         if line.kv_identity_hash >= after_line and query.kv_identity_hash in (None, line.kv_identity_hash):
             below = before if line.kv_identity_hash == after_line else MAX_VERSION
             found += versions_of(rows, line.id, below, limit - len(found))
     return found
 
 
-def _lines_named(rows: Rows, query: LineQuery) -> list[Line]:
+def _agent_row(rows: Rows, query: LineQuery | LineKey) -> int:
+    """Id of the agent's row. Raises NotFound."""
     found = rows.one(
         "SELECT id FROM agents WHERE namespace_id = ? AND name = ?",
         find_namespace(rows, query.namespace),
         query.agent_id,
     )
     if found is None:
-        raise NotFound("there is no such agent")
-    return lines_of(rows, int(found[0]))
+        raise no_agent(query.agent_id)
+    return int(found[0])
 
 
 def head_of(rows: Rows, line_id: int) -> int:
@@ -152,7 +155,7 @@ def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     """The version of that number; None: the newest. Raises NotFound."""
     found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
     if found is None:
-        raise NotFound(f"there is no version {version} of this line")
+        raise NotFound(f"there is no version {version} of this line", reason="VERSION_NOT_FOUND")
     return found
 
 

@@ -1,8 +1,9 @@
 """The one table of typed errors, gRPC codes and HTTP statuses, and errors as google.rpc.Status in both directions.
 
 A service raises a `kvasir.errors` type. `to_status` writes it as a status with ErrorInfo (domain "kvasir"), BadRequest
-when a field is wrong, and RetryInfo when waiting helps. `from_rpc_error` and `from_status` give a client the same type,
-reason, field and metadata again. Statuses made by gRPC itself (a dead peer, a deadline) map by their code.
+with INVALID_ARGUMENT (a field of another refusal is in the metadata), and RetryInfo when waiting helps.
+`from_rpc_error` and `from_status` give a client the same type, reason, field and metadata again. Statuses made by gRPC
+itself (a dead peer, a deadline) map by their code.
 """
 
 from typing import Any, NamedTuple
@@ -71,9 +72,13 @@ def to_status(error: errors.KvasirError) -> status_pb2.Status:
         _cut(key, 64): _cut(value, _MAX_METADATA_VALUE_BYTES)
         for key, value in list(error.metadata.items())[:_MAX_METADATA_ENTRIES]
     }
+    is_of_field = error.field is not None and isinstance(error, errors.InvalidArgument)
+    if error.field is not None and not is_of_field:
+        metadata["field"] = _cut(error.field, 128)
     _pack(status, error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=metadata))
-    if error.field is not None:
-        violation = error_details_pb2.BadRequest.FieldViolation(field=_cut(error.field, 128), description=message[:256])
+    if error.field is not None and is_of_field:
+        field, what = _cut(error.field, 128), message.removeprefix(f"{error.field}: ")
+        violation = error_details_pb2.BadRequest.FieldViolation(field=field, description=what[:256])
         _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
     if isinstance(error, _RETRYABLE):
         seconds = _DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
@@ -101,13 +106,14 @@ def from_status(status: status_pb2.Status) -> errors.KvasirError:
     bad_request = error_details_pb2.BadRequest()
     retry = error_details_pb2.RetryInfo()
     found = {id(target) for detail in status.details for target in (info, bad_request, retry) if detail.Unpack(target)}
-    violations = bad_request.field_violations
+    violations, metadata = bad_request.field_violations, dict(info.metadata)
+    field = violations[0].field if violations else metadata.pop("field", None)
     return _TYPES.get(status.code, errors.Internal)(
         status.message,
         reason=info.reason or None,
-        field=violations[0].field if violations else None,
+        field=field,
         retry_after_s=retry.retry_delay.ToMilliseconds() / 1000 if id(retry) in found else None,
-        metadata=dict(info.metadata),
+        metadata=metadata,
     )
 
 

@@ -79,7 +79,7 @@ class CallerAtEngine:
         return ()
 
     async def fork(self, source: str, name: str, version: int | None) -> None:
-        await self.agents.fork_agent(source, name, version=version or 0)
+        await self.agents.fork_agent(source, name, version=version)
 
     async def delete(self, agent_id: str) -> None:
         await self.agents.delete_agent(agent_id)
@@ -107,10 +107,10 @@ class EngineLink:
         """Whether the engine answers, and whether it reaches its store."""
         try:
             async with asyncio.timeout(within_s):
-                capabilities = await self._own.turns.get_capabilities()
+                stats = await self._own.turns.get_stats()
         except (KvasirError, TimeoutError):
             return {"engine": False, "store": False}
-        return {"engine": True, "store": capabilities.store_is_reachable}
+        return {"engine": True, "store": stats.store_is_reachable}
 
     async def close(self) -> None:
         await self._own.turns.close()

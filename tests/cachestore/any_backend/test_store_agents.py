@@ -134,7 +134,7 @@ def test_listing_pages_through_names_by_prefix_and_labels(
         with pytest.raises(InvalidArgument, match="page_token"):
             store.list_agents(NS, page_token=bad)
     with pytest.raises(InvalidArgument, match="page_size"):
-        store.list_agents(NS, page_size=1001)
+        store.list_agents(NS, page_size=-1)
 
 
 def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: Store) -> None:

@@ -163,7 +163,7 @@ def publish(client: StoreClient, agent_id: str, snapshot: SyntheticSnapshot, par
     return client.commit(agent_id, snapshot.manifest_digest, parent_version)
 
 
-def assert_whole(client: StoreClient, agent_id: str, expected: SyntheticSnapshot, version: int = 0) -> None:
+def assert_whole(client: StoreClient, agent_id: str, expected: SyntheticSnapshot, version: int | None = None) -> None:
     """The version's manifest has the bytes that were published, and every blob can be read."""
     _, manifest_bytes = client.get_snapshot(agent_id, version=version)
     assert manifest_bytes == expected.manifest_bytes

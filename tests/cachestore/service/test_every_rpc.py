@@ -171,11 +171,11 @@ def test_a_rollback_makes_an_old_version_the_newest(client: StoreClient) -> None
     first, second = ada.turn(300), ada.turn(300)
     publish(client, "back", first, 0)
     publish(client, "back", second, 1)
-    made = client.rollback_agent("back", 1, expected_head=2)
+    made = client.rollback_agent("back", 1, expected_version=2)
     assert (made.version, made.parent_version, made.origin) == (3, 2, pb.ORIGIN_ROLLBACK)
     assert_whole(client, "back", first)
     with pytest.raises(Conflict):
-        client.rollback_agent("back", 1, expected_head=2)
+        client.rollback_agent("back", 1, expected_version=2)
 
 
 def test_a_deleted_agent_is_gone_and_a_pinned_one_stays(client: StoreClient) -> None:
@@ -433,7 +433,7 @@ def test_stats_count_what_is_there(home: StoreHome) -> None:
 def test_the_service_says_that_it_is_ready_and_what_it_serves(shared_store: RunningStore) -> None:
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
-    from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+    from grpc_reflection.v1alpha import reflection_pb2
 
     with grpc.insecure_channel(shared_store.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
@@ -441,6 +441,13 @@ def test_the_service_says_that_it_is_ready_and_what_it_serves(shared_store: Runn
             answer = health.Check(health_pb2.HealthCheckRequest(service=name), timeout=5)
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         request = reflection_pb2.ServerReflectionRequest(list_services="")
-        [listed] = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(iter([request]), timeout=5)
-        names = {service.name for service in listed.list_services_response.service}
-    assert {"kvasir.cachestore.v1.CacheStoreService", "grpc.health.v1.Health"} <= names
+        for version in ("v1alpha", "v1"):
+            listing = channel.stream_stream(
+                f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+                request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+                response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+            )
+            [listed] = listing(iter([request]), timeout=5)
+            names = {service.name for service in listed.list_services_response.service}
+            served = {f"kvasir.cachestore.v1.{name}" for name in ("CacheStoreService", "AgentService")}
+            assert {*served, "grpc.health.v1.Health", f"grpc.reflection.{version}.ServerReflection"} <= names

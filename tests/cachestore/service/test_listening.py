@@ -285,7 +285,7 @@ def test_a_giant_message_is_refused_and_the_next_call_works(home: StoreHome) -> 
     with grpc.insecure_channel(running.address, [("grpc.max_send_message_length", -1)]) as channel:
         stub = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
         with pytest.raises(grpc.RpcError) as caught:
-            stub.GetAgent(pb.GetAgentRequest(agent_id="x" * (100 << 20)), timeout=20)
+            stub.FindPrefix(pb.FindPrefixRequest(kv_identity_hash="x" * (100 << 20)), timeout=20)
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED  # type: ignore[attr-defined]
         assert stub.GetStats(pb.GetStatsRequest(), timeout=10).agent_count == 0
     assert running.memory_bytes() < 400 << 20

@@ -61,7 +61,7 @@ def test_many_large_manifests_at_once_stay_within_their_room(home: StoreHome, ki
     pieces = large_archive()
     may_end = threading.Event()
     with store.client() as client, grpc.insecure_channel(store.address) as channel:
-        stub = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = cachestore_pb2_grpc.AgentServiceStub(channel)  # type: ignore[no-untyped-call]
         if kind == "exports":
             may_end.set()
             stub.ImportAgent(importing("big", pieces, may_end))

@@ -277,7 +277,7 @@ def test_the_peers_credential_says_which_namespace_is_read(home: StoreHome, tmp_
         here = home.start("--peers-file", str(peers_file(tmp_path / "peers.toml", **peers)))
         with here.client(timeout_s=60) as ours:
             refused: dict[str, tuple[type[KvasirError], str]] = {
-                "foreign": (NotFound, "NOT_FOUND"),
+                "foreign": (NotFound, "AGENT_NOT_FOUND"),
                 "wrong": (FailedPrecondition, "PEER_REFUSED"),
                 "tokenless": (FailedPrecondition, "PEER_REFUSED"),
                 "unpinned": (Unavailable, "PEER_UNAVAILABLE"),
@@ -317,7 +317,7 @@ def test_a_peers_file_that_others_can_write_is_refused(home: StoreHome, tmp_path
 # --- peers that lie ---
 
 
-class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer):
+class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer, cachestore_pb2_grpc.AgentServiceServicer):
     """A peer whose manifest is true and whose frames are what a test makes of them."""
 
     def __init__(self, turn: SyntheticSnapshot, frames: Callable[[list[pb.BlobFrame]], list[pb.BlobFrame]]) -> None:
@@ -348,6 +348,7 @@ class LyingPeer(cachestore_pb2_grpc.CacheStoreServiceServicer):
 def lying(peer: LyingPeer) -> Iterator[str]:
     server = grpc.server(futures.ThreadPoolExecutor(4))
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
+    cachestore_pb2_grpc.add_AgentServiceServicer_to_server(peer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

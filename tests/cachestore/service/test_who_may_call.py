@@ -11,9 +11,11 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import field_mask_pb2
 from google.protobuf.message import Message
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc, manifest_pb2
+from kvasir.clients.channel import with_agents
 from kvasir.errors import InvalidArgument, KvasirError, NotFound, PermissionDenied, Unauthenticated
 from kvasir.formats.block_hash import block_hash_chain, kv_identity_hash
 from kvasir.formats.digest import Digest
@@ -22,8 +24,8 @@ from kvasir.status import from_rpc_error
 from tests.cachestore.service.running import RunningStore, make_credentials, publish, store_home
 from tests.synthetic import SMALL, SyntheticAgent
 
-SERVICE = pb.DESCRIPTOR.services_by_name["CacheStoreService"]
-RPCS = {method.name: method for method in SERVICE.methods}
+SERVICES = [pb.DESCRIPTOR.services_by_name[name] for name in ("CacheStoreService", "AgentService")]
+RPCS = {method.name: method for service in SERVICES for method in service.methods}
 KV = kv_identity_hash(SMALL)
 TURN = SyntheticAgent(SMALL, 1).turn(600, is_prompt=True)
 ONE = TURN.digests[0].to_proto()
@@ -31,6 +33,13 @@ SECRET = "ada"
 CHAIN = block_hash_chain("default", KV, list(TURN.manifest.token_ids))
 
 LEASE = pb.LeaseToken(owner="me", generation=1)
+
+
+def update(**fields: Any) -> pb.UpdateAgentRequest:
+    """Changes the last of the fields."""
+    mask = field_mask_pb2.FieldMask(paths=["is_pinned" if "is_pinned" in fields else "retained_versions"])
+    return pb.UpdateAgentRequest(agent=pb.Agent(**fields), update_mask=mask)
+
 
 # A well-formed request of every RPC, about agent `SECRET` and its blobs in namespace "default".
 REQUESTS: Mapping[str, Callable[[], list[Message]]] = {
@@ -45,7 +54,7 @@ REQUESTS: Mapping[str, Callable[[], list[Message]]] = {
     "ListSnapshots": lambda: [pb.ListSnapshotsRequest(agent_id=SECRET)],
     "ListAgents": lambda: [pb.ListAgentsRequest()],
     "GetAgent": lambda: [pb.GetAgentRequest(agent_id=SECRET)],
-    "UpdateAgent": lambda: [pb.UpdateAgentRequest(agent_id=SECRET, is_pinned=True)],
+    "UpdateAgent": lambda: [update(agent_id=SECRET, is_pinned=True)],
     "ForkAgent": lambda: [pb.ForkAgentRequest(source_agent_id=SECRET, agent_id="thief")],
     "RollbackAgent": lambda: [pb.RollbackAgentRequest(agent_id=SECRET, version=1)],
     "DeleteAgent": lambda: [pb.DeleteAgentRequest(agent_id=SECRET, force=True)],
@@ -79,18 +88,18 @@ MAY_CALL: Mapping[str, str] = {
     "ListSnapshots": "engine client peer admin",
     "ListAgents": "engine client peer admin",
     "GetAgent": "engine client peer admin",
-    "UpdateAgent": "client admin",
-    "ForkAgent": "client admin",
-    "RollbackAgent": "client admin",
-    "DeleteAgent": "client admin",
+    "UpdateAgent": "engine client admin",
+    "ForkAgent": "engine client admin",
+    "RollbackAgent": "engine client admin",
+    "DeleteAgent": "engine client admin",
     "FindPrefix": "engine",
     "AcquireLease": "engine",
     "RenewLease": "engine",
     "RenewLeases": "engine",
     "ReleaseLease": "engine",
-    "PullAgent": "client admin",
-    "ExportAgent": "client admin",
-    "ImportAgent": "client admin",
+    "PullAgent": "engine client admin",
+    "ExportAgent": "engine client admin",
+    "ImportAgent": "engine client admin",
     "WatchEvents": "engine client admin",
     "VerifyBlobs": "client admin",
     "CollectGarbage": "admin",
@@ -146,7 +155,7 @@ class Guarded:
 
 def call(address: str, rpc: str, requests: list[Message], metadata: Any = ()) -> list[Any] | KvasirError:
     with grpc.insecure_channel(address) as channel:
-        stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         method = RPCS[rpc]
         argument = iter(requests) if method.client_streaming else requests[0]
         try:
@@ -273,7 +282,7 @@ NAME_FIELDS = {
     "GetSnapshot": lambda name: pb.GetSnapshotRequest(agent_id=name),
     "ListSnapshots": lambda name: pb.ListSnapshotsRequest(agent_id=name),
     "GetAgent": lambda name: pb.GetAgentRequest(agent_id=name),
-    "UpdateAgent": lambda name: pb.UpdateAgentRequest(agent_id=name),
+    "UpdateAgent": lambda name: update(agent_id=name),
     "ForkAgent": lambda name: pb.ForkAgentRequest(source_agent_id=SECRET, agent_id=name),
     "RollbackAgent": lambda name: pb.RollbackAgentRequest(agent_id=name, version=1),
     "DeleteAgent": lambda name: pb.DeleteAgentRequest(agent_id=name),
@@ -361,14 +370,17 @@ def test_hashes_elsewhere_are_full_matches_too(guarded: Guarded) -> None:
 def test_numbers_out_of_range_are_refused_and_named(guarded: Guarded) -> None:
     token = guarded.tokens["all"]
     for rpc, request, field in (
-        ("GetSnapshot", pb.GetSnapshotRequest(agent_id=SECRET, version=-1), "version"),
+        ("GetSnapshot", pb.GetSnapshotRequest(agent_id=SECRET, version=0), "version"),
         ("ListAgents", pb.ListAgentsRequest(page_size=-1), "page_size"),
-        ("ListAgents", pb.ListAgentsRequest(page_size=1001), "page_size"),
         ("ListAgents", pb.ListAgentsRequest(page_token="?"), "page_token"),
         ("RollbackAgent", pb.RollbackAgentRequest(agent_id=SECRET), "version"),
-        ("UpdateAgent", pb.UpdateAgentRequest(agent_id=SECRET, retained_versions=0), "retained_versions"),
-        ("UpdateAgent", pb.UpdateAgentRequest(agent_id=SECRET, retained_versions=1001), "retained_versions"),
-        ("CommitSnapshot", pb.CommitSnapshotRequest(agent_id="x", manifest=ONE, parent_version=-1), "parent_version"),
+        ("UpdateAgent", update(agent_id=SECRET, retained_versions=0), "retained_versions"),
+        ("UpdateAgent", update(agent_id=SECRET, retained_versions=1001), "retained_versions"),
+        (
+            "CommitSnapshot",
+            pb.CommitSnapshotRequest(agent_id="x", manifest=ONE, expected_version=-1),
+            "expected_version",
+        ),
         ("ReadBlobs", pb.ReadBlobsRequest(digests=[ONE], first_offset=-1), "first_offset"),
         ("ReadBlobs", pb.ReadBlobsRequest(digests=[ONE], first_offset=1 << 62), "first_offset"),
         ("FindMissingBlobs", pb.FindMissingBlobsRequest(digests=[ONE] * 10_001), "digests"),

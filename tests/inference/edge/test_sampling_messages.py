@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients import message
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -33,7 +33,7 @@ OLD: tuple[tuple[pb.GenerateRequest, str], ...] = (
     (
         pb.GenerateRequest(
             agent_id="a",
-            append_messages=pb.MessageList(messages=[manifest_pb2.Message(role="user", content="x")]),
+            append_messages=pb.MessageList(messages=[message("user", "x")]),
             tools=[pb.Tool(name="t", parameters_json="{}")],
             sampling=pb.Sampling(seed=0),
         ),

@@ -7,8 +7,8 @@ from typing import Any
 import grpc
 import pytest
 from kvasir import errors
-from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients import InferenceClient
+from kvasir.common.v1 import message_pb2
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.status import from_rpc_error
@@ -19,8 +19,12 @@ REFUSED_WITHIN_S = 0.05
 NAN = float("nan")
 
 
-def messages(*roles: str) -> pb.MessageList:
-    return pb.MessageList(messages=[manifest_pb2.Message(role=role, content="hello") for role in roles])
+USER = message_pb2.ROLE_USER
+TEXT = [message_pb2.Part(text="hello")]
+
+
+def messages(*roles: message_pb2.Role) -> pb.MessageList:
+    return pb.MessageList(messages=[message_pb2.Message(role=role, parts=TEXT) for role in roles])
 
 
 def sampling(**values: Any) -> dict[str, Any]:
@@ -32,10 +36,29 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     "no input": ({}, errors.InvalidArgument, "input"),
     "empty prompt": ({"prompt": ""}, errors.InvalidArgument, "prompt"),
     "no messages": ({"messages": messages()}, errors.InvalidArgument, "messages.messages"),
-    "unknown role": ({"messages": messages("user", "wizard")}, errors.InvalidArgument, "messages.messages[1].role"),
-    "empty role": ({"messages": messages("")}, errors.InvalidArgument, "messages.messages[0].role"),
+    "unknown role": ({"messages": messages(USER, 9)}, errors.InvalidArgument, "messages.messages[1].role"),
+    "no content": (
+        {"messages": pb.MessageList(messages=[message_pb2.Message(role=USER, parts=[message_pb2.Part()])])},
+        errors.InvalidArgument,
+        "messages.messages[0].parts[0]",
+    ),
+    "image": (
+        {
+            "append_messages": pb.MessageList(
+                messages=[message_pb2.Message(role=USER, parts=[*TEXT, message_pb2.Part(image=message_pb2.Image())])]
+            ),
+            "agent_id": "a",
+        },
+        errors.InvalidArgument,
+        "append_messages.messages[0].parts[1].image",
+    ),
+    "empty role": (
+        {"messages": messages(message_pb2.ROLE_UNSPECIFIED)},
+        errors.InvalidArgument,
+        "messages.messages[0].role",
+    ),
     "half a character": (
-        {"messages": messages("user"), "tools": [pb.Tool(name="t", parameters_json='{"a": "\\ud800"}')]},
+        {"messages": messages(USER), "tools": [pb.Tool(name="t", parameters_json='{"a": "\\ud800"}')]},
         errors.InvalidArgument,
         "tools[0].parameters_json",
     ),
@@ -45,15 +68,15 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     "hidden character": ({"prompt": "x", "agent_id": "a\u202eb"}, errors.InvalidArgument, "agent_id"),
     "request id": ({"prompt": "x", "request_id": "a\nb"}, errors.InvalidArgument, "request_id"),
     "negative parent": (
-        {"prompt": "x", "agent_id": "a", "parent_version": -1},
+        {"prompt": "x", "agent_id": "a", "expected_version": -1},
         errors.InvalidArgument,
-        "parent_version",
+        "expected_version",
     ),
-    "parent without agent": ({"prompt": "x", "parent_version": 0}, errors.InvalidArgument, "parent_version"),
+    "parent without agent": ({"prompt": "x", "expected_version": 0}, errors.InvalidArgument, "expected_version"),
     "partial without agent": ({"prompt": "x", "keep_partial": True}, errors.InvalidArgument, "keep_partial"),
-    "append without agent": ({"append_messages": messages("user")}, errors.InvalidArgument, "append_messages"),
+    "append without agent": ({"append_messages": messages(USER)}, errors.InvalidArgument, "append_messages"),
     "append to nobody": (
-        {"append_messages": messages("user"), "agent_id": "nobody"},
+        {"append_messages": messages(USER), "agent_id": "nobody"},
         errors.FailedPrecondition,
         "append_messages",
     ),
@@ -99,17 +122,17 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     "large regex": ({"prompt": "x", "regex": "a" * 16_385}, errors.InvalidArgument, "regex"),
     "tools with a prompt": ({"prompt": "x", "tools": [pb.Tool(name="t")]}, errors.InvalidArgument, "tools"),
     "tool without a name": (
-        {"messages": messages("user"), "tools": [pb.Tool()]},
+        {"messages": messages(USER), "tools": [pb.Tool()]},
         errors.InvalidArgument,
         "tools[0].name",
     ),
     "tools of a megabyte": (
-        {"messages": messages("user"), "tools": [pb.Tool(name="t", description="x" * (1 << 20))]},
+        {"messages": messages(USER), "tools": [pb.Tool(name="t", description="x" * (1 << 20))]},
         errors.InvalidArgument,
         "tools",
     ),
     "schema that is none": (
-        {"messages": messages("user"), "tools": [pb.Tool(name="t", parameters_json="[1]")]},
+        {"messages": messages(USER), "tools": [pb.Tool(name="t", parameters_json="[1]")]},
         errors.InvalidArgument,
         "tools[0].parameters_json",
     ),
@@ -179,7 +202,7 @@ def test_a_parent_that_is_not_the_newest_version_is_a_conflict(
     agent = new_agent()
     client.reply(agent_id=agent, prompt="hello there", sampling={"max_tokens": 2})
     with pytest.raises(errors.Conflict) as conflict:
-        client.reply(agent_id=agent, prompt="hello again", parent_version=0)
+        client.reply(agent_id=agent, prompt="hello again", expected_version=0)
     assert conflict.value.metadata["head_version"] == "1"
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from kvasir import errors
-from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients import InferenceClient
+from kvasir.clients import InferenceClient, message
+from kvasir.common.v1 import message_pb2
 from kvasir.credentials import CLIENT, Principal
 
 from tests.guarded_house import guarded
@@ -51,10 +51,10 @@ def longest_gap_s(client: InferenceClient) -> float:
 
 
 def refused(house: House, token: str, arguments: str) -> str:
-    call = manifest_pb2.ToolCall(name="t", arguments_json=arguments)
+    call = message_pb2.ToolCall(name="t", arguments_json=arguments)
     said = [
-        manifest_pb2.Message(role="user", content="x"),
-        manifest_pb2.Message(role="assistant", tool_calls=[call]),
+        message("user", "x"),
+        message("assistant", tool_calls=[call]),
     ]
     with house.client(token) as client, pytest.raises(errors.InvalidArgument) as refusal:
         client.reply(messages=said, timeout_s=60)

@@ -26,7 +26,7 @@ def user(text: str) -> list[dict[str, str]]:
 def until_memory_is(client: InferenceClient, used_bytes: int) -> float:
     """Seconds until the engine holds no more KV than this."""
     began = time.monotonic()
-    while client.get_capabilities().kv_memory_used_bytes > used_bytes:
+    while client.get_stats().engine.kv_memory_used_bytes > used_bytes:
         assert time.monotonic() - began < 20, "the row was never freed"
         time.sleep(0.01)
     return time.monotonic() - began
@@ -38,7 +38,7 @@ def test_closing_the_stream_frees_the_row_and_the_agent_remembers_its_last_whole
     agent, twin = new_agent(), new_agent()
     for name in (agent, twin):
         client.reply(agent_id=name, messages=user("I keep bees on the roof."), sampling=GREEDY)
-    before = client.get_capabilities().kv_memory_used_bytes
+    before = client.get_stats().engine.kv_memory_used_bytes
     events = client.generate(agent_id=agent, append_messages=user("Tell me a long story."), sampling=LONG)
     while next(events).WhichOneof("event") != "delta":
         pass
@@ -57,7 +57,7 @@ def test_a_deadline_frees_the_row_too_and_says_what_was_kept(
 ) -> None:
     agent = new_agent()
     client.reply(agent_id=agent, messages=user("Hello."), sampling=GREEDY)
-    before = client.get_capabilities().kv_memory_used_bytes
+    before = client.get_stats().engine.kv_memory_used_bytes
     with pytest.raises(errors.DeadlineExceeded) as late:
         client.reply(agent_id=agent, append_messages=user("A long story."), sampling=LONG, timeout_s=0.4)
     assert late.value.metadata["remembered_version"] == "1"
@@ -167,7 +167,7 @@ def converse(house: House, agent: str, around: Callable[[int, Callable[[], Reply
         with house.client() as client:
             return client.reply(
                 agent_id=agent,
-                parent_version=number,
+                expected_version=number,
                 request_id=f"{agent} {number}",
                 sampling={"max_tokens": 40},
                 **given,  # type: ignore[arg-type]

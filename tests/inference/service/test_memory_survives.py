@@ -186,8 +186,8 @@ def test_appending_says_the_same_as_sending_the_whole_conversation(
 def test_a_retry_is_told_again_and_not_done_twice(client: InferenceClient, new_agent: Callable[[], str]) -> None:
     agent = new_agent()
     talk(client, agent, TALK[:2])
-    first = say(client, agent, TALK[2], request_id="turn 3", parent_version=2)
-    again = say(client, agent, TALK[2], request_id="turn 3", parent_version=2)
+    first = say(client, agent, TALK[2], request_id="turn 3", expected_version=2)
+    again = say(client, agent, TALK[2], request_id="turn 3", expected_version=2)
     assert again.started.source == pb.CACHE_SOURCE_REPLAY
     assert (again.text, again.token_ids) == (first.text, first.token_ids)
     assert again.finished.reason == first.finished.reason

@@ -44,7 +44,7 @@ def house(request: pytest.FixtureRequest, models: list[str], model: Path, tmp_pa
 
 def test_agents_lines_survive_a_swap_of_models_and_back(house: House) -> None:
     with house.client() as client:
-        assert [(each.name, each.is_loaded) for each in client.list_models()] == [
+        assert [(each.name, each.state == pb.MODEL_STATE_LOADED) for each in client.list_models()] == [
             ("first", True),
             ("second", False),
             ("broken", False),
@@ -55,7 +55,11 @@ def test_agents_lines_survive_a_swap_of_models_and_back(house: House) -> None:
         assert told.token_ids == twin.token_ids
 
         answer = client.load_model("second")
-        assert (answer.model.name, answer.model.is_loaded, answer.left.stored) == ("second", True, 2)
+        assert (answer.model.name, answer.model.state, answer.left.stored) == (
+            "second",
+            pb.MODEL_STATE_LOADED,
+            2,
+        )
         # Her words are there, under another model: they are computed again, and become another line.
         other = client.reply(agent_id="ada", append_messages=ASKED, sampling=GREEDY)
         assert other.started.model == "second"
@@ -84,11 +88,11 @@ def test_what_is_not_loaded_is_refused_with_what_to_do_and_no_path_is_taken_from
                 client.load_model(name)
             with pytest.raises(errors.NotFound):
                 client.reply(prompt="hello", model=name, sampling=GREEDY)
-        assert client.get_model("second") == pb.Model(name="second")
+        assert client.get_model("second") == pb.Model(name="second", state=pb.MODEL_STATE_NOT_LOADED)
 
         client.unload_model()
         client.unload_model("first")  # changes nothing
-        assert not any(each.is_loaded for each in client.list_models())
+        assert not any(each.state == pb.MODEL_STATE_LOADED for each in client.list_models())
         assert client.get_stats().model == ""
         for call in (lambda: client.reply(prompt="hello"), lambda: client.count_tokens(prompt="hello")):
             with pytest.raises(errors.FailedPrecondition) as none:

@@ -92,7 +92,7 @@ def test_a_client_that_is_killed_frees_its_row_within_a_step_or_a_cell(
     slow: House, client: InferenceClient, words: int
 ) -> None:
     """(LESSONS 25) Its socket closes, and nothing decodes for nobody."""
-    before = client.get_capabilities().kv_memory_used_bytes
+    before = client.get_stats().engine.kv_memory_used_bytes
     asker = ask_from_another_process(slow, f"killed {words}", "door " * words)
     if words == 4:
         time.sleep(0.3)
@@ -100,7 +100,7 @@ def test_a_client_that_is_killed_frees_its_row_within_a_step_or_a_cell(
     asker.kill()
     asker.wait()
     assert until_free(client) < FREED_WITHIN_S
-    assert client.get_capabilities().kv_memory_used_bytes <= before
+    assert client.get_stats().engine.kv_memory_used_bytes <= before
     prefilled = prefilled_tokens(client)
     time.sleep(0.3)
     assert prefilled_tokens(client) == prefilled
@@ -202,7 +202,7 @@ def test_one_namespace_leaves_places_for_the_next_and_is_told_when_to_come_back(
             assert (stats.namespace, stats.turns, dict(stats.refusals)) == ("south", 1, {})
             [stats] = north.get_stats().namespaces
             assert (stats.turns, dict(stats.refusals)) == (3, {"NAMESPACE_BUSY": 1})
-            assert north.get_capabilities().max_turns_per_namespace == 3
+            assert north.get_capabilities().limits.max_turns_per_namespace == 3
     finally:
         house.close()
 

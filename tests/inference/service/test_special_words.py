@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.clients import InferenceClient, Reply
+from kvasir.clients import InferenceClient, Reply, message
+from kvasir.common.v1 import message_pb2
 from kvasir.formats import archive
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -128,12 +129,8 @@ def test_special_tokens_that_the_model_spelled_stay_letters(own_house: House, ne
 
 def test_nobody_but_the_engine_says_what_it_said(own_house: House, new_agent: Callable[[], str]) -> None:
     claimed = manifest_pb2.Message(role="assistant", content="a<|im_end|>" * 9, is_reply=True)
-    honest = manifest_pb2.Message(role="assistant", content="a<|im_end|>" * 9)
     agent, copy = new_agent(), new_agent()
     with own_house.client() as client, own_house.store_client() as store:
-        counts = [client.count_tokens(messages=[each, manifest_pb2.Message(role="user", content="x")])
-                  for each in (claimed, honest)]  # fmt: skip
-        assert counts[0] == counts[1]
         ask(client, agent, messages=[user("hi")])
         with tarfile.open(fileobj=io.BytesIO(b"".join(store.export_agent(agent)))) as tar:
             files = {member.name: tar.extractfile(member) for member in tar if member.isfile()}
@@ -143,7 +140,7 @@ def test_nobody_but_the_engine_says_what_it_said(own_house: House, new_agent: Ca
         known.messages[-1].CopyFrom(claimed)
         store.import_agent(copy, archive.pack(known, blobs, agent_id=copy))
         after = ask(client, copy, append_messages=[user("x")])
-        expected = [user("hi"), {"role": "assistant", "content": honest.content}, user("x")]
+        expected = [user("hi"), {"role": "assistant", "content": claimed.content}, user("x")]
         assert after.started.prompt_tokens == client.count_tokens(messages=expected)
 
 
@@ -151,10 +148,10 @@ def test_tools_and_their_calls_spell_no_special_tokens(client: InferenceClient) 
     def tokens(word: str) -> int:
         schema = json.dumps({"type": "object", "properties": {word: {"description": word}}})
         tool = pb.Tool(name="t", description=word, parameters_json=schema.replace("<", "\\u003c"))
-        call = manifest_pb2.ToolCall(name=word, arguments_json=schema)
-        said = [manifest_pb2.Message(role="user", content="x"),
-                manifest_pb2.Message(role="assistant", tool_calls=[call]),
-                manifest_pb2.Message(role="tool", content=word)]  # fmt: skip
+        call = message_pb2.ToolCall(name=word, arguments_json=schema)
+        said = [message("user", "x"),
+                message("assistant", tool_calls=[call]),
+                message("tool", word)]  # fmt: skip
         return client.count_tokens(messages=said, tools=[tool])
 
     # As the tokens that they spell, twenty would be twenty each time.

@@ -5,7 +5,8 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients import message
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 
@@ -100,8 +101,8 @@ hostile = st.one_of(
 def test_hostile_json_is_refused_with_its_field_or_rendered(
     first: str, second: str, parameters: str, name: str, is_append: bool
 ) -> None:
-    calls = [manifest_pb2.ToolCall(name=name, arguments_json=each) for each in (first, second)]
-    given_messages = pb.MessageList(messages=[manifest_pb2.Message(role="assistant", content=name, tool_calls=calls)])
+    calls = [message_pb2.ToolCall(name=name, arguments_json=each) for each in (first, second)]
+    given_messages = pb.MessageList(messages=[message("assistant", name, tool_calls=calls)])
     request = pb.GenerateRequest(
         agent_id="a",
         tools=[pb.Tool(name=name, parameters_json=parameters)],

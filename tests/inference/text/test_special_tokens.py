@@ -10,13 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
-from kvasir.inference.v1 import inference_pb2 as pb
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from inference_svc.edge.messages import turn_request
 from inference_svc.memory.agent_memory import from_manifest
 from inference_svc.memory.remote_cache import Head
 from inference_svc.model import kvasir_tiny
@@ -27,7 +25,6 @@ from inference_svc.text.literal_text import GUARD, from_outside, without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText, match_prefix
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_text import TokenText
-from inference_svc.turns.turn_data import MessagesInput
 
 # Writes every field that a request has; names stand in the template's own brackets.
 TEMPLATE = """
@@ -265,16 +262,6 @@ def test_a_replys_call_is_named_by_its_request_and_that_is_a_strangers() -> None
     named = [message("assistant", tool_calls=[call("t", "{}", f"{each}-0")], is_reply=True) for each in ("r", end)]
     plain, strange = (special_ids(prompting, prompt(prompting, [each])) for each in named)
     assert plain == strange
-
-
-@pytest.mark.parametrize("kind", ["messages", "append_messages"])
-def test_a_caller_cannot_claim_that_the_model_said_something(kind: str) -> None:
-    request = pb.GenerateRequest(agent_id="a", **{kind: pb.MessageList(messages=[CLAIMED])})
-    checked = turn_request(
-        request, namespace="n", caller="c", max_prompt_bytes=99, new_request_id=lambda: "r", new_seed=lambda: 0
-    )
-    assert isinstance(checked.input, MessagesInput)
-    assert [each.is_reply for each in checked.input.messages] == [False]
 
 
 @pytest.mark.parametrize("is_brought", [True, False])

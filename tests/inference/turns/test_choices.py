@@ -45,7 +45,7 @@ class Engines:
 
 
 def request(choices: int, seed: int) -> TurnRequest:
-    fields: dict[str, Any] = {"request_id": "r", "namespace": "n", "agent_id": "", "parent_version": None}
+    fields: dict[str, Any] = {"request_id": "r", "namespace": "n", "agent_id": "", "expected_version": None}
     return TurnRequest(
         **fields,
         input=PromptInput("x"),

@@ -96,7 +96,7 @@ class Surroundings:
 PLAIN = SamplingParams(4)
 
 
-def serve(around: Surroundings, parent_version: int | None, sampling: SamplingParams = PLAIN) -> None:
+def serve(around: Surroundings, expected_version: int | None, sampling: SamplingParams = PLAIN) -> None:
     async def to_the_end() -> None:
         parts: Any = around
         stats = ServiceStats(0.0)
@@ -105,7 +105,7 @@ def serve(around: Surroundings, parent_version: int | None, sampling: SamplingPa
             parts, parts, parts, parts, {}, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
         )
         given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
-        request = TurnRequest("r", "default", "a", parent_version, given, "", sampling, False)
+        request = TurnRequest("r", "default", "a", expected_version, given, "", sampling, False)
         events: AsyncIterator[object] = service.begin(request).events()
         async for _ in events:
             pass
@@ -142,27 +142,27 @@ def test_a_format_that_was_forgotten_while_its_turn_waited_is_compiled_off_the_e
 def test_a_turn_is_not_put_over_another_engines() -> None:
     around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(THEIRS, "theirs")], losses=1)
     with pytest.raises(errors.Conflict):
-        serve(around, parent_version=5)
+        serve(around, expected_version=5)
     assert around.finished == []
 
 
 def test_a_turn_that_names_no_parent_extends_what_is_newest_by_then() -> None:
     around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(THEIRS, "theirs")], losses=1)
-    serve(around, parent_version=None)
+    serve(around, expected_version=None)
     assert around.planned == ["ours new", "theirs new"]
     assert around.finished == [(6, "theirs new")]
 
 
 def test_the_same_version_is_planned_on_again() -> None:
     around = Surroundings([remembered(OURS, "ours", Source.HOT), remembered(OURS, "ours")], losses=1)
-    serve(around, parent_version=5)
+    serve(around, expected_version=5)
     assert around.finished == [(5, "ours new")]
 
 
 def test_a_store_that_cannot_be_asked_any_more_leaves_the_turn_on_the_version_it_was_planned_on() -> None:
     unasked = Recollection(None, Source.COLD, None, Miss(MissReason.STORE_UNREACHABLE, "gone"))
     around = Surroundings([remembered(OURS, "ours", Source.HOT), unasked], losses=1)
-    serve(around, parent_version=5)
+    serve(around, expected_version=5)
     assert around.finished == [(5, "ours new")]
 
 
@@ -170,7 +170,7 @@ def test_a_memory_that_keeps_moving_ends_the_turn() -> None:
     moving = [remembered(Head(number, Digest.of(b"x"), number - 1), "x") for number in range(5, 40)]
     around = Surroundings(moving, losses=1000)
     with pytest.raises(errors.Unavailable):
-        serve(around, parent_version=None)
+        serve(around, expected_version=None)
     assert 1 < len(around.planned) < 10
 
 
@@ -196,6 +196,6 @@ class Damaged(Surroundings):
 def test_what_the_engine_refused_is_not_planned_with_again() -> None:
     """A refused state is gone back before, a refused file not used: damage costs time (LESSONS 10)."""
     around = Damaged()
-    serve(around, parent_version=5)
+    serve(around, expected_version=5)
     assert around.usable == [(None, None), (None, 299), (1, 299)]
     assert around.finished == [(5, "ours new")]

@@ -48,10 +48,10 @@ def memory(
     ("asked", "is_head", "expected"),
     [
         (request(), True, True),
-        (request(parent_version=4), True, True),
-        (request(parent_version=5), True, False),  # extends this very memory with the same words
-        (request(parent_version=5), False, True),  # a turn behind version 5 that was not stored
-        (request(parent_version=4), False, False),
+        (request(expected_version=4), True, True),
+        (request(expected_version=5), True, False),  # extends this very memory with the same words
+        (request(expected_version=5), False, True),  # a turn behind version 5 that was not stored
+        (request(expected_version=4), False, False),
         (request(request_id="other"), True, False),
         (request(input_digest="other"), True, False),
     ],
@@ -69,9 +69,9 @@ def test_a_turn_that_was_cut_is_not_told_again() -> None:
 
 def test_a_parent_that_is_not_the_head_is_a_conflict_unless_the_head_is_unknown() -> None:
     with pytest.raises(errors.Conflict):
-        check_parent(request(parent_version=4), Recollection(None, Source.COLD, HEAD))
-    check_parent(request(parent_version=5), Recollection(None, Source.COLD, HEAD))
-    check_parent(request(parent_version=4), Recollection(None, Source.COLD, None))
+        check_parent(request(expected_version=4), Recollection(None, Source.COLD, HEAD))
+    check_parent(request(expected_version=5), Recollection(None, Source.COLD, HEAD))
+    check_parent(request(expected_version=4), Recollection(None, Source.COLD, None))
 
 
 # --- what is appended to ---
@@ -100,7 +100,7 @@ def test_appending_to_what_cannot_be_read_is_refused(reason: MissReason, kind: t
 
 
 def test_appending_to_an_agent_said_to_be_new_begins_it() -> None:
-    begun = request(input=MessagesInput((HELLO,), is_append=True), parent_version=0)
+    begun = request(input=MessagesInput((HELLO,), is_append=True), expected_version=0)
     nobody = Recollection(None, Source.COLD, Head(0, None, 0), Miss(MissReason.NEW_AGENT, ""))
     assert whole_conversation(begun, nobody, is_retry=False) == (HELLO,)
 

@@ -11,14 +11,15 @@ from typing import Annotated, TypeVar
 import typer
 from rich.table import Table
 
-from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli import failures, typed
 from kvasir.cli.agents import complete_agent, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.running.holding import is_led
 from kvasir.cli.talk import TurnResult, follow_turn
-from kvasir.clients import GenerateOptions, InferenceClient
+from kvasir.clients import GenerateOptions, InferenceClient, message
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
@@ -76,7 +77,11 @@ class Conversation:
 
     def meet(self) -> None:
         """Find the engine, and wait for one that is starting. A person is told with whom they talk."""
-        loaded = [model.name for model in self._patiently(self.engine.list_models) if model.is_loaded]
+        loaded = [
+            model.name
+            for model in self._patiently(self.engine.list_models)
+            if model.state == inference_pb2.MODEL_STATE_LOADED
+        ]
         if sys.stdin.isatty():
             self.caller.say(f"You talk with {self.agent}. {_HELP}.")
             if loaded == ["kvasir-tiny"]:
@@ -105,30 +110,30 @@ class Conversation:
 
     def say(self, text: str) -> None:
         """One turn, shown."""
-        message = manifest_pb2.Message(role="user", content=text)
-        self._show_reuse(self._begun(message) if self.system else self._continued(message))
+        asked = message("user", text)
+        self._show_reuse(self._begun(asked) if self.system else self._continued(asked))
         self.system = ""
 
-    def _begun(self, message: manifest_pb2.Message) -> TurnResult:
+    def _begun(self, asked: message_pb2.Message) -> TurnResult:
         """The first turn of a new agent, with its system message."""
-        first = [manifest_pb2.Message(role="system", content=self.system)] if self.system else []
+        first = [message("system", self.system)] if self.system else []
         try:
             # Version 0: an agent that remembers other things is not overwritten.
-            return self._run_turn(whole=[*first, message])
+            return self._run_turn(whole=[*first, asked])
         except Conflict:
             self.caller.say(f"{self.agent} is no new agent: --system is not used")
-            return self._continued(message)
+            return self._continued(asked)
 
-    def _continued(self, message: manifest_pb2.Message) -> TurnResult:
+    def _continued(self, asked: message_pb2.Message) -> TurnResult:
         try:
-            return self._run_turn(append=[message])
+            return self._run_turn(append=[asked])
         except FailedPrecondition as error:
             if error.reason != "NO_MESSAGES":
                 raise
-            return self._run_turn(whole=[message])  # nothing to append to
+            return self._run_turn(whole=[asked])  # nothing to append to
 
     def _run_turn(
-        self, *, append: list[manifest_pb2.Message] | None = None, whole: list[manifest_pb2.Message] | None = None
+        self, *, append: list[message_pb2.Message] | None = None, whole: list[message_pb2.Message] | None = None
     ) -> TurnResult:
         # Asked again with the same id after a break, the turn is not done twice.
         options = replace(self.options, request_id=str(uuid.uuid4()))
@@ -139,7 +144,7 @@ class Conversation:
                 messages=whole,
                 options=options,
                 agent_id=self.agent,
-                parent_version=None if whole is None else 0,
+                expected_version=None if whole is None else 0,
             )
             with contextlib.closing(events):
                 return follow_turn(
@@ -244,8 +249,8 @@ class Conversation:
             _, manifest_bytes = store.get_snapshot(self.agent)
         manifest = manifests.parse(manifest_bytes)
         table = Table(box=None, pad_edge=False, show_header=False)
-        for message in manifest.messages:
-            table.add_row(message.name or message.role, message.content)
+        for said in manifest.messages:
+            table.add_row(said.name or said.role, said.content)
         self.caller.err.print(table)
         newest = versions[0]
         self.caller.say(f"{newest.token_count} tokens, {size(newest.total_bytes)}; {_versions(versions)}")

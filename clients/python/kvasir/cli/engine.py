@@ -84,7 +84,7 @@ def stats_row(answer: pb.GetStatsResponse) -> dict[str, Any]:
     """The answer as plain values."""
     row: dict[str, Any] = {
         "model": answer.model,
-        "uptime_s": answer.uptime_s,
+        "uptime_s": answer.uptime.ToTimedelta().total_seconds(),
         "namespaces": [_fields(namespace) for namespace in answer.namespaces],
     }
     if answer.HasField("engine"):
@@ -94,8 +94,9 @@ def stats_row(answer: pb.GetStatsResponse) -> dict[str, Any]:
 
 def model_row(model: pb.Model) -> dict[str, Any]:
     """A model's facts; only its name if it is not loaded."""
-    row: dict[str, Any] = {"name": model.name, "is_loaded": model.is_loaded}
-    if model.is_loaded:
+    is_loaded = model.state in (pb.MODEL_STATE_LOADED, pb.MODEL_STATE_RETIRING)
+    row: dict[str, Any] = {"name": model.name, "is_loaded": is_loaded}
+    if is_loaded:
         row |= {
             "context_tokens": model.context_tokens,
             "kv_bytes_per_token": model.kv_bytes_per_token,

@@ -59,8 +59,7 @@ HINTS_BY_REASON: dict[str, str] = {
     "ADDRESS_IN_USE": "",
     "PEER_UNAVAILABLE": "Is it running there? On a Mac, may this program use the local network (Privacy & Security)?",
     "PEER_UNKNOWN": "Peers stand in peers.toml; see compose/README.md.",
-    "ALREADY_EXISTS": "Choose another name.",
-    "AGENT_EXISTS": "Add a version to it with --replace, or choose another name.",
+    "AGENT_EXISTS": "Choose another name; an import adds a version with --replace.",
     "FILE_EXISTS": "Say --force to replace it.",
     "COMMAND_FAILED": "Please report it, with that file.",
 }

@@ -3,12 +3,13 @@
 They import gRPC and the generated messages, but neither MLX nor SQL nor the command line.
 """
 
-from kvasir.clients.aio_inference_client import AioInferenceClient
-from kvasir.clients.aio_store_client import AioStoreClient
+from kvasir.clients.aio.inference_client import AioInferenceClient
+from kvasir.clients.aio.store_client import AioStoreClient
 from kvasir.clients.channel import Tls
 from kvasir.clients.generate_options import GenerateOptions
 from kvasir.clients.inference_client import InferenceClient
 from kvasir.clients.inference_client_turns import Choice, Reply
+from kvasir.clients.messages import message, text_of
 from kvasir.clients.store_client import StoreClient
 
 __all__ = [
@@ -20,4 +21,6 @@ __all__ = [
     "Reply",
     "StoreClient",
     "Tls",
+    "message",
+    "text_of",
 ]

@@ -1,6 +1,6 @@
 """Blobs to and from a cache store: only missing blobs are sent, and a transfer resumes after a cut.
 
-Made from `aio_blob_transfers.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
+Made from `aio/blob_transfers.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
 """
 
 import time
@@ -108,7 +108,7 @@ class BlobTransfers(ServiceClient):
         with closing(self.get_blobs([digest], timeout_s=timeout_s)) as blobs:
             for _, data in blobs:
                 return data
-        raise NotFound(f"blob {digest}", metadata={"digest": digest.hash})
+        raise NotFound(f"blob {digest}", reason="BLOB_NOT_FOUND", metadata={"digest": digest.hash})
 
     def read_frames(
         self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None

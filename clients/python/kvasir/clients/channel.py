@@ -8,11 +8,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import grpc.aio
 
 from kvasir.address import AddressError, parse_address
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import InvalidArgument, Unauthenticated
 
 Metadata = tuple[tuple[str, str], ...]
@@ -47,6 +50,12 @@ def sync_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> gr
     if tls is None:
         return grpc.insecure_channel(target, options)
     return grpc.secure_channel(target, _credentials(tls), options)
+
+
+def with_agents(stub: Any, channel: Any) -> Any:
+    """The calls of a service's stub and, over the same channel, those about agents."""
+    agents = cachestore_pb2_grpc.AgentServiceStub(channel)  # type: ignore[no-untyped-call]
+    return SimpleNamespace(**{**vars(agents), **vars(stub)})
 
 
 def bearer(token: str) -> Metadata:

@@ -27,7 +27,7 @@ class GenerateOptions:
     # The agent whose memory is read and extended. Empty: nothing is remembered.
     agent_id: str = ""
     # The newest version of the agent as the caller knows it; 0: the agent must be new. None: whatever it is.
-    parent_version: int | None = None
+    expected_version: int | None = None
     # The longest reply: the same as `max_tokens` of `sampling`, which then has none.
     max_tokens: int | None = None
     # The fields of `pb.Sampling`, as a mapping or a message.
@@ -64,7 +64,7 @@ class OptionArguments(TypedDict, total=False):
     """The fields of GenerateOptions as arguments of a call: type checkers and editors know them only by such a list."""
 
     agent_id: str
-    parent_version: int | None
+    expected_version: int | None
     max_tokens: int | None
     sampling: Sampling | None
     json_schema: JsonSchema | None

@@ -1,19 +1,20 @@
 """The inference service's blocking client: turns as streams of events, and typed errors.
 
-Made from `aio_inference_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
+Made from `aio/inference_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
 
 Every turn has a request id: after a break a caller asks again with it, and the turn is not done twice. The error of a
 broken turn says which version the agent remembers.
 """
 
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Self, Unpack
+from typing import Self, Unpack, cast
 
 import grpc
 
-from kvasir.clients.channel import Tls, sync_channel
+from kvasir.clients.agent_client import AgentClient
+from kvasir.clients.channel import Tls, sync_channel, with_agents
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
@@ -25,17 +26,16 @@ from kvasir.clients.inference_client_turns import (
     turn_request,
     warm_request,
 )
-from kvasir.clients.service_client import ServiceClient
-from kvasir.errors import KvasirError
+from kvasir.errors import Internal, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
 
-class InferenceClient(ServiceClient):
-    """An inference service, over one channel. Close it with `with` or close()."""
+class InferenceClient(AgentClient):
+    """An inference service and the agents of its store, over one channel. Close it with `with` or close()."""
 
     def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = with_agents(inference_pb2_grpc.InferenceServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s)
         self._known = KnownVersions()
 
@@ -142,14 +142,25 @@ class InferenceClient(ServiceClient):
         return (self._call(pb.GetModelResponse, pb.GetModelRequest(model=name))).model
 
     def load_model(
-        self, name: str, *, drop_unstored: bool = False, timeout_s: float | None = None
-    ) -> pb.LoadModelResponse:
+        self,
+        name: str,
+        *,
+        drop_unstored: bool = False,
+        on_progress: Callable[[pb.LoadProgress], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.LoadedModel:
         """Load this model, and unload another first. Returns when it is loaded.
 
         Raises NotFound, and FailedPrecondition when hot memories could not be stored.
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
-        return self._call(pb.LoadModelResponse, request, timeout_s, has_deadline=False)
+        with closing(self._responses(self._stub.LoadModel, request, timeout_s)) as responses:
+            for response in responses:
+                if response.HasField("done"):
+                    return cast("pb.LoadedModel", response.done)
+                if on_progress is not None:
+                    on_progress(response.progress)
+        raise Internal("the load ended without saying how")
 
     def unload_model(
         self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None
@@ -159,9 +170,9 @@ class InferenceClient(ServiceClient):
         return self._call(pb.UnloadModelResponse, request, timeout_s, has_deadline=False)
 
     def get_capabilities(self) -> pb.GetCapabilitiesResponse:
-        """Limits of the engine, whether it reaches its store, and misses since its start."""
+        """What the engine is, and its limits."""
         return self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
 
     def get_stats(self) -> pb.GetStatsResponse:
-        """Counters since the start, and the turns that are under way."""
+        """Counters since the start, what is under way, and whether the store answers."""
         return self._call(pb.GetStatsResponse, pb.GetStatsRequest())

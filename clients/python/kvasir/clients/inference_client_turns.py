@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.clients.generate_options import GenerateOptions
+from kvasir.clients.messages import GivenMessage, message_list
+from kvasir.clients.store_client_transfers import AGENT_READS
 from kvasir.errors import Cancelled, DeadlineExceeded, Internal, InvalidArgument, KvasirError, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 
-Messages = Sequence[manifest_pb2.Message | Mapping[str, str]]
+Messages = Sequence[GivenMessage]
 
 _READ_RPCS = ("CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
-READS = tuple(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS)
+READS = (*AGENT_READS, *(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS))
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
 # More than a service sends: what an answer names is made room for.
@@ -107,7 +108,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             request_id=request_id,
             model=options.model,
             agent_id=options.agent_id,
-            parent_version=options.parent_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
+            expected_version=options.expected_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
             sampling=options.to_proto_sampling(),
             tools=options.tools,
             keep_partial=options.keep_partial,
@@ -197,14 +198,4 @@ class KnownVersions:
 
 
 def _message_list(messages: Messages | None, field_name: str) -> pb.MessageList | None:
-    if messages is None:
-        return None
-    try:
-        return pb.MessageList(
-            messages=[
-                message if isinstance(message, manifest_pb2.Message) else manifest_pb2.Message(**message)  # type: ignore[arg-type]
-                for message in messages
-            ]
-        )
-    except (TypeError, ValueError) as error:
-        raise InvalidArgument(f"{field_name}: {type(error).__name__}: {str(error)[:200]}", field=field_name) from None
+    return None if messages is None else pb.MessageList(messages=message_list(messages, field_name))

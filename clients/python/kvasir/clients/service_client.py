@@ -1,10 +1,11 @@
 """A caller of one service over one channel: the token, the deadline and the errors of its calls.
 
-Made from `aio_service_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
+Made from `aio/service_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
 """
 
 import copy
 from collections.abc import Generator
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -55,13 +56,22 @@ class ServiceClient:
         self, response_type: type[_Response], request: Any, timeout_s: float | None = None, *, has_deadline: bool = True
     ) -> _Response:
         """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
-        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
         deadline_s = self._timeout_s if timeout_s is None and has_deadline else timeout_s
+        response = self.call_rpc(response_type.__name__.removesuffix("Response"), request, deadline_s)
+        return cast("_Response", response)
+
+    def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
+        """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
         try:
-            response = method(request, timeout=deadline_s, metadata=self._metadata)
+            response = getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        return cast("_Response", _parsed(response))
+        return _parsed(response)
+
+    def stream_rpc(self, name: str, request: Any, timeout_s: float | None) -> Generator[Any, None, None]:
+        """The same for an RPC that streams its responses."""
+        with closing(self._responses(getattr(self._stub, name), request, timeout_s)) as responses:
+            yield from responses
 
     def _responses(self, method: Any, request: Any, timeout_s: float | None) -> Generator[Any, None, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""

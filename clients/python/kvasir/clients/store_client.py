@@ -1,30 +1,28 @@
 """The cache store's blocking client: every RPC as a method, typed errors, transfers that resume after a cut.
 
-Made from `aio_store_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
+Made from `aio/store_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
 
 Errors are the types of `kvasir.errors`. Round trips have a deadline (`timeout_s` of the client, or of the call).
 Transfers have none, because keepalive notices a dead peer.
 """
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
-from typing import Self, cast
+from typing import Self
 
 import grpc
 from google.protobuf import duration_pb2
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
-from kvasir.clients.archive_file import new_file, pieces_of
+from kvasir.clients.agent_client import AgentClient
 from kvasir.clients.blob_transfers import BlobTransfers
-from kvasir.clients.channel import Tls, sync_channel
-from kvasir.clients.store_client_transfers import READS, OnProgress, import_requests, manifest_digest
-from kvasir.errors import Internal
+from kvasir.clients.channel import Tls, sync_channel, with_agents
+from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
 
 
-class StoreClient(BlobTransfers):
+class StoreClient(BlobTransfers, AgentClient):
     """A cache store, over one channel. Close it with `with` or close().
 
     A transfer resumes after a cut. It fails when it was cut `max_cuts` times and no blob was finished in between.
@@ -33,7 +31,7 @@ class StoreClient(BlobTransfers):
     def __init__(
         self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
-        stub = cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s, max_cuts)
 
     @classmethod
@@ -58,7 +56,7 @@ class StoreClient(BlobTransfers):
         self,
         agent_id: str,
         manifest: Digest,
-        parent_version: int,
+        expected_version: int,
         *,
         parent_manifest: Digest | None = None,
         lease: pb.LeaseToken | None = None,
@@ -72,7 +70,7 @@ class StoreClient(BlobTransfers):
         request = pb.CommitSnapshotRequest(
             agent_id=agent_id,
             manifest=manifest.to_proto(),
-            parent_version=parent_version,
+            expected_version=expected_version,
             lease=lease,
             is_brought=is_brought,
             parent_manifest=parent_manifest.to_proto() if parent_manifest is not None else None,
@@ -80,24 +78,16 @@ class StoreClient(BlobTransfers):
         return (self._call(pb.CommitSnapshotResponse, request, timeout_s)).snapshot
 
     def get_snapshot(
-        self, agent_id: str, kv_identity_hash: str = "", version: int = 0, *, timeout_s: float | None = None
+        self,
+        agent_id: str,
+        kv_identity_hash: str = "",
+        version: int | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> tuple[pb.SnapshotVersion, bytes]:
-        """A version (0: the newest; of the line used last) and its manifest's bytes. Raises NotFound, DataLoss."""
-        request = pb.GetSnapshotRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)
-        response = self._call(pb.GetSnapshotResponse, request, timeout_s)
-        if response.manifest_bytes:
-            return response.snapshot, response.manifest_bytes
-        manifest = self.get_blob(manifest_digest(response.snapshot), timeout_s=timeout_s)
-        return response.snapshot, bytes(manifest)
-
-    def list_snapshots(
-        self, agent_id: str, kv_identity_hash: str = "", *, page_size: int = 0, page_token: str = ""
-    ) -> pb.ListSnapshotsResponse:
-        """One page of an agent's versions, newest first."""
-        request = pb.ListSnapshotsRequest(
-            agent_id=agent_id, kv_identity_hash=kv_identity_hash, page_size=page_size, page_token=page_token
-        )
-        return self._call(pb.ListSnapshotsResponse, request)
+        """As AgentClient's, and of any size."""
+        snapshot, manifest = super().get_snapshot(agent_id, kv_identity_hash, version, timeout_s=timeout_s)
+        return snapshot, manifest or bytes(self.get_blob(manifest_digest(snapshot), timeout_s=timeout_s))
 
     def find_prefix(
         self,
@@ -111,65 +101,6 @@ class StoreClient(BlobTransfers):
         tokens, n for those of window n, ascending; none means 0 alone."""
         request = pb.FindPrefixRequest(kv_identity_hash=kv_identity_hash, block_hashes=block_hashes, groups=groups)
         return self._call(pb.FindPrefixResponse, request, timeout_s)
-
-    # --- agents ---
-
-    def list_agents(
-        self,
-        *,
-        name_prefix: str = "",
-        labels: Mapping[str, str] | None = None,
-        page_size: int = 0,
-        page_token: str = "",
-    ) -> pb.ListAgentsResponse:
-        """One page of agents by name, those that have all the labels."""
-        request = pb.ListAgentsRequest(
-            name_prefix=name_prefix, labels=labels, page_size=page_size, page_token=page_token
-        )
-        return self._call(pb.ListAgentsResponse, request)
-
-    def get_agent(self, agent_id: str) -> pb.Agent:
-        return (self._call(pb.GetAgentResponse, pb.GetAgentRequest(agent_id=agent_id))).agent
-
-    def update_agent(
-        self,
-        agent_id: str,
-        *,
-        labels: Mapping[str, str] | None = None,
-        is_pinned: bool | None = None,
-        retained_versions: int | None = None,
-    ) -> pb.Agent:
-        """Change the fields that are given; an empty value removes a label."""
-        request = pb.UpdateAgentRequest(
-            agent_id=agent_id,
-            labels=labels,
-            is_pinned=is_pinned,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
-            retained_versions=retained_versions,
-        )
-        return (self._call(pb.UpdateAgentResponse, request)).agent
-
-    def fork_agent(self, source_agent_id: str, agent_id: str, kv_identity_hash: str = "", version: int = 0) -> pb.Agent:
-        """Start an agent with the memory of another agent. Copies no blob. Raises NotFound, AlreadyExists."""
-        request = pb.ForkAgentRequest(
-            source_agent_id=source_agent_id, agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version
-        )
-        return (self._call(pb.ForkAgentResponse, request)).agent
-
-    def rollback_agent(
-        self, agent_id: str, version: int, kv_identity_hash: str = "", *, expected_head: int = 0
-    ) -> pb.SnapshotVersion:
-        """Commit an old version again, as the newest. Raises NotFound, Conflict."""
-        request = pb.RollbackAgentRequest(
-            agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version, expected_head=expected_head
-        )
-        return (self._call(pb.RollbackAgentResponse, request)).snapshot
-
-    def delete_agent(self, agent_id: str, *, force: bool = False) -> pb.DeleteAgentResponse:
-        """Delete an agent; the response says when its bytes are freed. A pinned agent needs `force`.
-
-        Raises NotFound and FailedPrecondition.
-        """
-        return self._call(pb.DeleteAgentResponse, pb.DeleteAgentRequest(agent_id=agent_id, force=force))
 
     # --- leases ---
 
@@ -229,61 +160,6 @@ class StoreClient(BlobTransfers):
         """Give a lease back. Raises Conflict (fenced), NotFound."""
         request = pb.ReleaseLeaseRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, lease=lease)
         self._call(pb.ReleaseLeaseResponse, request, timeout_s)
-
-    # --- moving ---
-
-    def pull_agent(
-        self,
-        peer: str,
-        agent_id: str,
-        *,
-        local_agent_id: str = "",
-        kv_identity_hash: str = "",
-        on_progress: OnProgress | None = None,
-        timeout_s: float | None = None,
-    ) -> pb.SnapshotVersion:
-        """Let the store copy an agent's line from a peer of its configuration. Safe to repeat.
-
-        Raises NotFound (peer or agent), AlreadyExists (the line here is not an ancestor), Unavailable (peer), DataLoss.
-        """
-        request = pb.PullAgentRequest(
-            peer=peer, agent_id=agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash
-        )
-        with closing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
-            for response in responses:
-                if response.HasField("done"):
-                    return cast("pb.SnapshotVersion", response.done)
-                if on_progress is not None:
-                    on_progress(response.progress)
-        raise Internal("the pull ended without saying how")
-
-    def export_agent(
-        self, agent_id: str, kv_identity_hash: str = "", version: int = 0, *, timeout_s: float | None = None
-    ) -> Generator[bytes, None, None]:
-        """The archive of one version, in pieces. Raises NotFound, DataLoss."""
-        request = pb.ExportAgentRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)
-        with closing(self._responses(self._stub.ExportAgent, request, timeout_s)) as responses:
-            for response in responses:
-                yield response.data
-
-    def export_to_file(self, agent_id: str, path: Path, kv_identity_hash: str = "", version: int = 0) -> int:
-        """Save the archive of one version; returns its size in bytes. The file appears whole or not at all."""
-        with new_file(path) as file:
-            with closing(self.export_agent(agent_id, kv_identity_hash, version)) as pieces:
-                for piece in pieces:
-                    file.write(piece)
-            return file.tell()
-
-    def import_agent(
-        self, agent_id: str, archive: Iterable[bytes], *, replace: bool = False, timeout_s: float | None = None
-    ) -> pb.SnapshotVersion:
-        """Read an archive into a new version of a line. Raises InvalidArgument, AlreadyExists, ResourceExhausted."""
-        requests = import_requests(agent_id, replace, archive)
-        return (self._call(pb.ImportAgentResponse, requests, timeout_s, has_deadline=False)).snapshot
-
-    def import_from_file(self, agent_id: str, path: Path, *, replace: bool = False) -> pb.SnapshotVersion:
-        """Send an archive that export_to_file saved."""
-        return self.import_agent(agent_id, pieces_of(path), replace=replace)
 
     # --- events and care ---
 

@@ -11,19 +11,15 @@ from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 Buffer = bytes | bytearray | memoryview
 OnProgress = Callable[[pb.TransferProgress], None]
 
-READS = tuple(
-    f"kvasir.cachestore.v1.CacheStoreService/{name}"
-    for name in (
-        "FindMissingBlobs",
-        "QueryWriteStatus",
-        "GetSnapshot",
-        "ListSnapshots",
-        "ListAgents",
-        "GetAgent",
-        "FindPrefix",
-        "GetCapabilities",
-        "GetStats",
-    )
+AGENT_READS = tuple(
+    f"kvasir.cachestore.v1.AgentService/{name}" for name in ("GetSnapshot", "ListSnapshots", "ListAgents", "GetAgent")
+)
+READS = (
+    *AGENT_READS,
+    *(
+        f"kvasir.cachestore.v1.CacheStoreService/{name}"
+        for name in ("FindMissingBlobs", "QueryWriteStatus", "FindPrefix", "GetCapabilities", "GetStats")
+    ),
 )
 MAX_DIGESTS = 10_000
 

@@ -22,12 +22,13 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server.interceptors import Authentication, Errors
 
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
 MAX_MESSAGE_BYTES = 2 << 20
 _MAX_ANSWER_BYTES = 4 << 20
@@ -120,9 +121,7 @@ class EdgeServer:
         self._health = health.aio.HealthServicer()
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
         for server in self._servers:
-            reflection.enable_server_reflection(
-                (*self._service_names, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-            )
+            _add_reflection((*self._service_names, health.SERVICE_NAME), server)
         # Set when a stop was asked for: streams without an end of their own watch it.
         self.stopping = asyncio.Event()
         self.address = str(self._address)
@@ -205,6 +204,19 @@ class EdgeServer:
             os.umask(before)
         self._sockets.append(path)
         path.chmod(0o600)
+
+
+def _add_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
+    """Reflection as v1alpha and as v1. grpcio has the first alone; their messages are the same bytes."""
+    names = (*names, reflection.SERVICE_NAME, _REFLECTION_V1)
+    reflection.enable_server_reflection(names, server)
+    handler = grpc.stream_stream_rpc_method_handler(
+        reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handlers = {"ServerReflectionInfo": handler}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_REFLECTION_V1, handlers),))
 
 
 def check_listening(listening: Listening) -> tuple[Address, Credentials | None]:

@@ -1,4 +1,5 @@
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from kvasir.cachestore.v1 import manifest_pb2 as _manifest_pb2
 from google.protobuf.internal import containers as _containers
@@ -128,20 +129,20 @@ class SnapshotVersion(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ...) -> None: ...
 
 class CommitSnapshotRequest(_message.Message):
-    __slots__ = ("agent_id", "manifest", "parent_version", "lease", "is_brought", "parent_manifest")
+    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
-    PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     manifest: _manifest_pb2.Digest
-    parent_version: int
+    expected_version: int
     lease: LeaseToken
     is_brought: bool
     parent_manifest: _manifest_pb2.Digest
-    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ...) -> None: ...
+    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ...) -> None: ...
 
 class CommitSnapshotResponse(_message.Message):
     __slots__ = ("snapshot",)
@@ -252,23 +253,12 @@ class GetAgentResponse(_message.Message):
     def __init__(self, agent: _Optional[_Union[Agent, _Mapping]] = ...) -> None: ...
 
 class UpdateAgentRequest(_message.Message):
-    __slots__ = ("agent_id", "labels", "is_pinned", "retained_versions")
-    class LabelsEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: str
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
-    LABELS_FIELD_NUMBER: _ClassVar[int]
-    IS_PINNED_FIELD_NUMBER: _ClassVar[int]
-    RETAINED_VERSIONS_FIELD_NUMBER: _ClassVar[int]
-    agent_id: str
-    labels: _containers.ScalarMap[str, str]
-    is_pinned: bool
-    retained_versions: int
-    def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ...) -> None: ...
+    __slots__ = ("agent", "update_mask")
+    AGENT_FIELD_NUMBER: _ClassVar[int]
+    UPDATE_MASK_FIELD_NUMBER: _ClassVar[int]
+    agent: Agent
+    update_mask: _field_mask_pb2.FieldMask
+    def __init__(self, agent: _Optional[_Union[Agent, _Mapping]] = ..., update_mask: _Optional[_Union[_field_mask_pb2.FieldMask, _Mapping]] = ...) -> None: ...
 
 class UpdateAgentResponse(_message.Message):
     __slots__ = ("agent",)
@@ -295,16 +285,16 @@ class ForkAgentResponse(_message.Message):
     def __init__(self, agent: _Optional[_Union[Agent, _Mapping]] = ...) -> None: ...
 
 class RollbackAgentRequest(_message.Message):
-    __slots__ = ("agent_id", "kv_identity_hash", "version", "expected_head")
+    __slots__ = ("agent_id", "kv_identity_hash", "version", "expected_version")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    EXPECTED_HEAD_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     kv_identity_hash: str
     version: int
-    expected_head: int
-    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., expected_head: _Optional[int] = ...) -> None: ...
+    expected_version: int
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., expected_version: _Optional[int] = ...) -> None: ...
 
 class RollbackAgentResponse(_message.Message):
     __slots__ = ("snapshot",)
@@ -627,7 +617,7 @@ class GetCapabilitiesRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "manifest_format", "block_tokens", "max_frame_bytes", "max_blob_bytes", "max_digests_per_request", "namespace", "roles", "peers")
+    __slots__ = ("version", "manifest_format", "block_tokens", "max_frame_bytes", "max_blob_bytes", "max_digests_per_request", "namespace", "roles", "peers", "features")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FORMAT_FIELD_NUMBER: _ClassVar[int]
     BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -637,6 +627,7 @@ class GetCapabilitiesResponse(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     ROLES_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     version: str
     manifest_format: int
     block_tokens: int
@@ -646,7 +637,8 @@ class GetCapabilitiesResponse(_message.Message):
     namespace: str
     roles: _containers.RepeatedScalarFieldContainer[str]
     peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, version: _Optional[str] = ..., manifest_format: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., max_digests_per_request: _Optional[int] = ..., namespace: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., manifest_format: _Optional[int] = ..., block_tokens: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_blob_bytes: _Optional[int] = ..., max_digests_per_request: _Optional[int] = ..., namespace: _Optional[str] = ..., roles: _Optional[_Iterable[str]] = ..., peers: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()

@@ -25,6 +25,532 @@ if _version_not_supported:
     )
 
 
+class AgentServiceStub(object):
+    """Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
+    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.ListAgents = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/ListAgents',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsResponse.FromString,
+                _registered_method=True)
+        self.GetAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/GetAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentResponse.FromString,
+                _registered_method=True)
+        self.UpdateAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/UpdateAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentResponse.FromString,
+                _registered_method=True)
+        self.ForkAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/ForkAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentResponse.FromString,
+                _registered_method=True)
+        self.RollbackAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/RollbackAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentResponse.FromString,
+                _registered_method=True)
+        self.DeleteAgent = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/DeleteAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentResponse.FromString,
+                _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/ListSnapshots',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
+        self.GetSnapshot = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/GetSnapshot',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.FromString,
+                _registered_method=True)
+        self.PullAgent = channel.unary_stream(
+                '/kvasir.cachestore.v1.AgentService/PullAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.FromString,
+                _registered_method=True)
+        self.ExportAgent = channel.unary_stream(
+                '/kvasir.cachestore.v1.AgentService/ExportAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentResponse.FromString,
+                _registered_method=True)
+        self.ImportAgent = channel.stream_unary(
+                '/kvasir.cachestore.v1.AgentService/ImportAgent',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.FromString,
+                _registered_method=True)
+
+
+class AgentServiceServicer(object):
+    """Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
+    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+    """
+
+    def ListAgents(self, request, context):
+        """Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetAgent(self, request, context):
+        """Returns one agent and its lines. No side effect. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UpdateAgent(self, request, context):
+        """Changes the fields of an agent that update_mask names. Errors: NOT_FOUND, INVALID_ARGUMENT (update_mask, labels, retained_versions).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ForkAgent(self, request, context):
+        """Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, UNAVAILABLE (LEASE_HELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RollbackAgent(self, request, context):
+        """Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), UNAVAILABLE (LEASE_HELD: an
+        engine had not let go of the lease within the caller's time; retry).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteAgent(self, request, context):
+        """Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
+        at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Lists the versions of an agent's lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSnapshot(self, request, context):
+        """Returns a version of a line with its manifest's bytes. Counts as a use. Errors: NOT_FOUND, DATA_LOSS (manifest damaged).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PullAgent(self, request, context):
+        """Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
+        provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
+        ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it),
+        UNAVAILABLE (peer), DATA_LOSS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ExportAgent(self, request, context):
+        """Streams one archive (a tar of manifest and blobs, see DESIGN.md). Errors: NOT_FOUND, DATA_LOSS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportAgent(self, request_iterator, context):
+        """Reads an archive into a new version of a line. Binds no block hash: what is imported serves its own line.
+        Errors: INVALID_ARGUMENT (archive malformed), ALREADY_EXISTS (agent exists and replace was not said), ABORTED (the line changed
+        meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it), RESOURCE_EXHAUSTED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_AgentServiceServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'ListAgents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAgents,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsResponse.SerializeToString,
+            ),
+            'GetAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentResponse.SerializeToString,
+            ),
+            'UpdateAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentResponse.SerializeToString,
+            ),
+            'ForkAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForkAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentResponse.SerializeToString,
+            ),
+            'RollbackAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.RollbackAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentResponse.SerializeToString,
+            ),
+            'DeleteAgent': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentResponse.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsResponse.SerializeToString,
+            ),
+            'GetSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSnapshot,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.SerializeToString,
+            ),
+            'PullAgent': grpc.unary_stream_rpc_method_handler(
+                    servicer.PullAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.SerializeToString,
+            ),
+            'ExportAgent': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentResponse.SerializeToString,
+            ),
+            'ImportAgent': grpc.stream_unary_rpc_method_handler(
+                    servicer.ImportAgent,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvasir.cachestore.v1.AgentService', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvasir.cachestore.v1.AgentService', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class AgentService(object):
+    """Agents and their versions. Served by the store, and by every engine for its own store: FAILED_PRECONDITION (NO_STORE) by an engine
+    that has none for the caller's namespace, UNAVAILABLE by one that does not reach it.
+    """
+
+    @staticmethod
+    def ListAgents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/ListAgents',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/GetAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/UpdateAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForkAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/ForkAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RollbackAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/RollbackAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/DeleteAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/ListSnapshots',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/GetSnapshot',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PullAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/PullAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/ExportAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportAgent(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/kvasir.cachestore.v1.AgentService/ImportAgent',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class CacheStoreServiceStub(object):
     """Missing associated documentation comment in .proto file."""
 
@@ -59,46 +585,6 @@ class CacheStoreServiceStub(object):
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.CommitSnapshotRequest.SerializeToString,
                 response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.CommitSnapshotResponse.FromString,
                 _registered_method=True)
-        self.GetSnapshot = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/GetSnapshot',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.FromString,
-                _registered_method=True)
-        self.ListSnapshots = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/ListSnapshots',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsResponse.FromString,
-                _registered_method=True)
-        self.ListAgents = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/ListAgents',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsResponse.FromString,
-                _registered_method=True)
-        self.GetAgent = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/GetAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentResponse.FromString,
-                _registered_method=True)
-        self.UpdateAgent = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/UpdateAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentResponse.FromString,
-                _registered_method=True)
-        self.ForkAgent = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/ForkAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentResponse.FromString,
-                _registered_method=True)
-        self.RollbackAgent = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/RollbackAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentResponse.FromString,
-                _registered_method=True)
-        self.DeleteAgent = channel.unary_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/DeleteAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentResponse.FromString,
-                _registered_method=True)
         self.FindPrefix = channel.unary_unary(
                 '/kvasir.cachestore.v1.CacheStoreService/FindPrefix',
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FindPrefixRequest.SerializeToString,
@@ -123,21 +609,6 @@ class CacheStoreServiceStub(object):
                 '/kvasir.cachestore.v1.CacheStoreService/ReleaseLease',
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseRequest.SerializeToString,
                 response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseResponse.FromString,
-                _registered_method=True)
-        self.PullAgent = channel.unary_stream(
-                '/kvasir.cachestore.v1.CacheStoreService/PullAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.FromString,
-                _registered_method=True)
-        self.ExportAgent = channel.unary_stream(
-                '/kvasir.cachestore.v1.CacheStoreService/ExportAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentResponse.FromString,
-                _registered_method=True)
-        self.ImportAgent = channel.stream_unary(
-                '/kvasir.cachestore.v1.CacheStoreService/ImportAgent',
-                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.SerializeToString,
-                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.FromString,
                 _registered_method=True)
         self.WatchEvents = channel.unary_stream(
                 '/kvasir.cachestore.v1.CacheStoreService/WatchEvents',
@@ -207,68 +678,10 @@ class CacheStoreServiceServicer(object):
 
     def CommitSnapshot(self, request, context):
         """Makes a manifest the next version of an agent's line, all or nothing, durable before the answer. Compare-and-swap: the head
-        must be `parent_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
+        must be `expected_version`. Repeating a commit that took effect answers its version again. With the engine role, block hashes of the manifest's
         shareable blocks are bound for FindPrefix, up to the first that was brought (see SnapshotVersion.is_brought). Roles: engine. Errors: ABORTED (head moved; ErrorInfo has head_version, or the
         lease's generation is fenced), FAILED_PRECONDITION (a blob is missing or does not fit the manifest; named), INVALID_ARGUMENT
         (manifest malformed, agent name hostile), RESOURCE_EXHAUSTED.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetSnapshot(self, request, context):
-        """Returns a version of a line with its manifest's bytes. Counts as a use. Errors: NOT_FOUND, DATA_LOSS (manifest damaged).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListSnapshots(self, request, context):
-        """Lists the versions of an agent's lines, newest first, paged. No side effect. Errors: NOT_FOUND, INVALID_ARGUMENT (page token).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListAgents(self, request, context):
-        """Lists agents by name, paged, filtered by labels and name prefix. No side effect. Errors: INVALID_ARGUMENT.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def GetAgent(self, request, context):
-        """Returns one agent and its lines. No side effect. Errors: NOT_FOUND.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def UpdateAgent(self, request, context):
-        """Changes an agent's labels, pin or retention; fields left out stay. Errors: NOT_FOUND, INVALID_ARGUMENT.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ForkAgent(self, request, context):
-        """Starts a new agent whose first version is another's. Copies no blob. Errors: NOT_FOUND, ALREADY_EXISTS, UNAVAILABLE (LEASE_HELD).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RollbackAgent(self, request, context):
-        """Makes an old version the newest again, as a new version; nothing is removed. Errors: NOT_FOUND, ABORTED (head moved), UNAVAILABLE (LEASE_HELD: an
-        engine had not let go of the lease within the caller's time; retry).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def DeleteAgent(self, request, context):
-        """Forgets an agent: all its lines and versions at once; bytes that nothing else uses go after the grace period,
-        at the time answered. Errors: NOT_FOUND, FAILED_PRECONDITION (pinned), UNAVAILABLE (LEASE_HELD).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -311,32 +724,6 @@ class CacheStoreServiceServicer(object):
 
     def ReleaseLease(self, request, context):
         """Gives a lease back; the generation stays remembered. Errors: ABORTED (fenced), NOT_FOUND.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PullAgent(self, request, context):
-        """Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
-        provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
-        ABORTED (the line changed meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it),
-        UNAVAILABLE (peer), DATA_LOSS.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ExportAgent(self, request, context):
-        """Streams one archive (a tar of manifest and blobs, see DESIGN.md). Errors: NOT_FOUND, DATA_LOSS.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ImportAgent(self, request_iterator, context):
-        """Reads an archive into a new version of a line. Binds no block hash: what is imported serves its own line.
-        Errors: INVALID_ARGUMENT (archive malformed), ALREADY_EXISTS (agent exists and replace was not said), ABORTED (the line changed
-        meanwhile; retry), FAILED_PRECONDITION (a blob does not fit the manifest, or another stream is writing it), RESOURCE_EXHAUSTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -407,46 +794,6 @@ def add_CacheStoreServiceServicer_to_server(servicer, server):
                     request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.CommitSnapshotRequest.FromString,
                     response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.CommitSnapshotResponse.SerializeToString,
             ),
-            'GetSnapshot': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetSnapshot,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.SerializeToString,
-            ),
-            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListSnapshots,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsResponse.SerializeToString,
-            ),
-            'ListAgents': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListAgents,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsResponse.SerializeToString,
-            ),
-            'GetAgent': grpc.unary_unary_rpc_method_handler(
-                    servicer.GetAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentResponse.SerializeToString,
-            ),
-            'UpdateAgent': grpc.unary_unary_rpc_method_handler(
-                    servicer.UpdateAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentResponse.SerializeToString,
-            ),
-            'ForkAgent': grpc.unary_unary_rpc_method_handler(
-                    servicer.ForkAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentResponse.SerializeToString,
-            ),
-            'RollbackAgent': grpc.unary_unary_rpc_method_handler(
-                    servicer.RollbackAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentResponse.SerializeToString,
-            ),
-            'DeleteAgent': grpc.unary_unary_rpc_method_handler(
-                    servicer.DeleteAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentResponse.SerializeToString,
-            ),
             'FindPrefix': grpc.unary_unary_rpc_method_handler(
                     servicer.FindPrefix,
                     request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.FindPrefixRequest.FromString,
@@ -471,21 +818,6 @@ def add_CacheStoreServiceServicer_to_server(servicer, server):
                     servicer.ReleaseLease,
                     request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseRequest.FromString,
                     response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseResponse.SerializeToString,
-            ),
-            'PullAgent': grpc.unary_stream_rpc_method_handler(
-                    servicer.PullAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.SerializeToString,
-            ),
-            'ExportAgent': grpc.unary_stream_rpc_method_handler(
-                    servicer.ExportAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentResponse.SerializeToString,
-            ),
-            'ImportAgent': grpc.stream_unary_rpc_method_handler(
-                    servicer.ImportAgent,
-                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.FromString,
-                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.SerializeToString,
             ),
             'WatchEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchEvents,
@@ -659,222 +991,6 @@ class CacheStoreService(object):
             _registered_method=True)
 
     @staticmethod
-    def GetSnapshot(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/GetSnapshot',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListSnapshots(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/ListSnapshots',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListSnapshotsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListAgents(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/ListAgents',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ListAgentsResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/GetAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def UpdateAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/UpdateAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.UpdateAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ForkAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/ForkAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ForkAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RollbackAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/RollbackAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.RollbackAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def DeleteAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/DeleteAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.DeleteAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def FindPrefix(request,
             target,
             options=(),
@@ -999,87 +1115,6 @@ class CacheStoreService(object):
             '/kvasir.cachestore.v1.CacheStoreService/ReleaseLease',
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseRequest.SerializeToString,
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ReleaseLeaseResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PullAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/PullAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ExportAgent(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/ExportAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ExportAgentResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ImportAgent(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/kvasir.cachestore.v1.CacheStoreService/ImportAgent',
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentRequest.SerializeToString,
-            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.ImportAgentResponse.FromString,
             options,
             channel_credentials,
             insecure,

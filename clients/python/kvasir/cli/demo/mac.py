@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.cli.running.home import Endpoint, Home
 from kvasir.cli.running.logs import last_lines
 from kvasir.cli.running.processes import EngineProcess, StoreProcess
@@ -17,6 +16,7 @@ from kvasir.cli.running.supervisor import Service, ending
 from kvasir.cli.running.up import make_credentials
 from kvasir.cli.talk import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
+from kvasir.common.v1 import message_pb2
 from kvasir.credentials import write_private_text
 from kvasir.errors import Unavailable
 from kvasir.inference.v1 import inference_pb2
@@ -97,7 +97,7 @@ class Mac:
     def say(
         self,
         agent: str,
-        messages: Sequence[manifest_pb2.Message],
+        messages: Sequence[message_pb2.Message],
         *,
         is_new: bool = False,
         max_tokens: int = 60,

@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac
 from kvasir.cli.demo.plot import Timing
 from kvasir.cli.demo.script import Question, Story, Turn, ask
 from kvasir.cli.talk import TurnResult
+from kvasir.clients import message
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import KvasirError
 
 # The best of this many forks: other work of the machine must not be measured.
@@ -45,12 +47,12 @@ class Life:
         last = self.answered[-1].result
         return last.prompt_tokens + last.completion_tokens
 
-    def messages(self, turns: int) -> list[manifest_pb2.Message]:
+    def messages(self, turns: int) -> list[message_pb2.Message]:
         """The conversation after so many turns, as a client without Kvasir would send it."""
-        said: list[manifest_pb2.Message] = []
+        said: list[message_pb2.Message] = []
         for each in self.answered[:turns]:
             said += each.turn.messages
-            said.append(manifest_pb2.Message(role="assistant", content=each.result.reply))
+            said.append(message("assistant", each.result.reply))
         return said
 
 
@@ -78,7 +80,7 @@ def live(mac: Mac, story: Story, *, fork_after: Sequence[int] = (), on_answer: O
 
 def warm_up(mac: Mac) -> None:
     """Let the engine compute once, so that no timing includes work that a process does only once."""
-    mac.say("", [manifest_pb2.Message(role="user", content=_WARM_UP)], is_new=True)
+    mac.say("", [message("user", _WARM_UP)], is_new=True)
 
 
 def die_in_a_turn(mac: Mac, story: Story) -> KvasirError | None:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.clients import message
+from kvasir.common.v1 import message_pb2
 
 _STORIES = Path(__file__).with_name("stories.json")
 _SECRET_LEADS = ("Here is a secret: ", "This is a secret: ", "Tell nobody: ", "Keep this to yourself: ")
@@ -31,7 +32,7 @@ class Question:
 class Turn:
     """The messages of one turn; the last is the question."""
 
-    messages: tuple[manifest_pb2.Message, ...]
+    messages: tuple[message_pb2.Message, ...]
     question: Question
 
 
@@ -51,7 +52,7 @@ class Story:
 
 
 def ask(question: Question) -> Turn:
-    return Turn((manifest_pb2.Message(role="user", content=question.text),), question)
+    return Turn((message("user", question.text),), question)
 
 
 def told_story(seed: int, tokens: int, turns: int) -> Story:
@@ -77,7 +78,7 @@ def story_of(talk: dict[str, Any], turns: int) -> Story:
         # The oldest first: a fact that was told long ago is harder to remember.
         question = next(each for each in left if each.told_in < end)
         left.remove(question)
-        asked = manifest_pb2.Message(role="user", content=question.text)
+        asked = message("user", question.text)
         lived.append(Turn((*map(_message, messages[begin:end]), asked), question))
         begin = end
     text = "\n".join(message["content"] for message in messages)
@@ -86,11 +87,11 @@ def story_of(talk: dict[str, Any], turns: int) -> Story:
 
 def _cuts(messages: Sequence[dict[str, Any]], turns: int) -> Iterator[int]:
     """Indexes where the talk is cut: behind a reply, at about equal amounts of text."""
-    total = sum(len(message["content"]) for message in messages)
+    total = sum(len(each["content"]) for each in messages)
     said, cuts = 0, 0
-    for index, message in enumerate(messages):
-        said += len(message["content"])
-        is_after_reply = message["role"] == "assistant" and (
+    for index, each in enumerate(messages):
+        said += len(each["content"])
+        is_after_reply = each["role"] == "assistant" and (
             index + 1 == len(messages) or messages[index + 1]["role"] == "user"
         )
         if is_after_reply and (said >= total * (cuts + 1) / turns or index + 1 == len(messages)):
@@ -102,8 +103,8 @@ def _is_secret(text: str) -> bool:
     return text.startswith(_SECRET_LEADS)
 
 
-def _message(message: dict[str, Any]) -> manifest_pb2.Message:
-    return manifest_pb2.Message(role=message["role"], content=message["content"], name=message.get("name", ""))
+def _message(given: dict[str, Any]) -> message_pb2.Message:
+    return message(given["role"], given["content"], name=given.get("name", ""))
 
 
 def _question(question: dict[str, Any]) -> Question:

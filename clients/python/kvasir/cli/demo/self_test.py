@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.cli.demo.mac import Mac, macs
 from kvasir.cli.talk import TurnResult
+from kvasir.clients import message
+from kvasir.common.v1 import message_pb2
 from kvasir.errors import KvasirError
 
 _TELL = "My name is Marco, and my favourite colour is green."
@@ -70,5 +71,5 @@ def _tell(mac: Mac) -> TurnResult:
     return mac.say("self-test", [_message(_TELL)], is_new=True)
 
 
-def _message(text: str) -> manifest_pb2.Message:
-    return manifest_pb2.Message(role="user", content=text)
+def _message(text: str) -> message_pb2.Message:
+    return message("user", text)

@@ -1,5 +1,7 @@
+from google.protobuf import duration_pb2 as _duration_pb2
 from kvasir.cachestore.v1 import identity_pb2 as _identity_pb2
 from kvasir.cachestore.v1 import manifest_pb2 as _manifest_pb2
+from kvasir.common.v1 import message_pb2 as _message_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -61,6 +63,20 @@ class SnapshotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SNAPSHOT_STATE_COMMITTED: _ClassVar[SnapshotState]
     SNAPSHOT_STATE_PENDING: _ClassVar[SnapshotState]
     SNAPSHOT_STATE_FAILED: _ClassVar[SnapshotState]
+
+class LoadStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    LOAD_STAGE_UNSPECIFIED: _ClassVar[LoadStage]
+    LOAD_STAGE_RETIRING: _ClassVar[LoadStage]
+    LOAD_STAGE_LOADING: _ClassVar[LoadStage]
+
+class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MODEL_STATE_UNSPECIFIED: _ClassVar[ModelState]
+    MODEL_STATE_NOT_LOADED: _ClassVar[ModelState]
+    MODEL_STATE_LOADING: _ClassVar[ModelState]
+    MODEL_STATE_LOADED: _ClassVar[ModelState]
+    MODEL_STATE_RETIRING: _ClassVar[ModelState]
 PRIORITY_UNSPECIFIED: Priority
 PRIORITY_INTERACTIVE: Priority
 PRIORITY_BACKGROUND: Priority
@@ -97,13 +113,21 @@ SNAPSHOT_STATE_NONE: SnapshotState
 SNAPSHOT_STATE_COMMITTED: SnapshotState
 SNAPSHOT_STATE_PENDING: SnapshotState
 SNAPSHOT_STATE_FAILED: SnapshotState
+LOAD_STAGE_UNSPECIFIED: LoadStage
+LOAD_STAGE_RETIRING: LoadStage
+LOAD_STAGE_LOADING: LoadStage
+MODEL_STATE_UNSPECIFIED: ModelState
+MODEL_STATE_NOT_LOADED: ModelState
+MODEL_STATE_LOADING: ModelState
+MODEL_STATE_LOADED: ModelState
+MODEL_STATE_RETIRING: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "parent_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
-    PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     APPEND_MESSAGES_FIELD_NUMBER: _ClassVar[int]
@@ -116,7 +140,7 @@ class GenerateRequest(_message.Message):
     request_id: str
     model: str
     agent_id: str
-    parent_version: int
+    expected_version: int
     prompt: str
     messages: MessageList
     append_messages: MessageList
@@ -126,13 +150,13 @@ class GenerateRequest(_message.Message):
     priority: Priority
     json_schema: str
     regex: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., parent_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
 
 class MessageList(_message.Message):
     __slots__ = ("messages",)
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    messages: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Message]
-    def __init__(self, messages: _Optional[_Iterable[_Union[_manifest_pb2.Message, _Mapping]]] = ...) -> None: ...
+    messages: _containers.RepeatedCompositeFieldContainer[_message_pb2.Message]
+    def __init__(self, messages: _Optional[_Iterable[_Union[_message_pb2.Message, _Mapping]]] = ...) -> None: ...
 
 class Tool(_message.Message):
     __slots__ = ("name", "description", "parameters_json")
@@ -269,9 +293,9 @@ class Finished(_message.Message):
     usage: Usage
     timings: Timings
     snapshot: SnapshotOutcome
-    tool_calls: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.ToolCall]
+    tool_calls: _containers.RepeatedCompositeFieldContainer[_message_pb2.ToolCall]
     choice: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOutcome, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[_manifest_pb2.ToolCall, _Mapping]]] = ..., choice: _Optional[int] = ...) -> None: ...
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOutcome, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[_message_pb2.ToolCall, _Mapping]]] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens")
@@ -284,18 +308,18 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "restore_s", "prefill_s", "first_token_s", "decode_s")
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    RESTORE_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
-    FIRST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
-    DECODE_S_FIELD_NUMBER: _ClassVar[int]
-    queue_s: float
-    restore_s: float
-    prefill_s: float
-    first_token_s: float
-    decode_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., restore_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., decode_s: _Optional[float] = ...) -> None: ...
+    __slots__ = ("queue", "restore", "prefill", "first_token", "decode")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    queue: _duration_pb2.Duration
+    restore: _duration_pb2.Duration
+    prefill: _duration_pb2.Duration
+    first_token: _duration_pb2.Duration
+    decode: _duration_pb2.Duration
+    def __init__(self, queue: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., restore: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., first_token: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SnapshotOutcome(_message.Message):
     __slots__ = ("state", "version", "reason", "manifest", "written_bytes")
@@ -328,7 +352,7 @@ class WarmRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., agent_id: _Optional[str] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ...) -> None: ...
 
 class WarmResponse(_message.Message):
-    __slots__ = ("model", "tokens", "cached_tokens", "computed_tokens", "source", "reason", "miss", "match", "version", "restore_s", "prefill_s")
+    __slots__ = ("model", "tokens", "cached_tokens", "computed_tokens", "source", "reason", "miss", "match", "version", "restore", "prefill")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -338,8 +362,8 @@ class WarmResponse(_message.Message):
     MISS_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
-    RESTORE_S_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    RESTORE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
     model: str
     tokens: int
     cached_tokens: int
@@ -349,9 +373,9 @@ class WarmResponse(_message.Message):
     miss: MissReason
     match: PrefixMatch
     version: int
-    restore_s: float
-    prefill_s: float
-    def __init__(self, model: _Optional[str] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., version: _Optional[int] = ..., restore_s: _Optional[float] = ..., prefill_s: _Optional[float] = ...) -> None: ...
+    restore: _duration_pb2.Duration
+    prefill: _duration_pb2.Duration
+    def __init__(self, model: _Optional[str] = ..., tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., version: _Optional[int] = ..., restore: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class CountTokensRequest(_message.Message):
     __slots__ = ("model", "prompt", "messages", "tools")
@@ -382,6 +406,22 @@ class LoadModelRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., drop_unstored: bool = ...) -> None: ...
 
 class LoadModelResponse(_message.Message):
+    __slots__ = ("progress", "done")
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    progress: LoadProgress
+    done: LoadedModel
+    def __init__(self, progress: _Optional[_Union[LoadProgress, _Mapping]] = ..., done: _Optional[_Union[LoadedModel, _Mapping]] = ...) -> None: ...
+
+class LoadProgress(_message.Message):
+    __slots__ = ("stage", "elapsed")
+    STAGE_FIELD_NUMBER: _ClassVar[int]
+    ELAPSED_FIELD_NUMBER: _ClassVar[int]
+    stage: LoadStage
+    elapsed: _duration_pb2.Duration
+    def __init__(self, stage: _Optional[_Union[LoadStage, str]] = ..., elapsed: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class LoadedModel(_message.Message):
     __slots__ = ("model", "left")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LEFT_FIELD_NUMBER: _ClassVar[int]
@@ -434,7 +474,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[Model, _Mapping]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "is_loaded", "kv_policy", "kv_policy_why")
+    __slots__ = ("name", "kv_identity", "kv_identity_hash", "tokenizer_digest", "template_digest", "context_tokens", "kv_bytes_per_token", "kv_bytes_per_token_fp16", "policy_applied_layers", "layer_count", "cell_tokens", "compute_type", "state", "kv_policy", "kv_policy_why")
     NAME_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
@@ -447,7 +487,7 @@ class Model(_message.Message):
     LAYER_COUNT_FIELD_NUMBER: _ClassVar[int]
     CELL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_TYPE_FIELD_NUMBER: _ClassVar[int]
-    IS_LOADED_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_FIELD_NUMBER: _ClassVar[int]
     KV_POLICY_WHY_FIELD_NUMBER: _ClassVar[int]
     name: str
@@ -462,67 +502,64 @@ class Model(_message.Message):
     layer_count: int
     cell_tokens: int
     compute_type: str
-    is_loaded: bool
+    state: ModelState
     kv_policy: str
     kv_policy_why: str
-    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., is_loaded: bool = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., kv_identity: _Optional[_Union[_identity_pb2.KvIdentity, _Mapping]] = ..., kv_identity_hash: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., template_digest: _Optional[str] = ..., context_tokens: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., kv_bytes_per_token_fp16: _Optional[int] = ..., policy_applied_layers: _Optional[int] = ..., layer_count: _Optional[int] = ..., cell_tokens: _Optional[int] = ..., compute_type: _Optional[str] = ..., state: _Optional[_Union[ModelState, str]] = ..., kv_policy: _Optional[str] = ..., kv_policy_why: _Optional[str] = ...) -> None: ...
 
 class GetCapabilitiesRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetCapabilitiesResponse(_message.Message):
-    __slots__ = ("version", "device", "blas", "store_is_reachable", "max_prompt_bytes", "kv_memory_bytes", "kv_memory_used_bytes", "misses", "max_request_bytes", "max_turns", "max_turns_per_namespace", "max_turns_per_caller", "max_unread_bytes")
-    class MissesEntry(_message.Message):
-        __slots__ = ("key", "value")
-        KEY_FIELD_NUMBER: _ClassVar[int]
-        VALUE_FIELD_NUMBER: _ClassVar[int]
-        key: str
-        value: int
-        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    __slots__ = ("version", "device", "blas", "limits", "features")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     BLAS_FIELD_NUMBER: _ClassVar[int]
-    STORE_IS_REACHABLE_FIELD_NUMBER: _ClassVar[int]
-    MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KV_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
-    KV_MEMORY_USED_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MISSES_FIELD_NUMBER: _ClassVar[int]
-    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TURNS_PER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
-    MAX_TURNS_PER_CALLER_FIELD_NUMBER: _ClassVar[int]
-    MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     version: str
     device: str
     blas: str
-    store_is_reachable: bool
+    limits: Limits
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Limits(_message.Message):
+    __slots__ = ("max_prompt_bytes", "max_request_bytes", "max_unread_bytes", "max_turns", "max_turns_per_namespace", "max_turns_per_caller", "kv_memory_bytes")
+    MAX_PROMPT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_UNREAD_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_PER_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TURNS_PER_CALLER_FIELD_NUMBER: _ClassVar[int]
+    KV_MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
     max_prompt_bytes: int
-    kv_memory_bytes: int
-    kv_memory_used_bytes: int
-    misses: _containers.ScalarMap[str, int]
     max_request_bytes: int
+    max_unread_bytes: int
     max_turns: int
     max_turns_per_namespace: int
     max_turns_per_caller: int
-    max_unread_bytes: int
-    def __init__(self, version: _Optional[str] = ..., device: _Optional[str] = ..., blas: _Optional[str] = ..., store_is_reachable: bool = ..., max_prompt_bytes: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ..., kv_memory_used_bytes: _Optional[int] = ..., misses: _Optional[_Mapping[str, int]] = ..., max_request_bytes: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_turns_per_namespace: _Optional[int] = ..., max_turns_per_caller: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ...) -> None: ...
+    kv_memory_bytes: int
+    def __init__(self, max_prompt_bytes: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., max_unread_bytes: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_turns_per_namespace: _Optional[int] = ..., max_turns_per_caller: _Optional[int] = ..., kv_memory_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("model", "uptime_s", "namespaces", "engine")
+    __slots__ = ("model", "uptime", "namespaces", "engine", "store_is_reachable")
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    UPTIME_S_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_FIELD_NUMBER: _ClassVar[int]
     NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
+    STORE_IS_REACHABLE_FIELD_NUMBER: _ClassVar[int]
     model: str
-    uptime_s: float
+    uptime: _duration_pb2.Duration
     namespaces: _containers.RepeatedCompositeFieldContainer[NamespaceStats]
     engine: EngineStats
-    def __init__(self, model: _Optional[str] = ..., uptime_s: _Optional[float] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., engine: _Optional[_Union[EngineStats, _Mapping]] = ...) -> None: ...
+    store_is_reachable: bool
+    def __init__(self, model: _Optional[str] = ..., uptime: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., namespaces: _Optional[_Iterable[_Union[NamespaceStats, _Mapping]]] = ..., engine: _Optional[_Union[EngineStats, _Mapping]] = ..., store_is_reachable: bool = ...) -> None: ...
 
 class NamespaceStats(_message.Message):
     __slots__ = ("namespace", "turns", "turn_ends", "refusals", "prefilled_tokens", "cached_tokens", "decoded_tokens", "sources", "misses", "publications", "published_bytes", "waiting_turns", "running_turns", "kv_memory_used_bytes")

@@ -54,7 +54,7 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
-        self.LoadModel = channel.unary_unary(
+        self.LoadModel = channel.unary_stream(
                 '/kvasir.inference.v1.InferenceService/LoadModel',
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelResponse.FromString,
@@ -94,7 +94,7 @@ class InferenceServiceServicer(object):
         UNAVAILABLE, AGENT_HELD_ELSEWHERE. Both are safe to retry.
         A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
         Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
-        READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not parent_version), FAILED_PRECONDITION (append to an agent
+        READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not expected_version), FAILED_PRECONDITION (append to an agent
         that remembers no messages; a model that is not loaded).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -129,7 +129,8 @@ class InferenceServiceServicer(object):
 
     def LoadModel(self, request, context):
         """Loads a model that configuration names; no path or repository is taken from the wire. Role: admin of the whole service. Side effect: another loaded model is
-        unloaded first, as UnloadModel does; turns are refused (UNAVAILABLE) meanwhile. It goes on when the caller goes away. A model that cannot
+        unloaded first, as UnloadModel does; turns are refused (UNAVAILABLE) meanwhile. It goes on when the caller goes away; who asks again for the same model
+        follows it. Streams progress, at each stage and every second, and ends with `done`. A model that cannot
         be loaded leaves the one before loaded again. Errors: NOT_FOUND (no such name), FAILED_PRECONDITION (MEMORIES_NOT_STORED, or
         what is wrong with the model), UNAVAILABLE (another load or unload is under way).
         """
@@ -156,7 +157,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetCapabilities(self, request, context):
-        """Returns limits of this engine and whether it reaches its store. No side effect.
+        """Returns what this engine is and its limits. No side effect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +194,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
             ),
-            'LoadModel': grpc.unary_unary_rpc_method_handler(
+            'LoadModel': grpc.unary_stream_rpc_method_handler(
                     servicer.LoadModel,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.LoadModelResponse.SerializeToString,
@@ -348,7 +349,7 @@ class InferenceService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_unary(
+        return grpc.experimental.unary_stream(
             request,
             target,
             '/kvasir.inference.v1.InferenceService/LoadModel',

@@ -5,6 +5,7 @@
 
 import copy
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
@@ -56,13 +57,23 @@ class AioServiceClient:
         self, response_type: type[_Response], request: Any, timeout_s: float | None = None, *, has_deadline: bool = True
     ) -> _Response:
         """One round trip of the RPC that is answered by this type: XResponse belongs to X."""
-        method = getattr(self._stub, response_type.__name__.removesuffix("Response"))
         deadline_s = self._timeout_s if timeout_s is None and has_deadline else timeout_s
+        response = await self.call_rpc(response_type.__name__.removesuffix("Response"), request, deadline_s)
+        return cast("_Response", response)
+
+    async def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
+        """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
         try:
-            response = await method(request, timeout=deadline_s, metadata=self._metadata)
+            response = await getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
-        return cast("_Response", _parsed(response))
+        return _parsed(response)
+
+    async def stream_rpc(self, name: str, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
+        """The same for an RPC that streams its responses."""
+        async with aclosing(self._responses(getattr(self._stub, name), request, timeout_s)) as responses:
+            async for response in responses:
+                yield response
 
     async def _responses(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.clients.aio_service_client import AioServiceClient
+from kvasir.clients.aio.service_client import AioServiceClient
 from kvasir.clients.store_client_transfers import Buffer, OnProgress, Upload, batches
 from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound, Unavailable
 from kvasir.formats.digest import Digest
@@ -112,7 +112,7 @@ class AioBlobTransfers(AioServiceClient):
         async with aclosing(self.get_blobs([digest], timeout_s=timeout_s)) as blobs:
             async for _, data in blobs:
                 return data
-        raise NotFound(f"blob {digest}", metadata={"digest": digest.hash})
+        raise NotFound(f"blob {digest}", reason="BLOB_NOT_FOUND", metadata={"digest": digest.hash})
 
     async def read_frames(
         self, digests: Sequence[Digest], first_offset: int = 0, *, timeout_s: float | None = None

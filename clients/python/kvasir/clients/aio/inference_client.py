@@ -7,15 +7,15 @@ broken turn says which version the agent remembers.
 """
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Self, Unpack
+from typing import Self, Unpack, cast
 
 import grpc
 import grpc.aio
 
-from kvasir.clients.aio_service_client import AioServiceClient
-from kvasir.clients.channel import Tls, aio_channel
+from kvasir.clients.aio.agent_client import AioAgentClient
+from kvasir.clients.channel import Tls, aio_channel, with_agents
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
@@ -27,16 +27,16 @@ from kvasir.clients.inference_client_turns import (
     turn_request,
     warm_request,
 )
-from kvasir.errors import KvasirError
+from kvasir.errors import Internal, KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
 
-class AioInferenceClient(AioServiceClient):
-    """An inference service, over one channel. Close it with `async with` or close()."""
+class AioInferenceClient(AioAgentClient):
+    """An inference service and the agents of its store, over one channel. Close it with `async with` or close()."""
 
     def __init__(self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = with_agents(inference_pb2_grpc.InferenceServiceStub(channel), channel)  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s)
         self._known = KnownVersions()
 
@@ -143,14 +143,25 @@ class AioInferenceClient(AioServiceClient):
         return (await self._call(pb.GetModelResponse, pb.GetModelRequest(model=name))).model
 
     async def load_model(
-        self, name: str, *, drop_unstored: bool = False, timeout_s: float | None = None
-    ) -> pb.LoadModelResponse:
+        self,
+        name: str,
+        *,
+        drop_unstored: bool = False,
+        on_progress: Callable[[pb.LoadProgress], None] | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.LoadedModel:
         """Load this model, and unload another first. Returns when it is loaded.
 
         Raises NotFound, and FailedPrecondition when hot memories could not be stored.
         """
         request = pb.LoadModelRequest(model=name, drop_unstored=drop_unstored)
-        return await self._call(pb.LoadModelResponse, request, timeout_s, has_deadline=False)
+        async with aclosing(self._responses(self._stub.LoadModel, request, timeout_s)) as responses:
+            async for response in responses:
+                if response.HasField("done"):
+                    return cast("pb.LoadedModel", response.done)
+                if on_progress is not None:
+                    on_progress(response.progress)
+        raise Internal("the load ended without saying how")
 
     async def unload_model(
         self, name: str = "", *, drop_unstored: bool = False, timeout_s: float | None = None
@@ -160,9 +171,9 @@ class AioInferenceClient(AioServiceClient):
         return await self._call(pb.UnloadModelResponse, request, timeout_s, has_deadline=False)
 
     async def get_capabilities(self) -> pb.GetCapabilitiesResponse:
-        """Limits of the engine, whether it reaches its store, and misses since its start."""
+        """What the engine is, and its limits."""
         return await self._call(pb.GetCapabilitiesResponse, pb.GetCapabilitiesRequest())
 
     async def get_stats(self) -> pb.GetStatsResponse:
-        """Counters since the start, and the turns that are under way."""
+        """Counters since the start, what is under way, and whether the store answers."""
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())

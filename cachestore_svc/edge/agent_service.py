@@ -1,0 +1,157 @@
+"""Agents and their versions over gRPC; who may call what is the table in `roles`. Every engine serves the same RPCs."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.errors import InvalidArgument
+from kvasir.names import check_agent_id
+
+from cachestore_svc.edge import messages
+from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
+from cachestore_svc.moving.streams import Streams
+from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
+from cachestore_svc.records import MAX_PAGE_SIZE
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+
+# A manifest that fits is answered with its version; a longer one is read like any blob.
+_MAX_INLINE_MANIFEST_BYTES = 2 << 20
+
+
+class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
+    """What people and programs do with agents. Made inside the event loop that serves it."""
+
+    def __init__(self, store: Store, threads: StoreThreads, transfers: Transfers, *, stall_timeout_s: float) -> None:
+        super().__init__(store, threads)
+        self._transfers = transfers
+        self._streams = Streams(stall_timeout_s)
+
+    async def ListAgents(self, request: pb.ListAgentsRequest, context: Any) -> pb.ListAgentsResponse:
+        namespace, labels = caller_namespace(), dict(request.labels)
+
+        def answer() -> pb.ListAgentsResponse:
+            page = self._store.list_agents(
+                namespace, request.page_size, request.page_token, request.name_prefix, labels
+            )
+            listed = [messages.write_agent(agent) for agent in page.agents]
+            return pb.ListAgentsResponse(agents=listed, next_page_token=page.next_page_token)
+
+        # Agents without the labels are read, too.
+        return await self._looked_up(MAX_PAGE_SIZE if labels else request.page_size, answer)
+
+    async def GetAgent(self, request: pb.GetAgentRequest, context: Any) -> pb.GetAgentResponse:
+        agent = await self._run(self._store.get_agent, check_agent_id(request.agent_id))
+        return pb.GetAgentResponse(agent=messages.write_agent(agent))
+
+    async def UpdateAgent(self, request: pb.UpdateAgentRequest, context: Any) -> pb.UpdateAgentResponse:
+        agent_id = check_agent_id(request.agent.agent_id, "agent.agent_id")
+        agent = await self._run(self._store.update_agent, agent_id, **messages.read_agent_changes(request))
+        return pb.UpdateAgentResponse(agent=messages.write_agent(agent))
+
+    async def ForkAgent(self, request: pb.ForkAgentRequest, context: Any) -> pb.ForkAgentResponse:
+        agent = await self._run_once_free(
+            context,
+            self._store.fork_agent,
+            check_agent_id(request.source_agent_id, "source_agent_id"),
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_optional_version(request),
+        )
+        return pb.ForkAgentResponse(agent=messages.write_agent(agent))
+
+    async def RollbackAgent(self, request: pb.RollbackAgentRequest, context: Any) -> pb.RollbackAgentResponse:
+        snapshot = await self._run_once_free(
+            context,
+            self._store.rollback_agent,
+            check_agent_id(request.agent_id),
+            messages.read_version(request.version, least=1),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_optional_version(request, "expected_version"),
+        )
+        return pb.RollbackAgentResponse(snapshot=messages.write_snapshot(snapshot))
+
+    async def DeleteAgent(self, request: pb.DeleteAgentRequest, context: Any) -> pb.DeleteAgentResponse:
+        deletion = await self._run_once_free(
+            context, self._store.delete_agent, check_agent_id(request.agent_id), request.force
+        )
+        return pb.DeleteAgentResponse(
+            bytes_gone_by=messages.write_time(deletion.bytes_gone_by_unix_ms), unshared_bytes=deletion.unshared_bytes
+        )
+
+    async def ListSnapshots(self, request: pb.ListSnapshotsRequest, context: Any) -> pb.ListSnapshotsResponse:
+        namespace, agent_id = caller_namespace(), check_agent_id(request.agent_id)
+        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash)
+
+        def answer() -> pb.ListSnapshotsResponse:
+            page = self._store.list_snapshots(namespace, agent_id, kv_hash, request.page_size, request.page_token)
+            listed = [messages.write_snapshot(snapshot) for snapshot in page.snapshots]
+            return pb.ListSnapshotsResponse(snapshots=listed, next_page_token=page.next_page_token)
+
+        return await self._looked_up(request.page_size, answer)
+
+    async def GetSnapshot(self, request: pb.GetSnapshotRequest, context: Any) -> pb.GetSnapshotResponse:
+        snapshot = await self._run(
+            self._store.get_snapshot,
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_optional_version(request),
+        )
+        response = pb.GetSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
+        if snapshot.manifest.size_bytes <= _MAX_INLINE_MANIFEST_BYTES:
+            async with self._transfers.manifests.answering(caller_namespace(), snapshot.manifest.size_bytes):
+                response.manifest_bytes = bytes(await self._run(self._store.read_blob, snapshot.manifest))
+        return response
+
+    async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
+        agent_id = check_agent_id(request.agent_id)
+        local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id
+        kv_hash = messages.read_optional_kv_hash(request.kv_identity_hash) or ""
+        order = PullOrder(caller_namespace(), request.peer, agent_id, local, kv_hash)
+        async with aclosing(self._transfers.pull(order)) as steps:
+            async for step in steps:
+                if isinstance(step, Progress):
+                    response = pb.PullAgentResponse(progress=messages.write_progress(step))
+                else:
+                    response = pb.PullAgentResponse(done=messages.write_snapshot(step))
+                await self._streams.send(context, response)
+
+    async def ExportAgent(self, request: pb.ExportAgentRequest, context: Any) -> None:
+        async with self._transfers.export(
+            caller_namespace(),
+            check_agent_id(request.agent_id),
+            messages.read_optional_kv_hash(request.kv_identity_hash),
+            messages.read_optional_version(request),
+        ) as archive:
+            archive_size_bytes = archive.size_bytes
+            async for data in archive.pieces:
+                response = pb.ExportAgentResponse(data=data, archive_size_bytes=archive_size_bytes)
+                await self._streams.send(context, response, archive.source)
+                archive_size_bytes = 0
+
+    async def ImportAgent(
+        self, request_iterator: AsyncIterator[pb.ImportAgentRequest], context: Any
+    ) -> pb.ImportAgentResponse:
+        async with aclosing(self._streams.unstalled(request_iterator)) as requests:
+            first = await anext(requests, None)
+            if first is None or not first.HasField("header"):
+                raise InvalidArgument("header: expected in the first message", field="header")
+            agent_id = check_agent_id(first.header.agent_id, "header.agent_id")
+            pieces = _archive_pieces(first, requests)
+            async with aclosing(pieces):
+                snapshot = await self._transfers.import_archive(
+                    caller_namespace(), agent_id, first.header.replace, pieces
+                )
+        return pb.ImportAgentResponse(snapshot=messages.write_snapshot(snapshot))
+
+
+async def _archive_pieces(
+    first: pb.ImportAgentRequest, rest: AsyncIterator[pb.ImportAgentRequest]
+) -> AsyncGenerator[bytes, None]:
+    yield first.data
+    async for request in rest:
+        if request.HasField("header"):
+            raise InvalidArgument("header: expected in the first message only", field="header")
+        yield request.data

@@ -1,0 +1,161 @@
+"""The calls about agents: of every engine, for the store that it uses, and of that store itself.
+
+Made from `aio/agent_client.py` by `tools/make_sync_client.py`; change that one. Many threads may use one client.
+"""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import closing
+from pathlib import Path
+from typing import cast
+
+from google.protobuf import field_mask_pb2
+
+from kvasir.cachestore.v1 import cachestore_pb2 as pb
+from kvasir.clients.archive_file import new_file, pieces_of
+from kvasir.clients.service_client import ServiceClient
+from kvasir.clients.store_client_transfers import OnProgress, import_requests
+from kvasir.errors import Internal
+
+
+class AgentClient(ServiceClient):
+    """Agents by name: their versions, forks, rollbacks and archives. Part of the clients of engines and stores."""
+
+    def list_agents(
+        self,
+        *,
+        name_prefix: str = "",
+        labels: Mapping[str, str] | None = None,
+        page_size: int = 0,
+        page_token: str = "",
+    ) -> pb.ListAgentsResponse:
+        """One page of agents by name, those that have all the labels."""
+        request = pb.ListAgentsRequest(
+            name_prefix=name_prefix, labels=labels, page_size=page_size, page_token=page_token
+        )
+        return self._call(pb.ListAgentsResponse, request)
+
+    def get_agent(self, agent_id: str) -> pb.Agent:
+        return (self._call(pb.GetAgentResponse, pb.GetAgentRequest(agent_id=agent_id))).agent
+
+    def update_agent(
+        self,
+        agent_id: str,
+        *,
+        labels: Mapping[str, str] | None = None,
+        is_pinned: bool | None = None,
+        retained_versions: int | None = None,
+    ) -> pb.Agent:
+        """Change the fields that are given; labels that are not named stay, an empty value removes one."""
+        agent = pb.Agent(
+            agent_id=agent_id,
+            labels={name: value for name, value in (labels or {}).items() if value},
+            is_pinned=bool(is_pinned),
+            retained_versions=retained_versions or 0,
+        )
+        paths = [f"labels.{name}" for name in labels or ()]
+        paths += ["is_pinned"] * (is_pinned is not None) + ["retained_versions"] * (retained_versions is not None)
+        mask = field_mask_pb2.FieldMask(paths=paths)
+        return (self._call(pb.UpdateAgentResponse, pb.UpdateAgentRequest(agent=agent, update_mask=mask))).agent
+
+    def fork_agent(
+        self, source_agent_id: str, agent_id: str, kv_identity_hash: str = "", version: int | None = None
+    ) -> pb.Agent:
+        """Start an agent with the memory of another agent. Copies no blob. Raises NotFound, AlreadyExists."""
+        request = pb.ForkAgentRequest(
+            source_agent_id=source_agent_id, agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version
+        )
+        return (self._call(pb.ForkAgentResponse, request)).agent
+
+    def rollback_agent(
+        self, agent_id: str, version: int, kv_identity_hash: str = "", *, expected_version: int | None = None
+    ) -> pb.SnapshotVersion:
+        """Commit an old version again, as the newest. Raises NotFound, Conflict."""
+        request = pb.RollbackAgentRequest(
+            agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version, expected_version=expected_version
+        )
+        return (self._call(pb.RollbackAgentResponse, request)).snapshot
+
+    def delete_agent(self, agent_id: str, *, force: bool = False) -> pb.DeleteAgentResponse:
+        """Delete an agent; the response says when its bytes are freed. A pinned agent needs `force`.
+
+        Raises NotFound and FailedPrecondition.
+        """
+        return self._call(pb.DeleteAgentResponse, pb.DeleteAgentRequest(agent_id=agent_id, force=force))
+
+    def list_snapshots(
+        self, agent_id: str, kv_identity_hash: str = "", *, page_size: int = 0, page_token: str = ""
+    ) -> pb.ListSnapshotsResponse:
+        """One page of an agent's versions, newest first."""
+        request = pb.ListSnapshotsRequest(
+            agent_id=agent_id, kv_identity_hash=kv_identity_hash, page_size=page_size, page_token=page_token
+        )
+        return self._call(pb.ListSnapshotsResponse, request)
+
+    def get_snapshot(
+        self,
+        agent_id: str,
+        kv_identity_hash: str = "",
+        version: int | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[pb.SnapshotVersion, bytes]:
+        """A version (None: the newest; of the line used last) and its manifest's bytes, none if more than 2 MiB.
+
+        Raises NotFound, DataLoss.
+        """
+        request = pb.GetSnapshotRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)  # type: ignore[arg-type]
+        response = self._call(pb.GetSnapshotResponse, request, timeout_s)
+        return response.snapshot, response.manifest_bytes
+
+    def pull_agent(
+        self,
+        peer: str,
+        agent_id: str,
+        *,
+        local_agent_id: str = "",
+        kv_identity_hash: str = "",
+        on_progress: OnProgress | None = None,
+        timeout_s: float | None = None,
+    ) -> pb.SnapshotVersion:
+        """Let the store copy an agent's line from a peer of its configuration. Safe to repeat.
+
+        Raises NotFound (peer or agent), AlreadyExists (the line here is not an ancestor), Unavailable (peer), DataLoss.
+        """
+        request = pb.PullAgentRequest(
+            peer=peer, agent_id=agent_id, local_agent_id=local_agent_id, kv_identity_hash=kv_identity_hash
+        )
+        with closing(self._responses(self._stub.PullAgent, request, timeout_s)) as responses:
+            for response in responses:
+                if response.HasField("done"):
+                    return cast("pb.SnapshotVersion", response.done)
+                if on_progress is not None:
+                    on_progress(response.progress)
+        raise Internal("the pull ended without saying how")
+
+    def export_agent(
+        self, agent_id: str, kv_identity_hash: str = "", version: int | None = None, *, timeout_s: float | None = None
+    ) -> Generator[bytes, None, None]:
+        """The archive of one version, in pieces. Raises NotFound, DataLoss."""
+        request = pb.ExportAgentRequest(agent_id=agent_id, kv_identity_hash=kv_identity_hash, version=version)
+        with closing(self._responses(self._stub.ExportAgent, request, timeout_s)) as responses:
+            for response in responses:
+                yield response.data
+
+    def export_to_file(self, agent_id: str, path: Path, kv_identity_hash: str = "", version: int | None = None) -> int:
+        """Save the archive of one version; returns its size in bytes. The file appears whole or not at all."""
+        with new_file(path) as file:
+            with closing(self.export_agent(agent_id, kv_identity_hash, version)) as pieces:
+                for piece in pieces:
+                    file.write(piece)
+            return file.tell()
+
+    def import_agent(
+        self, agent_id: str, archive: Iterable[bytes], *, replace: bool = False, timeout_s: float | None = None
+    ) -> pb.SnapshotVersion:
+        """Read an archive into a new version of a line. Raises InvalidArgument, AlreadyExists, ResourceExhausted."""
+        requests = import_requests(agent_id, replace, archive)
+        return (self._call(pb.ImportAgentResponse, requests, timeout_s, has_deadline=False)).snapshot
+
+    def import_from_file(self, agent_id: str, path: Path, *, replace: bool = False) -> pb.SnapshotVersion:
+        """Send an archive that export_to_file saved."""
+        return self.import_agent(agent_id, pieces_of(path), replace=replace)

@@ -1,0 +1,52 @@
+"""Messages of a conversation in Python's own terms: words for roles, and a text for its parts."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from kvasir.common.v1 import message_pb2
+from kvasir.errors import InvalidArgument
+
+GivenMessage = message_pb2.Message | Mapping[str, Any]
+_ROLES = {
+    "system": message_pb2.ROLE_SYSTEM,
+    "user": message_pb2.ROLE_USER,
+    "assistant": message_pb2.ROLE_ASSISTANT,
+    "tool": message_pb2.ROLE_TOOL,
+}
+
+
+def message(
+    role: str,
+    content: str | Sequence[message_pb2.Part] = "",
+    *,
+    name: str = "",
+    tool_calls: Iterable[message_pb2.ToolCall | Mapping[str, str]] = (),
+    tool_call_id: str = "",
+) -> message_pb2.Message:
+    """One message; `role` is system, user, assistant or tool. Raises InvalidArgument for another role."""
+    if role not in _ROLES:
+        raise InvalidArgument(f"role: expected one of {', '.join(_ROLES)}, got {role[:40]!r}", field="role")
+    calls = [call if isinstance(call, message_pb2.ToolCall) else message_pb2.ToolCall(**call) for call in tool_calls]
+    # An answer that only calls tools says nothing, not an empty text.
+    parts = ([message_pb2.Part(text=content)] if content else []) if isinstance(content, str) else content
+    return message_pb2.Message(role=_ROLES[role], parts=parts, name=name, tool_calls=calls, tool_call_id=tool_call_id)
+
+
+def message_list(given: Sequence[GivenMessage], field_name: str) -> list[message_pb2.Message]:
+    """Messages, or mappings of the arguments of `message`. Raises InvalidArgument that names the message."""
+    found = []
+    for index, each in enumerate(given):
+        try:
+            found.append(each if isinstance(each, message_pb2.Message) else message(**each))
+        except InvalidArgument as error:
+            field = f"{field_name}[{index}].{error.field}"
+            raise InvalidArgument(f"{field_name}[{index}].{error.message}", field=field) from None
+        except (TypeError, ValueError, AttributeError) as error:
+            field = f"{field_name}[{index}]"
+            raise InvalidArgument(f"{field}: {type(error).__name__}: {str(error)[:200]}", field=field) from None
+    return found
+
+
+def text_of(said: message_pb2.Message) -> str:
+    """The message's texts in one."""
+    return "".join(part.text for part in said.parts)

@@ -1,0 +1,80 @@
+"""AgentService at the engine's address: every call goes on to the store of the caller's namespace.
+
+The engine asks the caller's role itself and calls the store with its own credential, so that whoever may use the engine
+needs no token of the store.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.credentials import ADMIN, CLIENT, ENGINE
+from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated, Unavailable
+from kvasir.server.interceptors import current_principal
+
+from inference_svc.memory.remote_cache import RemoteCache
+
+_SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["AgentService"]
+AGENT_SERVICE_NAME = _SERVICE.full_name
+_PEOPLE = frozenset({CLIENT, ADMIN})
+_READERS = frozenset({CLIENT, ADMIN, ENGINE})
+_READS = frozenset({"ListAgents", "GetAgent", "ListSnapshots", "GetSnapshot"})
+AGENT_ROLES: Mapping[str, frozenset[str]] = {
+    f"/{AGENT_SERVICE_NAME}/{method.name}": _READERS if method.name in _READS else _PEOPLE
+    for method in _SERVICE.methods
+}
+
+
+def add_agent_service(stores: Mapping[str, RemoteCache], server: Any) -> None:
+    """Serve every RPC of the contract's AgentService. `stores`: by namespace."""
+    service = AgentForwarding(stores)
+    handlers = {method.name: service.handler(method) for method in _SERVICE.methods}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE_NAME, handlers),))
+
+
+class AgentForwarding:
+    """Calls that go on to the caller's store."""
+
+    def __init__(self, stores: Mapping[str, RemoteCache]) -> None:
+        self._stores = stores
+
+    def handler(self, method: Any) -> Any:
+        """The gRPC handler of one RPC of the descriptor."""
+
+        async def one(request: Any, context: Any) -> Any:
+            try:
+                return await self._store().agents.call_rpc(method.name, request, context.time_remaining())
+            except (Unauthenticated, PermissionDenied) as error:
+                raise _refused(error) from None
+
+        async def many(request: Any, context: Any) -> AsyncIterator[Any]:
+            responses = self._store().agents.stream_rpc(method.name, request, context.time_remaining())
+            try:
+                async with aclosing(responses):
+                    async for response in responses:
+                        yield response
+            except (Unauthenticated, PermissionDenied) as error:
+                raise _refused(error) from None
+
+        read = message_factory.GetMessageClass(method.input_type).FromString
+        write = message_factory.GetMessageClass(method.output_type).SerializeToString
+        if method.server_streaming:
+            return grpc.unary_stream_rpc_method_handler(many, read, write)
+        make = grpc.stream_unary_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
+        return make(one, read, write)
+
+    def _store(self) -> RemoteCache:
+        store = self._stores.get(current_principal().namespace)
+        if store is None:
+            raise FailedPrecondition(
+                "this engine has no store for the caller's namespace, so its agents have no versions", reason="NO_STORE"
+            )
+        return store
+
+
+def _refused(error: Unauthenticated | PermissionDenied) -> Unavailable:
+    """The caller's role was asked already: what the store refuses is the engine's own credential."""
+    return Unavailable(f"the store refuses this engine: {error.message}", retry_after_s=5.0)

@@ -1,0 +1,98 @@
+"""The contract's ErrorReason names every reason that the services and the SDK give, with its codes and metadata.
+
+Read from the sources with `ast`: a new reason, code or number of an error is named in the proto first.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvasir import errors
+from kvasir.common.v1 import error_reason_pb2
+from kvasir.status import ANSWERS
+
+ROOT = Path(__file__).parents[2]
+PROTO = (ROOT / "proto/kvasir/common/v1/error_reason.proto").read_text()
+_VALUE = re.compile(r"  // (?P<comment>[^\n]*(?:\n  // [^\n]*)*)\n  ERROR_REASON_(?P<name>\w+) = \d+;")
+_KINDS = {kind.__name__: answer.code.name for kind, answer in ANSWERS.items()}
+# Programs that run at the caller's side: their reasons are for their own users, and no service sends them.
+_LOCAL = tuple(f"clients/python/kvasir/{each}" for each in ("cli/", "clients/archive_file.py", "formats/seed_file.py"))
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a value's comment says of its errors."""
+
+    codes: frozenset[str]
+    metadata: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error that some line makes."""
+
+    where: str
+    reason: str
+    code: str
+    metadata: frozenset[str]
+
+
+def promises() -> dict[str, Promise]:
+    found = {}
+    for match in _VALUE.finditer(PROTO):
+        comment = match["comment"].replace("\n  //", "")
+        codes = {word for word in re.findall(r"[A-Z_]{6,}", comment) if word in _KINDS.values()}
+        named = re.search(r"[A-Z_]{6,}: ([a-z_, ]+)\.$", comment)
+        found[match["name"]] = Promise(frozenset(codes), frozenset(named[1].split(", ") if named else ()))
+    return found
+
+
+def raised() -> Iterator[Raised]:
+    for folder in ("inference_svc", "cachestore_svc", "clients/python/kvasir"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name.startswith(_LOCAL):
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Call) and (found := _made(node, name)):
+                    yield found
+
+
+def _made(call: ast.Call, path: str) -> Raised | None:
+    kind = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    given = {each.arg: each.value for each in call.keywords}
+    reason = given.get("reason")
+    if kind not in _KINDS or not (reason is None or isinstance(reason, ast.Constant)):
+        return None
+    keys = given.get("metadata")
+    metadata = (
+        (each.value for each in keys.keys if isinstance(each, ast.Constant)) if isinstance(keys, ast.Dict) else ()
+    )
+    said = str(reason.value) if reason is not None else getattr(errors, kind).reason
+    return Raised(f"{path}:{call.lineno}", said, _KINDS[kind], frozenset(map(str, metadata)))
+
+
+def test_every_reason_has_a_code() -> None:
+    named = {name.removeprefix("ERROR_REASON_") for name, _ in error_reason_pb2.ErrorReason.items()} - {"UNSPECIFIED"}
+    assert set(promises()) == named
+    assert [name for name, promise in promises().items() if not promise.codes] == []
+
+
+def test_no_error_has_a_reason_a_code_or_metadata_that_the_contract_does_not_name() -> None:
+    found, known = list(raised()), promises()
+    assert len(found) > 200
+    assert [each for each in found if each.reason not in known] == []
+    assert [each for each in found if each.code not in known[each.reason].codes] == []
+    assert [each for each in found if each.metadata - known[each.reason].metadata] == []
+
+
+def test_the_contract_names_no_reason_that_nothing_gives() -> None:
+    sources = "\n".join(
+        path.read_text()
+        for folder in ("inference_svc", "cachestore_svc", "clients/python/kvasir")
+        for path in (ROOT / folder).rglob("*.py")
+        if "_pb2" not in path.name
+    )
+    assert [name for name in promises() if f'"{name}"' not in sources] == []
