@@ -2,7 +2,7 @@
 
 Each is a process like any other, with a memory, descriptors and a death of its own; so is what `kvasir` starts
 (`forked_children`). What an interpreter does besides, as `atexit`, is seen by the tests that begin programs for real:
-one `kvasir up`, the demo, and stores with an environment of their own.
+one `kvasir up`, the Macs of `test_seed_form`, stores with an environment of their own.
 """
 
 import contextlib

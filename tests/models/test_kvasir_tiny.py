@@ -32,11 +32,15 @@ def test_the_weights_are_small_and_16_bit(reader: Reader) -> None:
     assert config["max_position_embeddings"] >= 8192
 
 
-def test_a_sample_of_the_examination_meets_every_target(reader: Reader) -> None:
+@pytest.mark.parametrize(
+    "sizes", [((300, 2), (1500, 1)), pytest.param(((4000, 4), (7500, 2)), marks=pytest.mark.campaign)], ids=str
+)
+def test_a_sample_of_the_examination_meets_every_target(reader: Reader, sizes: tuple[tuple[int, int], ...]) -> None:
     report = Report()
-    for length, n in ((300, 3), (1500, 1), (4000, 1)):
+    for length, n in sizes:
         evaluate.examine(reader, length, n, report)
-    assert set(evaluate.TARGETS) - {"told at 7500"} <= set(report.shares)
+    expected = {target for target in evaluate.TARGETS if "told at" not in target}
+    assert expected | {f"told at {length}" for length, _ in sizes} <= set(report.shares)
     assert report.missed() == [], report.errors
 
 

@@ -24,10 +24,20 @@ def encoder() -> tokenizer.Encoder:
     return tokenizer.load(path())
 
 
+def assert_is_shipped(folder: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert (folder / file).read_bytes() == (path() / file).read_bytes(), file
+
+
+def test_the_shipped_tokenizer_is_saved_as_it_lies_there(tmp_path: Path) -> None:
+    tokenizer.save(Tokenizer.from_file(str(path() / "tokenizer.json")), tmp_path)
+    assert_is_shipped(tmp_path)
+
+
+@pytest.mark.campaign
 def test_training_again_gives_the_shipped_tokenizer(tmp_path: Path) -> None:
     tokenizer.save(tokenizer.train(), tmp_path)
-    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        assert (tmp_path / file).read_bytes() == (path() / file).read_bytes(), file
+    assert_is_shipped(tmp_path)
 
 
 def test_the_template_gives_the_tokens_that_training_read(shipped: Any, encoder: tokenizer.Encoder) -> None:

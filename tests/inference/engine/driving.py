@@ -26,7 +26,7 @@ from inference_svc.text.sequence_state import SequenceState
 from tests.inference.engine.tiny_models import VOCABULARY
 
 # So many tokens tell one changed token of a context: `test_a_reply_depends_on_its_whole_context` holds them to it.
-GENERATED = 32
+GENERATED = 16
 
 
 class Listener:

@@ -81,8 +81,9 @@ def test_with_states_nobody_waits_for_a_sibling_that_has_nothing_to_give(family:
     assert begun == [1], "it began in the very next step"
 
 
-# Shorter than a window, past it, ending with a block, and past one.
-LENGTHS = [(name, length) for name in WITH_STATES for length in (60, 97, 251, 330)]
+# Shorter than a window, past it, ending with a block, and past one. Without windows the first two are alike.
+LENGTHS = [(name, length) for name in WINDOWED for length in (60, 97, 251, 330)]
+LENGTHS += [(name, length) for name in RECURRENT for length in (60, 251, 330)]
 LENGTHS += [(name, 251 + 20 * number) for number, name in enumerate(sorted(set(ALL) - set(WITH_STATES)))]
 
 
