@@ -27,7 +27,7 @@ class GatewayProcess:
         self.port = _free_port()
         self.log_file = house.root / "gateway.log"
         self._arguments = [
-            *("--listen", f"127.0.0.1:{self.port}", "--engine", house.engine.address, "--store", house.store.address),
+            *("--listen", f"127.0.0.1:{self.port}", "--engine", house.engine.address),
             *("--state-dir", str(house.root / "gateway"), *options),
         ]
         self._program: Program | None = None

@@ -44,7 +44,6 @@ class Options:
 
     listen: str
     engine: str
-    store: str
     state_dir: Path
     token_file: Path | None = None
     ca_file: Path | None = None
@@ -87,7 +86,7 @@ async def serve(options: Options) -> int:
     conversations = Conversations(
         _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
     )
-    engine = EngineLink.connect(options.engine, options.store, token=token, tls=tls)
+    engine = EngineLink.connect(options.engine, token=token, tls=tls)
     around = Surroundings(
         engine=engine,
         gate=Gate(credentials, hosts=options.hosts, origins=options.origins),
@@ -162,7 +161,6 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser = argparse.ArgumentParser(prog="python -m kvasir_gateway", description=__doc__)
     parser.add_argument("--listen", default=DEFAULT_LISTEN, metavar="HOST:PORT", help="a loopback address")
     parser.add_argument("--engine", required=True, metavar="ADDRESS", help="unix:/path or host:port")
-    parser.add_argument("--store", required=True, metavar="ADDRESS", help="unix:/path or host:port")
     parser.add_argument("--state-dir", type=Path, required=True, help="where the key of conversations' names is kept")
     parser.add_argument("--token-file", type=Path, help="the gateway's own token, for an engine that wants one")
     parser.add_argument("--ca-file", type=Path, help="PEM: the engine's certificate, or its authority's")
@@ -178,7 +176,6 @@ def _options(arguments: Sequence[str] | None) -> Options:
     return Options(
         listen=given.listen,
         engine=given.engine,
-        store=given.store,
         state_dir=given.state_dir,
         token_file=given.token_file,
         ca_file=given.ca_file,

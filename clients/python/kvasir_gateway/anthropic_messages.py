@@ -8,7 +8,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.clients import Reply
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvasir_gateway.turn import Asked, Body, Lenient, Said, ToolUse, Turn, function_tool, given, refuse_unless, sse
 
@@ -63,8 +63,6 @@ class OutputConfig(Lenient):
 class CountedMessages(Body):
     """The body of /v1/messages/count_tokens, and most of that of /v1/messages."""
 
-    model_config = ConfigDict(title="CountTokensRequest")
-
     model: Annotated[str, MinLen(1)]
     messages: Annotated[list[AnthropicMessage], MinLen(1)]
     system: str | list[Block] | None = None
@@ -103,8 +101,6 @@ class CountedMessages(Body):
 
 class MessagesRequest(CountedMessages):
     """The body of /v1/messages."""
-
-    model_config = ConfigDict(title="MessagesRequest")
 
     max_tokens: Annotated[int, Ge(1)]
     stream: bool | None = None

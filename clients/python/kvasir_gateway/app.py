@@ -1,9 +1,11 @@
 """The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
@@ -17,12 +19,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvasir_gateway import anthropic_messages, errors, models, openai_chat, openai_completions, openai_responses
+from kvasir_gateway import (
+    agents,
+    anthropic_messages,
+    errors,
+    models,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+    openapi,
+)
 from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.security import Gate
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
+_MAX_PAGE = 1000
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
 
@@ -65,6 +77,7 @@ class Gateway:
 
     def __init__(self, around: Surroundings) -> None:
         self._around = around
+        self._document = openapi.document(version("kvasir"))
 
     def app(self) -> ASGIApp:
         post = partial(self._route, methods=["POST"])
@@ -75,9 +88,17 @@ class Gateway:
             post("/v1/responses", self.responses),
             post("/v1/messages", self.messages),
             post("/v1/messages/count_tokens", self.count_tokens),
+            post("/v1/agents/{agent_id:path}/generate", self.agent_generate),
+            post("/v1/agents/{agent_id:path}/fork", self.fork_agent),
+            post("/v1/agents/{agent_id:path}/rollback", self.rollback_agent),
+            get("/v1/agents/{agent_id:path}/versions", self.list_versions),
+            get("/v1/agents", self.list_agents),
+            get("/v1/agents/{agent_id:path}", self.get_agent),
+            self._route("/v1/agents/{agent_id:path}", self.delete_agent, methods=["DELETE"]),
             get("/v1/models", self.list_models),
             get("/v1/models/{name:path}", self.get_model),
             get("/healthz", self.healthz, is_open=True),
+            get("/openapi.json", self.describe, is_open=True),
         ]
         handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
         return Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
@@ -120,18 +141,56 @@ class Gateway:
         asked = await self._body(call, anthropic_messages.CountedMessages)
         return JSONResponse({"input_tokens": await call.caller.count(asked.turn())})
 
+    async def agent_generate(self, call: Call) -> Answer:
+        asked = await self._body(call, agents.AgentTurn)
+        named = replace(call, agent_id=_agent_in_path(call))
+        return await self._answer(named, asked.turn(), agents.whole, agents.AgentEvents)
+
+    async def list_agents(self, call: Call) -> Response:
+        name_prefix = call.request.query_params.get("name_prefix", "")
+        return JSONResponse(agents.shown(await call.caller.client.list_agents(name_prefix=name_prefix, **_page(call))))
+
+    async def get_agent(self, call: Call) -> Response:
+        return JSONResponse(agents.shown(await call.caller.client.get_agent(_agent_in_path(call))))
+
+    async def list_versions(self, call: Call) -> Response:
+        return JSONResponse(agents.shown(await call.caller.client.list_snapshots(_agent_in_path(call), **_page(call))))
+
+    async def fork_agent(self, call: Call) -> Response:
+        asked = await self._body(call, agents.ForkRequest)
+        name = check_agent_id(asked.agent_id)
+        forked = await call.caller.client.fork_agent(_agent_in_path(call), name, version=asked.version)
+        return JSONResponse(agents.shown(forked), 201)
+
+    async def rollback_agent(self, call: Call) -> Response:
+        asked = await self._body(call, agents.RollbackRequest)
+        made = await call.caller.client.rollback_agent(
+            _agent_in_path(call), asked.version, expected_version=asked.expected_version
+        )
+        return JSONResponse(agents.shown(made))
+
+    async def delete_agent(self, call: Call) -> Response:
+        force = call.request.query_params.get("force", "false")
+        if force not in ("true", "false"):
+            raise InvalidArgument("force: expected true or false", field="force")
+        gone = await call.caller.client.delete_agent(_agent_in_path(call), force=force == "true")
+        return JSONResponse(agents.shown(gone))
+
     async def list_models(self, call: Call) -> Response:
-        found = await call.caller.turns.list_models()
+        found = await call.caller.client.list_models()
         return JSONResponse(models.listed(found, for_anthropic="anthropic-version" in call.request.headers))
 
     async def get_model(self, call: Call) -> Response:
-        found = await call.caller.turns.get_model(call.request.path_params["name"])
+        found = await call.caller.client.get_model(call.request.path_params["name"])
         return JSONResponse(models.one(found, for_anthropic="anthropic-version" in call.request.headers))
 
     async def healthz(self, _call: Call) -> Response:
         health = await self._around.engine.health()
         is_well = all(health.values())
         return JSONResponse({"status": "ok" if is_well else "unwell", **health}, 200 if is_well else 503)
+
+    async def describe(self, _call: Call) -> Response:
+        return JSONResponse(self._document)
 
     async def _answer(self, call: Call, turn: Turn, whole: Whole, chunks: Callable[[Asked], Chunks]) -> Answer:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
@@ -276,6 +335,19 @@ def _agent_of(request: Request) -> str:
     except UnicodeDecodeError:
         raise InvalidArgument("x-agent-id: expected UTF-8", field="x-agent-id") from None
     return check_agent_id(name, "x-agent-id")
+
+
+def _agent_in_path(call: Call) -> str:
+    return check_agent_id(call.request.path_params["agent_id"])
+
+
+def _page(call: Call) -> dict[str, Any]:
+    """Which page of a list a query asks for. Raises InvalidArgument."""
+    query = call.request.query_params
+    size = query.get("page_size", "0")
+    if not re.fullmatch("[0-9]{1,4}", size) or int(size) > _MAX_PAGE:
+        raise InvalidArgument(f"page_size: expected a number up to {_MAX_PAGE}", field="page_size")
+    return {"page_size": int(size), "page_token": query.get("page_token", "")}
 
 
 def _request_id(request: Request, new: Callable[[], str]) -> str:

@@ -50,10 +50,11 @@ class AgentRecords(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tip:
-    """The point of an agent's memory at which a conversation was answered. Version 0: the newest."""
+    """The point of an agent's memory at which a conversation was answered."""
 
     agent_id: str
-    version: int
+    version: int  # 0: it is not known which
+    is_newest: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +83,9 @@ class Conversations:
         self._now = now
         self._max_kept = max_kept
         self._expiry = expiry
-        self._tips: OrderedDict[tuple[str, str], Tip] = OrderedDict()
-        self._newest: dict[tuple[str, str], int] = {}
+        # By namespace and digest the agent and its version, and by agent the digest of its newest answer.
+        self._answers: OrderedDict[tuple[str, str], tuple[str, int]] = OrderedDict()
+        self._newest: dict[tuple[str, str], str] = {}
         self._busy: set[tuple[str, str]] = set()
         self._tidied: dict[str, datetime] = {}
 
@@ -93,8 +95,7 @@ class Conversations:
         name = f"{PREFIX}{points[0].digest[:_DIGEST_CHARS]}/{self._new_name()}"
         found = self._tip(namespace, points) or await self._stored_tip(points[0], messages, records)
         if found is not None:
-            agent = (namespace, found.agent_id)
-            if agent not in self._busy and found.version in (0, self._newest.get(agent, found.version)):
+            if found.is_newest and (namespace, found.agent_id) not in self._busy:
                 name = found.agent_id
             else:
                 await _fork(found, name, records)
@@ -106,13 +107,12 @@ class Conversations:
     ) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
         *_, last = self._points((*messages, reply), hint)
-        self._tips[namespace, last.digest] = Tip(agent_id, version)
-        self._tips.move_to_end((namespace, last.digest))
-        if len(self._tips) > _MAX_TIPS:
-            _, gone = self._tips.popitem(last=False)
-            self._newest.pop((namespace, gone.agent_id), None)
-        if version:
-            self._newest[namespace, agent_id] = version
+        self._answers[namespace, last.digest] = (agent_id, version)
+        self._answers.move_to_end((namespace, last.digest))
+        self._newest[namespace, agent_id] = last.digest
+        if len(self._answers) > _MAX_TIPS:
+            (where, _), (forgotten, _) = self._answers.popitem(last=False)
+            self._newest.pop((where, forgotten), None)
 
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did."""
@@ -138,8 +138,9 @@ class Conversations:
     def _tip(self, namespace: str, points: Sequence[_Point]) -> Tip | None:
         """The longest known prefix that ends with a reply. The opening is none: equal ones are different talks."""
         for point in reversed(points[1:]):
-            if (tip := self._tips.get((namespace, point.digest))) is not None:
-                return tip
+            if (answer := self._answers.get((namespace, point.digest))) is not None:
+                agent_id, version = answer
+                return Tip(agent_id, version, self._newest.get((namespace, agent_id)) == point.digest)
         return None
 
     async def _stored_tip(self, opening: _Point, messages: Sequence[Said], records: AgentRecords) -> Tip | None:
@@ -158,8 +159,8 @@ class Conversations:
                 best, best_common, is_whole = agent, common, common == len(remembered)
         if best is None:
             return None
-        # Version -1 is never the newest: a memory that goes on otherwise is forked, and the fork cut by the engine.
-        return Tip(best.agent_id, 0 if is_whole else -1)
+        # A memory that went on otherwise is forked, and the fork is cut by the engine.
+        return Tip(best.agent_id, 0, is_whole)
 
     def _points(self, messages: Sequence[Said], hint: str) -> Iterator[_Point]:
         """The opening (to the first message that is not the system's), then each prefix that ends with a reply."""
@@ -187,9 +188,9 @@ def common_messages(ones: Sequence[Said], others: Sequence[Said]) -> int:
 
 async def _fork(found: Tip, name: str, records: AgentRecords) -> None:
     """Begin a branch. A version that is not kept any more is a miss: the newest may still share a part."""
-    for version in (found.version, 0) if found.version > 0 else (0,):
+    for version in (found.version, None) if found.version else (None,):
         try:
-            await records.fork(found.agent_id, name, version or None)
+            await records.fork(found.agent_id, name, version)
         except KvasirError:
             continue
         return

@@ -7,7 +7,7 @@ from datetime import UTC
 from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.clients import AioInferenceClient, AioStoreClient, GenerateOptions, Tls
+from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.errors import KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
@@ -21,9 +21,8 @@ _PAGE = 1000
 class CallerAtEngine:
     """The engine as one caller may use it."""
 
-    def __init__(self, turns: AioInferenceClient, agents: AioStoreClient) -> None:
-        self.turns = turns
-        self.agents = agents
+    def __init__(self, client: AioInferenceClient) -> None:
+        self.client = client
 
     async def generate(self, turn: Turn, agent_id: str, request_id: str) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A turn's events. Closing the generator cancels the turn."""
@@ -34,24 +33,28 @@ class CallerAtEngine:
             json_schema=turn.json_schema,
             regex=turn.regex,
             tools=turn.tools,
+            expected_version=turn.expected_version,
+            keep_partial=turn.keep_partial,
             request_id=request_id,
         )
-        messages = [mapping(message) for message in turn.messages] if turn.messages else None
-        given: dict[str, Any] = {"messages": messages} if messages else {"prompt": turn.prompt}
-        async with aclosing(self.turns.generate(**given, options=options)) as events:
+        messages = [mapping(message) for message in turn.messages]
+        given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
+        if not messages:
+            given = {"prompt": turn.prompt}
+        async with aclosing(self.client.generate(**given, options=options)) as events:
             async for event in events:
                 yield event
 
     async def count(self, turn: Turn) -> int:
         messages = [mapping(message) for message in turn.messages]
-        return await self.turns.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
+        return await self.client.count_tokens(messages=messages, tools=turn.tools, model=turn.model)
 
     async def kept(self, name_prefix: str) -> list[Kept]:
         """All agents whose names begin so."""
         found: list[Kept] = []
         token = ""
         while True:
-            page = await self.agents.list_agents(name_prefix=name_prefix, page_size=_PAGE, page_token=token)
+            page = await self.client.list_agents(name_prefix=name_prefix, page_size=_PAGE, page_token=token)
             found += [_kept(agent) for agent in page.agents]
             token = page.next_page_token
             if not token:
@@ -60,7 +63,7 @@ class CallerAtEngine:
     async def messages(self, agent_id: str) -> Sequence[Said]:
         """What an agent remembers; nothing when that cannot be said."""
         try:
-            _, data = await self.agents.get_snapshot(agent_id)
+            _, data = await self.client.get_snapshot(agent_id)
             return [_said(message) for message in manifest.parse(data).messages]
         except KvasirError:
             return ()
@@ -68,9 +71,9 @@ class CallerAtEngine:
     async def messages_of_turn(self, agent_id: str, request_id: str) -> Sequence[Said]:
         """What an agent remembered when a turn had ended; nothing when that version is not kept."""
         try:
-            versions = await self.agents.list_snapshots(agent_id)
+            versions = await self.client.list_snapshots(agent_id)
             for version in versions.snapshots:
-                _, data = await self.agents.get_snapshot(agent_id, version=version.version)
+                _, data = await self.client.get_snapshot(agent_id, version=version.version)
                 parsed = manifest.parse(data)
                 if parsed.turn.request_id == request_id:
                     return [_said(message) for message in parsed.messages]
@@ -79,42 +82,40 @@ class CallerAtEngine:
         return ()
 
     async def fork(self, source: str, name: str, version: int | None) -> None:
-        await self.agents.fork_agent(source, name, version=version)
+        await self.client.fork_agent(source, name, version=version)
 
     async def delete(self, agent_id: str) -> None:
-        await self.agents.delete_agent(agent_id)
+        await self.client.delete_agent(agent_id)
 
 
 class EngineLink:
     """One channel to the engine, for all callers."""
 
-    def __init__(self, turns: AioInferenceClient, agents: AioStoreClient) -> None:
-        self._own = CallerAtEngine(turns, agents)
+    def __init__(self, own: AioInferenceClient) -> None:
+        self._own = CallerAtEngine(own)
 
     @classmethod
-    def connect(cls, address: str, store: str, *, token: str | None = None, tls: Tls | None = None) -> "EngineLink":
+    def connect(cls, address: str, *, token: str | None = None, tls: Tls | None = None) -> "EngineLink":
         """`token`: the gateway's own, for its health and for callers without a key. Raises InvalidArgument."""
-        turns = AioInferenceClient.connect(address, token=token, tls=tls)
-        return cls(turns, AioStoreClient.connect(store, token=token, tls=tls))
+        return cls(AioInferenceClient.connect(address, token=token, tls=tls))
 
     def of(self, token: str | None) -> CallerAtEngine:
         """The engine for the caller with this token; None: for the gateway itself."""
         if token is None:
             return self._own
-        return CallerAtEngine(self._own.turns.with_token(token), self._own.agents.with_token(token))
+        return CallerAtEngine(self._own.client.with_token(token))
 
     async def health(self, within_s: float = 2.0) -> dict[str, bool]:
         """Whether the engine answers, and whether it reaches its store."""
         try:
             async with asyncio.timeout(within_s):
-                stats = await self._own.turns.get_stats()
+                stats = await self._own.client.get_stats()
         except (KvasirError, TimeoutError):
             return {"engine": False, "store": False}
         return {"engine": True, "store": stats.store_is_reachable}
 
     async def close(self) -> None:
-        await self._own.turns.close()
-        await self._own.agents.close()
+        await self._own.client.close()
 
 
 def mapping(message: Said) -> dict[str, Any]:

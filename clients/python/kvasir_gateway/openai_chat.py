@@ -8,7 +8,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.clients import Choice, Reply
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvasir_gateway.turn import (
     REASONS,
@@ -125,8 +125,6 @@ class SamplingFields(Body):
 
 class ChatRequest(SamplingFields):
     """The body of /v1/chat/completions."""
-
-    model_config = ConfigDict(title="ChatCompletionRequest")
 
     messages: Annotated[list[ChatMessage], MinLen(1)]
     max_completion_tokens: Annotated[int, Ge(1)] | None = None

@@ -5,7 +5,7 @@ from typing import Any
 from kvasir.clients import Reply
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvasir_gateway.openai_chat import DONE, SamplingFields, usage
 from kvasir_gateway.turn import REASONS, Asked, Turn, comment, refuse_unless, sse
@@ -13,8 +13,6 @@ from kvasir_gateway.turn import REASONS, Asked, Turn, comment, refuse_unless, ss
 
 class CompletionRequest(SamplingFields):
     """The body of /v1/completions."""
-
-    model_config = ConfigDict(title="CompletionRequest")
 
     prompt: str | list[str] = Field(description="One text; special tokens in it are special.")
     suffix: str | None = Field(None, description="Refused.")

@@ -15,7 +15,7 @@ from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.clients import Reply
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
 from kvasir_gateway.turn import (
@@ -62,8 +62,6 @@ class TextSettings(Body):
 
 class ResponsesRequest(Body):
     """The body of /v1/responses."""
-
-    model_config = ConfigDict(title="ResponsesRequest")
 
     model: Annotated[str, MinLen(1)]
     input: str | Annotated[list[Item], MinLen(1)]

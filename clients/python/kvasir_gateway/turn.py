@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from kvasir.clients import Reply
+from kvasir.clients.generate_options import JsonSchema
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict
@@ -38,12 +39,14 @@ class Turn:
     model: str
     messages: tuple[Said, ...] = ()
     prompt: str = ""
-    # Only what is new since `resumes`, which names a version of an agent.
-    resumes: tuple[str, int] | None = None
+    # The messages follow those that the agent remembers.
+    is_append: bool = False
+    expected_version: int | None = None
+    keep_partial: bool = False
     tools: tuple[pb.Tool, ...] = ()
     # Fields of pb.Sampling; what is absent takes the engine's default.
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    json_schema: str | None = None
+    json_schema: JsonSchema | None = None
     regex: str | None = None
     is_streamed: bool = False
     # Keeps conversations with the same opening apart. Never an identity.

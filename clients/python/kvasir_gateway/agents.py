@@ -1,0 +1,114 @@
+"""Kvasir's own API over HTTP: agents by name, as JSON of the contract's messages, and their turns."""
+
+from typing import Annotated, Any
+
+from annotated_types import Ge, Le, MaxLen, MinLen
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from kvasir.clients import Reply
+from kvasir.errors import InvalidArgument
+from kvasir.inference.v1 import inference_pb2 as pb
+from pydantic import Field
+
+from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
+from kvasir_gateway.turn import Asked, Body, Turn, function_tool, given, sse
+
+_MAX_INT64 = (1 << 63) - 1
+Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
+
+
+class AgentSampling(Body):
+    """The settings of the contract's Sampling; what is absent takes the engine's default."""
+
+    max_tokens: Annotated[int, Ge(1), Le((1 << 31) - 1)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Ge(0), Le((1 << 31) - 1)] | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Ge(0), Le((1 << 64) - 1)] | None = None
+    stop: Annotated[list[str], MaxLen(16)] | None = None
+    repetition_penalty: float | None = None
+
+
+class AgentTurn(Body):
+    """The body of /v1/agents/{agent_id}/generate: exactly one of prompt, messages and append_messages."""
+
+    model: str = Field("", description="Empty: the loaded model.")
+    prompt: Annotated[str, MinLen(1)] | None = None
+    messages: Annotated[list[ChatMessage], MinLen(1)] | None = Field(None, description="The whole conversation.")
+    append_messages: Annotated[list[ChatMessage], MinLen(1)] | None = Field(
+        None, description="What is new; it follows what the agent remembers."
+    )
+    expected_version: Annotated[int, Ge(0), Le(_MAX_INT64)] | None = None
+    sampling: AgentSampling | None = None
+    tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    keep_partial: bool = Field(False, description="Remember what was generated before a disconnect.")
+    stream: bool = Field(False, description="Answer with the contract's events, as server-sent events.")
+
+    def turn(self) -> Turn:
+        """What the engine is asked. Raises InvalidArgument."""
+        inputs = [each for each in (self.prompt, self.messages, self.append_messages) if each is not None]
+        if len(inputs) != 1:
+            raise InvalidArgument("input: expected exactly one of prompt, messages and append_messages", field="input")
+        if self.json_schema is not None and self.regex is not None:
+            raise InvalidArgument("regex: expected json_schema or regex, got both", field="regex")
+        functions = [tool.function for tool in self.tools or ()]
+        return Turn(
+            model=self.model,
+            prompt=self.prompt or "",
+            messages=said(self.messages or self.append_messages or ()),
+            is_append=self.append_messages is not None,
+            expected_version=self.expected_version,
+            keep_partial=self.keep_partial,
+            sampling=given(**self.sampling.model_dump()) if self.sampling is not None else {},
+            tools=tuple(function_tool(each.name, each.description, each.parameters) for each in functions),
+            json_schema=self.json_schema,
+            regex=self.regex,
+            is_streamed=self.stream,
+        )
+
+
+class ForkRequest(Body):
+    """The body of /v1/agents/{agent_id}/fork."""
+
+    agent_id: Annotated[str, MinLen(1), MaxLen(256)] = Field(description="The new agent's name.")
+    version: Version | None = Field(None, description="The version to begin with; left out: the newest.")
+
+
+class RollbackRequest(Body):
+    """The body of /v1/agents/{agent_id}/rollback."""
+
+    version: Version = Field(description="The version to make newest again, as a new one.")
+    expected_version: Version | None = Field(None, description="The newest version as the caller knows it.")
+
+
+def shown(message: Message) -> dict[str, Any]:
+    """A message of the contract as JSON. Numbers of 64 bits are strings there."""
+    return MessageToDict(message, preserving_proto_field_name=True)
+
+
+def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
+    """A turn's answer: the contract's first and last event, and the text between them."""
+    return {
+        "agent_id": asked.agent_id,
+        "started": shown(reply.started),
+        "text": reply.text,
+        "reasoning_text": reply.reasoning_text,
+        "finished": shown(reply.finished),
+    }
+
+
+class AgentEvents:
+    """The contract's events as server-sent events."""
+
+    def __init__(self, asked: Asked) -> None:
+        self._asked = asked
+
+    def frames(self, event: pb.GenerateResponse) -> str:
+        kind = event.WhichOneof("event") or "unknown"
+        return sse(shown(event), kind)
+
+    def end(self) -> str:
+        return ""

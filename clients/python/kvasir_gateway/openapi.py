@@ -1,0 +1,195 @@
+"""The OpenAPI document: one row per operation, and the schemas of the bodies that the gateway reads."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvasir.names import MAX_NAME_BYTES
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from kvasir_gateway.agents import AgentTurn, ForkRequest, RollbackRequest
+from kvasir_gateway.anthropic_messages import CountedMessages, MessagesRequest
+from kvasir_gateway.openai_chat import ChatRequest
+from kvasir_gateway.openai_completions import CompletionRequest
+from kvasir_gateway.openai_responses import ResponsesRequest
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One row of the document."""
+
+    method: str
+    path: str
+    summary: str
+    # Fields that every answer has.
+    answers: tuple[str, ...]
+    body: type[BaseModel] | None = None
+    query: tuple[str, ...] = ()
+    status: int = 200
+    streams: bool = False
+    # As the body of the answer when something is wrong.
+    error: str = "OpenAiError"
+    is_open: bool = False
+
+
+_COMPLETION = ("id", "object", "created", "model", "choices")
+OPERATIONS = (
+    Operation("post", "/v1/chat/completions", "OpenAI's chat completions", _COMPLETION, ChatRequest, streams=True),
+    Operation("post", "/v1/completions", "OpenAI's completions", _COMPLETION, CompletionRequest, streams=True),
+    Operation("post", "/v1/responses", "OpenAI's responses", ("id", "output"), ResponsesRequest, streams=True),
+    Operation("get", "/v1/models", "The engine's models", ("data",)),
+    Operation("get", "/v1/models/{model}", "One model", ("id",)),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Anthropic's messages",
+        ("id", "content", "usage"),
+        MessagesRequest,
+        streams=True,
+        error="AnthropicError",
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Anthropic's counting of tokens",
+        ("input_tokens",),
+        CountedMessages,
+        error="AnthropicError",
+    ),
+    Operation(
+        "post",
+        "/v1/agents/{agent_id}/generate",
+        "A turn of an agent, in the contract's own terms",
+        ("started", "text", "finished"),
+        AgentTurn,
+        streams=True,
+        error="KvasirError",
+    ),
+    Operation(
+        "post",
+        "/v1/agents/{agent_id}/fork",
+        "A new agent with this one's memory",
+        ("agent_id",),
+        ForkRequest,
+        (),
+        201,
+        error="KvasirError",
+    ),
+    Operation(
+        "post",
+        "/v1/agents/{agent_id}/rollback",
+        "Make an old version the newest again",
+        ("version",),
+        RollbackRequest,
+        error="KvasirError",
+    ),
+    Operation(
+        "get",
+        "/v1/agents/{agent_id}/versions",
+        "An agent's versions, newest first",
+        (),
+        query=("page_size", "page_token"),
+        error="KvasirError",
+    ),
+    Operation(
+        "get",
+        "/v1/agents",
+        "Agents by name",
+        (),
+        query=("name_prefix", "page_size", "page_token"),
+        error="KvasirError",
+    ),
+    Operation("get", "/v1/agents/{agent_id}", "One agent", ("agent_id",), error="KvasirError"),
+    Operation("delete", "/v1/agents/{agent_id}", "Forget an agent", (), query=("force",), error="KvasirError"),
+    Operation("get", "/healthz", "Whether engine and store are well: 503 when not", ("status",), is_open=True),
+)
+_QUERY: dict[str, Json] = {
+    "page_size": {"type": "integer", "minimum": 0, "maximum": 1000},
+    "force": {"type": "boolean"},
+}
+_ERRORS: dict[str, Json] = {
+    "OpenAiError": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"]}},
+    },
+    "AnthropicError": {
+        "type": "object",
+        "required": ["type", "error"],
+        "properties": {"error": {"type": "object", "required": ["type", "message"]}},
+    },
+    "KvasirError": {
+        "type": "object",
+        "required": ["error"],
+        "properties": {"error": {"type": "object", "required": ["code", "message"]}},
+    },
+}
+
+
+def document(version: str) -> Json:
+    """The whole document."""
+    bodies = [operation.body for operation in OPERATIONS if operation.body is not None]
+    _, schemas = models_json_schema(
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
+    )
+    paths: dict[str, Json] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Kvasir's gateway",
+            "version": version,
+            "description": "x-agent-id names the agent whose memory a turn reads and extends. Without it, a "
+            "conversation is found again by its messages.",
+        },
+        "security": [{"bearer": []}, {"key": []}],
+        "paths": paths,
+        "components": {
+            "schemas": {**schemas.get("$defs", {}), **_ERRORS},
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
+    }
+
+
+def _operation(operation: Operation) -> Json:
+    answer = {"type": "object", "required": list(operation.answers)}
+    content: Json = {"application/json": {"schema": answer}}
+    if operation.streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"description": "A refusal", "content": {"application/json": {"schema": _ref(operation.error)}}}
+    told: Json = {
+        "summary": operation.summary,
+        "operationId": f"{operation.method}{operation.path}".translate(str.maketrans("/{}", "___")),
+        "parameters": _parameters(operation),
+        "responses": {str(operation.status): {"description": "Done", "content": content}, "default": error},
+    }
+    if operation.is_open:
+        told["security"] = []
+        told["responses"]["503"] = {"description": "Not well", "content": content}
+    if operation.body is not None:
+        schema = _ref(operation.body.__name__)
+        told["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return told
+
+
+def _parameters(operation: Operation) -> list[Json]:
+    name = {"type": "string", "minLength": 1, "maxLength": MAX_NAME_BYTES}
+    found = [
+        {"name": part[1:-1], "in": "path", "required": True, "schema": name}
+        for part in operation.path.split("/")
+        if part.startswith("{")
+    ]
+    found += [{"name": each, "in": "query", "schema": _QUERY.get(each, {"type": "string"})} for each in operation.query]
+    if operation.streams and "{agent_id}" not in operation.path:
+        found.append({"name": "x-agent-id", "in": "header", "schema": name})
+    return found
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": f"#/components/schemas/{name}"}

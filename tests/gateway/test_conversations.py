@@ -1,0 +1,187 @@
+"""Where a conversation that names no agent finds its memory: by its messages, and by nothing else."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from itertools import count
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvasir.errors import NotFound, Unavailable
+from kvasir_gateway.conversations import PREFIX, Conversations, Kept
+from kvasir_gateway.turn import Said, ToolUse
+
+KEY = bytes(32)
+NUMBERS = count()
+START = datetime(2026, 11, 1, tzinfo=UTC)
+
+
+class Records:
+    """Agents of one namespace, in memory."""
+
+    def __init__(self) -> None:
+        self.remembered: dict[str, tuple[Said, ...]] = {}
+        self.used: dict[str, datetime] = {}
+        self.forks: list[tuple[str, int | None]] = []
+        self.is_down = False
+
+    async def kept(self, name_prefix: str) -> list[Kept]:
+        if self.is_down:
+            raise Unavailable("down")
+        return [Kept(name, self.used.get(name, START), 1) for name in self.remembered if name.startswith(name_prefix)]
+
+    async def messages(self, agent_id: str) -> Sequence[Said]:
+        return self.remembered.get(agent_id, ())
+
+    async def fork(self, source: str, name: str, version: int | None) -> None:
+        if source not in self.remembered:
+            raise NotFound("gone")
+        self.forks.append((source, version))
+        self.remembered[name] = self.remembered[source]
+
+    async def delete(self, agent_id: str) -> None:
+        del self.remembered[agent_id]
+
+
+def conversations(now: Callable[[], datetime] = lambda: START, max_kept: int = 1000) -> Conversations:
+    return Conversations(KEY, new_name=lambda: str(next(NUMBERS)), now=now, max_kept=max_kept)
+
+
+def user(text: str) -> Said:
+    return Said("user", text)
+
+
+def reply(text: str) -> Said:
+    return Said("assistant", text)
+
+
+class Talk:
+    """A client that sends whole conversations, as chat APIs want it."""
+
+    def __init__(self, known: Conversations, records: Records, namespace: str = "n") -> None:
+        self.known, self.records, self.namespace = known, records, namespace
+        self.versions: dict[str, int] = {}
+
+    def turn(self, *messages: Said, answer: str = "", hint: str = "") -> str:
+        return asyncio.run(self._turn(messages, answer or f"answer to {messages[-1].content}", hint))
+
+    async def _turn(self, messages: tuple[Said, ...], answer: str, hint: str) -> str:
+        agent = await self.known.agent_for(self.namespace, messages, hint, self.records)
+        self.records.remembered[agent] = (*messages, reply(answer))
+        version = self.versions[agent] = self.versions.get(agent, 0) + 1
+        self.known.answered(self.namespace, agent, messages, reply(answer), hint, version)
+        self.known.left(self.namespace, agent)
+        return agent
+
+
+def test_a_next_turn_extends_the_same_agent_and_an_equal_opening_does_not() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi")
+    assert talk.turn(user("Hello"), reply("Hi"), user("more")) == first
+    # As a client repeats it: other ids, other spaces.
+    again = talk.turn(user("Hello "), reply(" Hi"), user("more"), reply("answer to more"), user("and more"))
+    assert again == first
+    assert talk.turn(user("Hello")) != first
+    assert talk.records.forks == []
+
+
+def test_going_on_from_an_older_point_is_a_branch() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi")
+    talk.turn(user("Hello"), reply("Hi"), user("one"))
+    branch = talk.turn(user("Hello"), reply("Hi"), user("two"))
+    assert branch != first
+    assert talk.records.forks == [(first, 1)]
+    # Both go on apart.
+    assert talk.turn(user("Hello"), reply("Hi"), user("one"), reply("answer to one"), user("x")) == first
+    assert talk.turn(user("Hello"), reply("Hi"), user("two"), reply("answer to two"), user("x")) == branch
+
+
+def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi")
+    asked = (user("Hello"), reply("Hi"), user("more"))
+    held = asyncio.run(talk.known.agent_for("n", asked, "", talk.records))
+    assert held == first
+    assert talk.turn(*asked) != first
+
+
+def test_after_a_restart_the_stored_messages_say_which_agent_it_was() -> None:
+    records = Records()
+    first = Talk(conversations(), records).turn(user("Hello"), answer="Hi")
+    restarted = Talk(conversations(), records)
+    assert restarted.turn(user("Hello"), reply("Hi"), user("more")) == first
+    # From the middle of what is stored: a branch of its newest version, which the engine cuts.
+    branch = Talk(conversations(), records).turn(user("Hello"), reply("Hi"), user("other"))
+    assert branch != first
+    assert records.forks == [(first, None)]
+
+
+def test_namespaces_hints_and_keys_keep_conversations_apart() -> None:
+    known, records = conversations(), Records()
+    asked = (user("Hello"), reply("Hi"), user("more"))
+    first = Talk(known, records).turn(user("Hello"), answer="Hi")
+    assert Talk(known, Records(), "other").turn(*asked) != first
+    assert Talk(known, records).turn(*asked, hint="another user") != first
+    other_key = Conversations(b"k" * 32, new_name=lambda: "x", now=lambda: START)
+    name = asyncio.run(other_key.agent_for("n", [user("Hello")], "", records))
+    assert name.split("/")[1] != first.split("/")[1]
+
+
+def test_a_store_that_is_down_costs_a_memory_and_not_the_turn() -> None:
+    records = Records()
+    Talk(conversations(), records).turn(user("Hello"), answer="Hi")
+    records.is_down = True
+    assert Talk(conversations(), records).turn(user("Hello"), reply("Hi"), user("more")).startswith(PREFIX)
+
+
+def test_what_is_expired_or_too_much_is_deleted_and_nothing_that_is_used() -> None:
+    records = Records()
+    now = [START]
+    known = conversations(lambda: now[0], max_kept=3)
+    for number in range(6):
+        records.remembered[f"{PREFIX}a/{number}"] = ()
+        records.used[f"{PREFIX}a/{number}"] = START + timedelta(hours=number)
+    records.remembered["ada"] = ()
+    now[0] += timedelta(hours=6)
+    assert asyncio.run(known.tidy("n", records)) == 3
+    assert asyncio.run(known.tidy("n", records)) == 0  # now and then, not each time
+    assert sorted(records.remembered) == ["ada", f"{PREFIX}a/3", f"{PREFIX}a/4", f"{PREFIX}a/5"]
+    now[0] += timedelta(days=7)
+    assert asyncio.run(known.tidy("n", records)) == 3
+    assert list(records.remembered) == ["ada"]
+
+
+def test_the_form_of_a_calls_arguments_and_its_id_do_not_matter() -> None:
+    talk = Talk(conversations(), Records())
+    asked = user("weather?")
+
+    async def first() -> str:
+        agent = await talk.known.agent_for("n", [asked], "", talk.records)
+        said = Said("assistant", "", tool_calls=(ToolUse("c1", "weather", '{"a": 1, "b": 2}'),))
+        talk.known.answered("n", agent, [asked], said, "", 1)
+        talk.known.left("n", agent)
+        return agent
+
+    agent = asyncio.run(first())
+    repeated = Said("assistant", "", tool_calls=(ToolUse("other", "weather", '{"b":2,"a":1}'),))
+    assert talk.turn(asked, repeated, Said("tool", "sunny", tool_call_id="other")) == agent
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 99), st.booleans()), min_size=1, max_size=12))
+def test_no_turn_extends_an_agent_that_remembers_something_else(steps: list[tuple[str, int, bool]]) -> None:
+    """Whatever order conversations grow and restart in: what the agent remembered is how the request begins, or the
+    agent is a new one or a fork."""
+    known, records = conversations(), Records()
+    lines: list[tuple[Said, ...]] = [()]
+    for text, place, is_restarted in steps:
+        known = conversations() if is_restarted else known
+        line = lines[place % len(lines)]
+        asked = (*line, user(text))
+        before = dict(records.remembered)
+        agent = asyncio.run(known.agent_for("n", asked, "", records))
+        assert agent not in before or asked[: len(before[agent])] == before[agent]
+        records.remembered[agent] = (*asked, reply("r" + text))
+        known.answered("n", agent, asked, reply("r" + text), "", 0)
+        known.left("n", agent)
+        lines.append(records.remembered[agent])
