@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import grpc
 import pytest
-from kvasir.cli.talk import follow_turn
+from kvasir.cli.talking.turn import follow_turn
 from kvasir.clients import AioInferenceClient, GenerateOptions, InferenceClient, Reply
 from kvasir.clients.generate_options import OptionArguments
 from kvasir.errors import Internal, InvalidArgument

@@ -8,13 +8,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvasir.cli import failures
+from kvasir.cli import failures, hub
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import size
 from kvasir.clients import InferenceClient
 from kvasir.inference.v1 import inference_pb2 as pb
 
-models = typer.Typer(help="See which models the engine may load, and load one.", no_args_is_help=True)
+models = typer.Typer(help="Fetch, list, load and remove models.", no_args_is_help=True)
 _DropOption = Annotated[
     bool, typer.Option("--drop-unstored", help="Go on even if hot memories that cannot be stored are lost.")
 ]
@@ -42,13 +42,24 @@ def stats(context: typer.Context, as_json: JsonOption = False) -> None:
     caller.result(row, lambda out: _show_stats(out, row))
 
 
+models.command("pull")(hub.pull)
+models.command("rm")(hub.rm)
+
+
 @models.command("ls")
-def list_models(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the models that configuration names."""
+def list_models(
+    context: typer.Context,
+    fetched: Annotated[bool, typer.Option("--fetched", help="Models on this machine, running or not.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models that the engine's configuration names, or with --fetched those of `kvasir models pull`."""
     caller = caller_of(context, as_json)
+    if fetched:
+        rows = hub.fetched(caller)
+        return caller.result(rows, lambda out: out.print(_fetched_table(rows)))
     with engine_client(caller) as client:
         rows = [model_row(model) for model in client.list_models()]
-    caller.result(rows, lambda out: out.print(_models_table(rows)))
+    return caller.result(rows, lambda out: out.print(_models_table(rows)))
 
 
 @models.command("load")
@@ -144,6 +155,13 @@ def _pairs() -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     table.add_column(justify="right")
+    return table
+
+
+def _fetched_table(rows: list[dict[str, Any]]) -> Table:
+    table = _pairs()
+    for row in rows:
+        table.add_row(row["name"], size(row["size_bytes"]))
     return table
 
 

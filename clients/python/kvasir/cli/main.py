@@ -7,11 +7,12 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, bench, chat, doctor, engine, failures, store
+from kvasir.cli import agents, bench, doctor, engine, failures, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
+from kvasir.cli.talking import chat
 
 app = typer.Typer(
     name="kvasir",

@@ -14,7 +14,7 @@ from kvasir.cli.running.logs import last_lines
 from kvasir.cli.running.processes import EngineProcess, StoreProcess
 from kvasir.cli.running.supervisor import Service, ending
 from kvasir.cli.running.up import make_credentials
-from kvasir.cli.talk import TurnResult, follow_turn
+from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import InferenceClient, StoreClient
 from kvasir.common.v1 import message_pb2
 from kvasir.credentials import write_private_text

@@ -12,7 +12,7 @@ from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac
 from kvasir.cli.demo.plot import Timing
 from kvasir.cli.demo.script import Question, Story, Turn, ask
-from kvasir.cli.talk import TurnResult
+from kvasir.cli.talking.turn import TurnResult
 from kvasir.clients import message
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import KvasirError

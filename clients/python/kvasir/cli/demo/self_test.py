@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli.demo.mac import Mac, macs
-from kvasir.cli.talk import TurnResult
+from kvasir.cli.talking.turn import TurnResult
 from kvasir.clients import message
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import KvasirError

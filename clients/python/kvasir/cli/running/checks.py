@@ -57,8 +57,13 @@ class GivenModel:
     path: str
 
     @property
-    def is_repository(self) -> bool:
+    def is_on_hub(self) -> bool:
         return not Path(self.path).expanduser().is_dir()
+
+
+def is_repository(text: str) -> bool:
+    """Whether it is a name of the hub: OWNER/NAME."""
+    return _REPOSITORY.fullmatch(text) is not None
 
 
 def check_installed() -> None:
@@ -86,7 +91,7 @@ def _model(item: str) -> GivenModel:
         if not (directory / "config.json").is_file():
             raise WrongUsage(f"--model: {directory} has no config.json", field="--model")
         return GivenModel(name or directory.name, path)
-    if not _REPOSITORY.fullmatch(path):
+    if not is_repository(path):
         raise WrongUsage(f"--model: {path!r} is neither a directory nor a repository OWNER/NAME", field="--model")
     return GivenModel(name or path, path)
 

@@ -26,6 +26,7 @@ import typer
 from kvasir.address import parse_address
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import relayed
+from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
 from kvasir.cli.running.checks import KvPolicy, LogFormat, LogLevel
 from kvasir.cli.running.holding import end_services, holders
@@ -132,6 +133,9 @@ def up(
     asked = {"--listen": listen, "--store-listen": store_listen, "--metrics-listen": metrics_listen}
     addresses = {option: address for option, address in asked.items() if address}
     checks.check_addresses(addresses, tls_cert, tls_key)
+    for each in models:
+        if each.is_on_hub:  # before anything starts, with its progress
+            fetch(caller, each.path)
     home.make()
     with led(home), locked(home, caller.say) as descriptor:
         for option, address in addresses.items():

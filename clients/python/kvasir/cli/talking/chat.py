@@ -12,12 +12,13 @@ import typer
 from rich.table import Table
 
 from kvasir.cachestore.v1 import cachestore_pb2
-from kvasir.cli import failures, typed
+from kvasir.cli import failures
 from kvasir.cli.agents import complete_agent, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.running.holding import is_led
-from kvasir.cli.talk import TurnResult, follow_turn
+from kvasir.cli.talking import typed
+from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, message
 from kvasir.common.v1 import message_pb2
 from kvasir.errors import Conflict, FailedPrecondition, KvasirError, Unavailable

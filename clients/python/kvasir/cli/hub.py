@@ -1,0 +1,73 @@
+"""`kvasir models pull` and `rm`: models of the hub on this machine, through mlx-lm's own loader.
+
+The engine's package knows that loader; it is run as a program, as everything of the services is.
+"""
+
+import json
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.failures import NOT_FOUND, WrongUsage
+from kvasir.cli.rows import size
+from kvasir.cli.running.checks import check_installed, is_repository
+from kvasir.errors import FailedPrecondition, NotFound
+
+_NameArgument = Annotated[str, typer.Argument(help="A repository of the hub.", metavar="OWNER/NAME")]
+
+
+def pull(context: typer.Context, name: _NameArgument, as_json: JsonOption = False) -> None:
+    """Fetch a model of the hub, once: `kvasir up --model OWNER/NAME` and other programs of mlx-lm find it here."""
+    caller = caller_of(context, as_json)
+    answer = fetch(caller, name)
+    text = f"{name}: {size(answer['size_bytes'])} at {answer['path']}; start it with `kvasir up --model {name}`"
+    caller.result(answer, lambda out: out.print(text, markup=False))
+
+
+def rm(context: typer.Context, name: _NameArgument, as_json: JsonOption = False) -> None:
+    """Remove a model that was fetched. What agents remember with it stays."""
+    caller = caller_of(context, as_json)
+    answer = _hub(caller, "rm", _checked(name))
+    text = f"{name} is removed; {size(answer['freed_bytes'])} are free"
+    caller.result(answer, lambda out: out.print(text, markup=False))
+
+
+def fetched(caller: Caller) -> list[dict[str, Any]]:
+    """The models that were fetched: name and size_bytes."""
+    rows: list[dict[str, Any]] = _hub(caller, "ls")
+    return rows
+
+
+def fetch(caller: Caller, name: str) -> dict[str, Any]:
+    """Fetch what is missing here of a model; shows its progress. Raises NotFound."""
+    answer: dict[str, Any] = _hub(caller, "pull", _checked(name))
+    return answer
+
+
+def _checked(name: str) -> str:
+    if not is_repository(name):
+        raise WrongUsage(f"{name!r}: expected OWNER/NAME, as mlx-community/Llama-3.2-3B-Instruct-4bit", field="NAME")
+    return name
+
+
+def _hub(caller: Caller, *words: str) -> Any:
+    check_installed()
+    argv = [sys.executable, "-m", "inference_svc.model.hub", *words]
+    # Its bars are drawn by itself, where somebody sees them.
+    shown = caller.shows_progress
+    done = subprocess.run(
+        argv if shown else [*argv, "--quiet"],
+        stdout=subprocess.PIPE,
+        stderr=None if shown else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode == 0:
+        return json.loads(done.stdout)
+    last = (done.stderr or "").strip().splitlines()[-1:] or [f"{words[-1]} was not found; what was said stands above"]
+    if done.returncode == NOT_FOUND:
+        raise NotFound(last[0], reason="MODEL_NOT_FOUND", field="NAME")
+    raise FailedPrecondition(f"the hub's loader failed: {last[0]}", reason="HUB_FAILED")

@@ -1,0 +1,1 @@
+"""`kvasir chat`: what is typed, one turn, and the conversation."""
