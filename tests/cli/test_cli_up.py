@@ -1,5 +1,6 @@
 """`kvasir up`, `chat` and `doctor` with real services: supervised as one, spoken to through a pipe, examined."""
 
+import http.client
 import json
 import os
 import shutil
@@ -12,12 +13,13 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import get_args
 
+import kvasir_gateway.__main__
 import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from kvasir.cli.running.checks import KvPolicy
+from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
@@ -53,7 +55,7 @@ def home() -> Iterator[Path]:
 def cli(home: Path) -> Iterator[Cli]:
     """A home with a running group."""
     cli = Cli(home)
-    with cli.running("up", is_fresh=True) as up:
+    with cli.running("up", "--http", f"127.0.0.1:{_free_port()}", is_fresh=True) as up:
         wait_until_ready(home, up)
         yield cli
 
@@ -126,6 +128,24 @@ def test_a_killed_engine_is_started_again_and_the_agent_goes_on_from_the_store(c
     assert turn["source"] == "warm"
 
 
+def test_the_gateway_is_a_service_like_the_others(cli: Cli) -> None:
+    states = cli.done("status", "--json").value
+    assert [(row["name"], row["state"]) for row in states["services"]] == [
+        ("store", "ready"),
+        ("engine", "ready"),
+        ("http", "ready"),
+    ]
+    key = Path(states["token_file"]).read_text().strip()
+    connection = http.client.HTTPConnection(states["services"][2]["address"])
+    answers_to = []
+    for headers in ({}, {"Authorization": f"Bearer {key}"}):
+        connection.request("GET", "/v1/models", headers=headers)
+        response = connection.getresponse()
+        answers_to.append((response.status, "kvasir-tiny" in response.read().decode()))
+    connection.close()
+    assert answers_to == [(401, False), (200, True)], "its key is the home's token"
+
+
 def test_a_second_up_of_the_same_home_is_refused_clearly(cli: Cli) -> None:
     refused = cli("up")
     assert refused.code == 4
@@ -196,7 +216,7 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
     cli = Cli(home)
     ports = [_free_port(), _free_port()]
     addresses = ("--listen", f"127.0.0.1:{ports[0]}", "--store-listen", f"127.0.0.1:{ports[1]}")
-    with cli.running("up", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as up:
+    with cli.running("up", "--no-http", *addresses, "--kv-policy", "q4-rotated", "--kv-exact-layers", "last") as up:
         running = wait_until_ready(home, up)
         assert answers(running.store, STORE_SERVICE)
         turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
@@ -211,7 +231,7 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
         pids = [running.store_pid, running.engine_pid]
         up.process.send_signal(signal.SIGTERM)
         assert up.process.wait(timeout=60) == 0
-        assert "Both have stopped." in up.err
+        assert "All have stopped." in up.err
     assert not any(process_exists(pid) for pid in pids)
     assert Home(home).running() is None
     shutil.rmtree(home)
@@ -222,7 +242,7 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
     cli = Cli(home)
     limits = ("--memory-gib", "0.25", "--context-tokens", "300", "--store-quota-gib", "0.001")
     limits += ("--keep-versions", "3", "--log-format", "json", "--log-level", "warning")
-    with cli.running("up", *limits) as up:
+    with cli.running("up", "--no-http", *limits) as up:
         wait_until_ready(home, up)
         assert cli.done("stats", "--json").value["engine"]["kv_memory_bytes"] == 1 << 28
         assert cli.done("models", "ls", "--json").value[0]["context_tokens"] == 300
@@ -247,7 +267,7 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
     certificate, key = studio.home / "cert.pem", studio.home / "key.pem"
     make_certificate(certificate, key)
     tls = ("--tls-cert", certificate, "--tls-key", key)
-    with studio.running("up", "--store-listen", f"0.0.0.0:{port}", *tls) as up:
+    with studio.running("up", "--no-http", "--store-listen", f"0.0.0.0:{port}", *tls) as up:
         wait_until_ready(studio.home, up)
         studio.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n")
         Home(laptop.home).make()
@@ -258,7 +278,7 @@ def test_an_agent_moves_between_two_macs_as_compose_says(tmp_path: Path) -> None
         text = (ROOT / "compose/two-macs/peers.toml").read_text().replace("@HOME@/.kvasir", str(laptop.home))
         (laptop.home / "peers.toml").write_text(text.replace("studio.local:7448", f"localhost:{port}"))
         (laptop.home / "peers.toml").chmod(0o600)
-        with laptop.running("up") as other:
+        with laptop.running("up", "--no-http") as other:
             wait_until_ready(laptop.home, other)
             pulled = laptop.done("agents", "pull", "studio", "ada", "--json").value
             assert (pulled["origin"], pulled["origin_detail"]) == ("pull", "studio/ada@1")
@@ -274,7 +294,7 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
     home = Path(tempfile.mkdtemp(prefix="kv", dir="/tmp"))
     cli = Cli(home)
     try:
-        first = cli.done("up", "-d", "--json").value
+        first = cli.done("up", "-d", "--no-http", "--json").value
         assert (first["engine"], first["token_file"]) == (f"unix:{home}/run/engine.sock", "")
         os.kill(first["pid"], signal.SIGKILL)
         eventually(lambda: not is_led(Home(home)))
@@ -283,7 +303,7 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         killed = cli("doctor", "--json")
         assert (killed.code, killed.value["engine"]["state"]) == (1, "ready")
         assert "was killed here" in killed.value["problems"][0]
-        assert "unix:" in cli.done("up", "--detach").out
+        assert "unix:" in cli.done("up", "--detach", "--no-http").out
         assert not set(orphans) & set(holders(Home(home).services_lock_file)), "two groups would share a home"
         states = cli.done("status", "--json").value["services"]
         assert [(row["name"], row["state"]) for row in states] == [("store", "ready"), ("engine", "ready")]
@@ -304,7 +324,7 @@ def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> No
     os.kill(running.engine_pid, signal.SIGSTOP)
     try:
         found = in_process("--home", cli.home, "status", "--json")
-        assert (found.code, [row["state"] for row in found.value["services"]]) == (3, ["ready", "hangs"])
+        assert (found.code, [row["state"] for row in found.value["services"]]) == (3, ["ready", "hangs", "not ready"])
         told = cli("doctor", "--json")
         assert told.code == 1
         assert f"kill -9 {running.engine_pid}" in told.value["problems"][0]
@@ -318,7 +338,7 @@ def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> No
 
 def test_the_logs_of_the_services_are_shown_and_followed(cli: Cli) -> None:
     rows = [json.loads(line) for line in cli.done("logs", "--json", "-n", "5").out.splitlines()]
-    assert {row["service"] for row in rows} == {"store", "engine"}
+    assert {row["service"] for row in rows} == {"store", "engine", "http"}
     assert "engine.ready" in cli.done("logs", "engine").out
     assert cli("logs", "nonsense").code == 2
     assert in_process("--home", "/tmp/kv-nowhere", "logs").code == 5
@@ -349,6 +369,8 @@ WRONG = {
     "a socket": ("--listen", "unix:/tmp/x"),
     "no port": ("--store-listen", "127.0.0.1:0"),
     "one port twice": ("--listen", "127.0.0.1:7801", "--metrics-listen", "127.0.0.1:7801"),
+    "HTTP for all": ("--http", "0.0.0.0:7801"),
+    "HTTP and none": ("--http", "127.0.0.1:7801", "--no-http"),
     "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
     "no TLS": ("--store-listen", "0.0.0.0:7801"),
     "half of TLS": ("--tls-cert", "/tmp/cert.pem"),
@@ -369,6 +391,10 @@ def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[st
     assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
     assert refused.value["error"]["field"] in options
     assert not (tmp_path / "home").exists()
+
+
+def test_the_gateways_usual_address_is_its_own() -> None:
+    assert kvasir_gateway.__main__.DEFAULT_LISTEN == DEFAULT_HTTP
 
 
 def test_the_policies_of_the_command_line_are_the_engines() -> None:

@@ -20,6 +20,9 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # One package of each service; whoever has the command line alone has neither.
 _PACKAGES = ("structlog", "sqlite_utils", "mlx")
+_GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
+# The gateway's own, where neither --http nor --no-http was said.
+DEFAULT_HTTP = "127.0.0.1:8642"
 
 
 class KvPolicy(enum.StrEnum):
@@ -66,9 +69,15 @@ def is_repository(text: str) -> bool:
     return _REPOSITORY.fullmatch(text) is not None
 
 
-def check_installed() -> None:
-    """Raise FailedPrecondition where only the command line was installed."""
-    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+def has_gateway() -> bool:
+    """Whether the packages of the HTTP gateway are installed."""
+    return all(importlib.util.find_spec(name) is not None for name in _GATEWAY_PACKAGES)
+
+
+def check_installed(*, gateway: bool = False) -> None:
+    """Raise FailedPrecondition where only the command line was installed, or no `gateway` where one is wanted."""
+    wanted = (*_PACKAGES, *(_GATEWAY_PACKAGES if gateway else ()))
+    missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         text = f"the services are not installed ({', '.join(missing)} missing); install kvasir[all]"
         raise FailedPrecondition(text, reason="NOT_INSTALLED")
@@ -131,8 +140,8 @@ def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: P
 
 
 def _check_public(option: str, text: str, tls_cert: Path | None) -> None:
-    if option == "--metrics-listen":
-        raise WrongUsage(f"{option}: {text}: metrics have no TLS and no token; use 127.0.0.1:PORT", field=option)
+    if option in ("--metrics-listen", "--http"):
+        raise WrongUsage(f"{option}: {text} is open to other machines, without TLS; use 127.0.0.1:PORT", field=option)
     if tls_cert is None:
         raise WrongUsage(
             f"{option}: {text} is open to other machines: TLS is needed, --tls-cert and --tls-key", field=option

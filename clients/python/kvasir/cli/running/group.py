@@ -11,13 +11,14 @@ from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
-from kvasir.cli.running.health import ENGINE_SERVICE, PATIENCE_S, STORE_SERVICE, Health, health
+from kvasir.cli.running.health import ENGINE_SERVICE, PATIENCE_S, STORE_SERVICE, Health, health, http_health
 from kvasir.cli.running.holding import end_group, holders
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
 from kvasir.errors import NotFound
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
+_LOGS = (*_SERVICES, "http", "up")
 _FOLLOW_S = 0.2
 
 
@@ -35,7 +36,10 @@ def service_states(caller: Caller) -> list[ServiceState]:
     """How each service is that the caller speaks to, by its process and by its own answer."""
     running, alive = caller.home.running(), holders(caller.home.services_lock_file)
     endpoints = {"store": caller.store, "engine": caller.engine}
-    return [_state(name, endpoint, caller.home, running, alive) for name, endpoint in endpoints.items()]
+    states = [_state(name, endpoint, caller.home, running, alive) for name, endpoint in endpoints.items()]
+    if running is not None and running.http:
+        states.append(_state("http", Endpoint(running.http), caller.home, running, alive))
+    return states
 
 
 def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
@@ -43,7 +47,10 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
     if running is not None and endpoint.address == home.endpoint(name).address:
         pid = getattr(running, f"{name}_pid")
         pid = pid if pid in alive else 0
-    answer = asyncio.run(health(endpoint, _SERVICES[name], PATIENCE_S))
+    if name == "http":
+        answer = asyncio.run(http_health(endpoint.address, PATIENCE_S))
+    else:
+        answer = asyncio.run(health(endpoint, _SERVICES[name], PATIENCE_S))
     state: str = answer
     if answer is Health.SILENT:
         state = "hangs"
@@ -83,7 +90,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 def logs(
     context: typer.Context,
     service: Annotated[
-        str, typer.Argument(help="store, engine or up (of `kvasir up -d`). Left out: all.", metavar="[SERVICE]")
+        str, typer.Argument(help="store, engine, http, or up (of `kvasir up -d`). Left out: all.", metavar="[SERVICE]")
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log, so many of its last lines.")] = 20,
@@ -93,8 +100,8 @@ def logs(
     caller = caller_of(context, as_json)
     files = {path.stem: path for path in sorted(caller.home.logs.glob("*.log")) if "." not in path.stem}
     if service:
-        if service not in ("up", "store", "engine", "http"):
-            raise WrongUsage(f"SERVICE: expected store, engine, http or up, got {service!r}", field="SERVICE")
+        if service not in _LOGS:
+            raise WrongUsage(f"SERVICE: expected one of {', '.join(_LOGS)}, got {service!r}", field="SERVICE")
         files = {name: path for name, path in files.items() if name == service}
     if not files:
         raise NotFound(f"no log{f' of {service}' if service else ''} in {caller.home.logs}", reason="NO_LOG")

@@ -2,6 +2,7 @@
 
 import asyncio
 import enum
+import http.client
 import socket
 
 import grpc
@@ -39,6 +40,26 @@ async def health(endpoint: Endpoint, service: str, timeout_s: float = 1.0) -> He
             # gRPC has the same word for "nobody listens" and for "nobody says hello".
             return Health.SILENT if await asyncio.to_thread(_accepts, endpoint.address) else Health.STOPPED
     return Health.READY if answer.status == health_pb2.HealthCheckResponse.SERVING else Health.NOT_READY
+
+
+async def http_health(address: str, timeout_s: float = 1.0) -> Health:
+    """How the gateway at HOST:PORT is, which is as well as its engine and store are."""
+    return await asyncio.to_thread(_asked_over_http, address, timeout_s)
+
+
+def _asked_over_http(text: str, timeout_s: float) -> Health:
+    address = parse_address(text)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/healthz")
+        status = connection.getresponse().status
+    except ConnectionError:
+        return Health.STOPPED
+    except (OSError, http.client.HTTPException):
+        return Health.SILENT
+    finally:
+        connection.close()
+    return Health.READY if status == http.client.OK else Health.NOT_READY
 
 
 def _accepts(text: str) -> bool:

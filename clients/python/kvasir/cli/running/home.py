@@ -45,6 +45,8 @@ class Running:
     store_pid: int = 0
     engine_pid: int = 0
     is_ready: bool = False  # all services were ready once
+    http: str = ""  # HOST:PORT; empty without a gateway
+    http_pid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,10 @@ class Home:
     @property
     def run(self) -> Path:
         return self.root / "run"
+
+    @property
+    def gateway_state(self) -> Path:
+        return self.root / "gateway"
 
     @property
     def logs(self) -> Path:

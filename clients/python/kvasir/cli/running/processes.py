@@ -1,4 +1,4 @@
-"""The command lines of both services, as the supervisor, the demo and the self-test start them.
+"""The command lines of the services, as the supervisor, the demo and the self-test start them.
 
 The command line runs the services as programs and never imports them: `python -m cachestore_svc …` and so on.
 """
@@ -9,13 +9,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, is_ready
+from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE, Health, http_health, is_ready
 from kvasir.cli.running.home import Endpoint
 from kvasir.cli.running.supervisor import Service
 
 # The first start reads a large model from disk and hashes its weights.
 STORE_READY_WITHIN_S = 60.0
 ENGINE_READY_WITHIN_S = 600.0
+GATEWAY_READY_WITHIN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,34 @@ class EngineProcess:
         return Service(
             "engine", self.argv(), self.log_file, _health(self.endpoint, ENGINE_SERVICE), ENGINE_READY_WITHIN_S
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayProcess:
+    """An HTTP gateway to start, before an engine and its store. Callers' keys are the tokens of the credentials."""
+
+    listen: str  # HOST:PORT of loopback
+    engine: Endpoint
+    store: Endpoint
+    log_file: Path
+    state_dir: Path
+    credentials_file: Path
+
+    def argv(self) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "kvasir_gateway", "--listen", self.listen),
+            *("--engine", self.engine.address, "--store", self.store.address),
+            *("--state-dir", str(self.state_dir), "--credentials", str(self.credentials_file)),
+            *_option("--token-file", self.engine.token_file or self.store.token_file),
+            *_option("--ca-file", self.engine.ca_file or self.store.ca_file),
+        )
+
+    def service(self) -> Service:
+        async def answers() -> bool:
+            # It says that it is unwell as long as its engine is away, and lives.
+            return await http_health(self.listen) in (Health.READY, Health.NOT_READY)
+
+        return Service("http", self.argv(), self.log_file, answers, GATEWAY_READY_WITHIN_S)
 
 
 def _health(endpoint: Endpoint, service: str) -> Callable[[], Awaitable[bool]]:

@@ -1,6 +1,6 @@
-"""`kvasir up`: store and engine as one group under one home, until Ctrl-C or SIGTERM.
+"""`kvasir up`: store, engine and HTTP gateway as one group under one home, until Ctrl-C or SIGTERM.
 
-It checks what it was asked for, makes the home and its credentials, starts the store and then the engine, and writes
+It checks what it was asked for, makes the home and its credentials, starts one after the other, and writes
 their addresses for other commands. A home has one group: the services inherit a lock, which is held until the last of
 them has ended. What a killed `kvasir up` left is ended first.
 """
@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,14 +25,14 @@ import typer
 
 from kvasir.address import parse_address
 from kvasir.cli.caller import Caller, JsonOption, caller_of
-from kvasir.cli.failures import relayed
+from kvasir.cli.failures import WrongUsage, relayed
 from kvasir.cli.hub import fetch
 from kvasir.cli.running import checks
 from kvasir.cli.running.checks import KvPolicy, LogFormat, LogLevel
 from kvasir.cli.running.holding import end_services, holders
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import rotate_log
-from kvasir.cli.running.processes import EngineProcess, StoreProcess
+from kvasir.cli.running.processes import EngineProcess, GatewayProcess, StoreProcess
 from kvasir.cli.running.supervisor import Supervisor
 from kvasir.credentials import (
     ADMIN,
@@ -44,9 +44,10 @@ from kvasir.credentials import (
     write_credentials,
     write_private_text,
 )
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, KvasirError
 
 GIB = 1 << 30
+_LOCK_S = 5.0
 # The credentials of a new home: people and their programs, the engine, and another Mac's store that pulls.
 _PRINCIPALS = (
     Principal("client", DEFAULT_NAMESPACE, frozenset({CLIENT, ADMIN})),
@@ -61,6 +62,7 @@ class Plan:
 
     store: StoreProcess
     engine: EngineProcess
+    gateway: GatewayProcess | None = None
 
 
 def up(
@@ -83,6 +85,15 @@ def up(
     ] = "",
     tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate, needed beyond this machine.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, mode 0600.")] = None,
+    http: Annotated[
+        str,
+        typer.Option(
+            help="127.0.0.1:PORT for the HTTP APIs (OpenAI's, Anthropic's), whose keys are the tokens. Left out: "
+            f"{checks.DEFAULT_HTTP}, if it is free.",
+            metavar="HOST:PORT",
+        ),
+    ] = "",
+    no_http: Annotated[bool, typer.Option("--no-http", help="Start no HTTP gateway.")] = False,
     metrics_listen: Annotated[
         str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
     ] = "",
@@ -120,17 +131,19 @@ def up(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run the store and the engine as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
+    """Run store, engine and HTTP gateway as one group, until Ctrl-C; with -d in the background, until `kvasir down`.
 
     --json: one object on standard output when all is ready, with the addresses and the token's file (also in the home,
     as run/up.json). Remarks go to standard error.
     """
     caller = caller_of(context, as_json)
     home = caller.home
-    checks.check_installed()
+    if http and no_http:
+        raise WrongUsage("--http and --no-http: say one of them", field="--no-http")
+    checks.check_installed(gateway=bool(http))
     models = checks.check_models(model or [])
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
-    asked = {"--listen": listen, "--store-listen": store_listen, "--metrics-listen": metrics_listen}
+    asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, "--metrics-listen": metrics_listen}
     addresses = {option: address for option, address in asked.items() if address}
     checks.check_addresses(addresses, tls_cert, tls_key)
     for each in models:
@@ -153,10 +166,29 @@ def up(
             )
             quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
             store_options = (*_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)), *logging)
-            plan = plan_of(home, model or [], listen, store_listen, tls_cert, tls_key, engine_options, store_options)
+            gateway = http or ("" if no_http else _usual_http(caller, addresses))
+            plan = plan_of(
+                home, model or [], listen, store_listen, gateway, tls_cert, tls_key, engine_options, store_options
+            )
             asyncio.run(_run(caller, plan, descriptor))
             return
     _detached(caller)
+
+
+def _usual_http(caller: Caller, addresses: Mapping[str, str]) -> str:
+    """The gateway's usual address, or none, with the reason: nobody has asked for it."""
+    if not checks.has_gateway():
+        caller.note("no HTTP: its packages are not installed (kvasir[gateway])")
+        return ""
+    usual = parse_address(checks.DEFAULT_HTTP)
+    try:
+        if usual.port not in {parse_address(address).port for address in addresses.values()}:
+            checks.check_free(checks.DEFAULT_HTTP, "--http")
+            return checks.DEFAULT_HTTP
+    except KvasirError:
+        pass
+    caller.note(f"no HTTP: {checks.DEFAULT_HTTP} is in use; say --http 127.0.0.1:PORT for another address")
+    return ""
 
 
 def _given(*options: tuple[str, object]) -> Iterator[str]:
@@ -195,13 +227,14 @@ def plan_of(
     models: Sequence[str],
     listen: str,
     store_listen: str,
+    http: str,
     tls_cert: Path | None,
     tls_key: Path | None,
     engine_options: Sequence[str] = (),
     store_options: Sequence[str] = (),
 ) -> Plan:
     """The plan that the options ask for, which were checked."""
-    credentials = home.credentials_file if listen or store_listen else None
+    credentials = home.credentials_file if listen or store_listen or http else None
     has_tls = tls_cert is not None and tls_key is not None
     ca_file = tls_cert if has_tls else None
     store_endpoint = Endpoint(home.socket_address("store"))
@@ -235,13 +268,21 @@ def plan_of(
         tls_cert_file=tls_cert if listen else None,
         tls_key_file=tls_key if listen else None,
     )
-    return Plan(store, engine)
+    gateway = GatewayProcess(
+        listen=http,
+        engine=engine_endpoint,
+        store=store_endpoint,
+        log_file=home.logs / "http.log",
+        state_dir=home.gateway_state,
+        credentials_file=home.credentials_file,
+    )
+    return Plan(store, engine, gateway if http else None)
 
 
 async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
     home = caller.home
     supervisor = Supervisor(
-        [plan.store.service(), plan.engine.service()],
+        [each.service() for each in (plan.store, plan.engine, plan.gateway) if each is not None],
         say=caller.note,
         clock=time.monotonic,
         keep_descriptor=descriptor,
@@ -260,6 +301,8 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
             store_pid=supervisor.pid("store"),
             engine_pid=supervisor.pid("engine"),
             is_ready=is_ready,
+            http=plan.gateway.listen if plan.gateway else "",
+            http_pid=supervisor.pid("http") if plan.gateway else 0,
         )
 
     was_ready = False
@@ -274,7 +317,7 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
         answer = asdict(facts(was_ready)) | {"home": str(home.root), "logs": str(home.logs)}
         if caller.as_json:
             caller.line(answer)
-        _greet(caller.note, answer, "Ctrl-C stops both")
+        _greet(caller.note, answer, "Ctrl-C stops all")
 
     caller.note(f"Starting in {home.root}; logs are in {home.logs}")
     tell_others()
@@ -282,12 +325,14 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
         await supervisor.run(greet, tell_others)
     finally:
         home.running_file.unlink(missing_ok=True)
-    caller.note("Both have stopped.")
+    caller.note("All have stopped.")
 
 
 def _greet(say: Callable[[str], object], answer: dict[str, Any], how_to_stop: str) -> None:
     say(f"engine: {answer['engine']}")
     say(f"store:  {answer['store']}")
+    if answer["http"]:
+        say(f"http:   http://{answer['http']}/v1 (the key is the token)")
     if answer["token_file"]:
         say(f"token:  {answer['token_file']} (commands with this home find it; others say --token-file)")
     say(f"Talk to an agent with `kvasir chat ada`; {how_to_stop}.")
@@ -311,7 +356,8 @@ def locked(home: Home, say: Callable[[str], None]) -> Iterator[int]:
         if not _try_lock(descriptor):
             ended = end_services(home, say)
             say(f"ended what a killed `kvasir up` left here: {', '.join(map(str, ended))}")
-            if not _try_lock(descriptor):
+            # The system lets go of a lock a moment after its process is gone.
+            if not any(_try_lock(descriptor) for _ in _moments(_LOCK_S)):
                 text = f"{home.services_lock_file}: another program holds it"
                 raise FailedPrecondition(text, reason="ALREADY_RUNNING")
         os.set_inheritable(descriptor, True)
@@ -325,6 +371,14 @@ def _private_file(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _moments(seconds: float) -> Iterator[None]:
+    """Times to try again, until the time is over."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield
+        time.sleep(0.05)
 
 
 def _try_lock(descriptor: int) -> bool:
