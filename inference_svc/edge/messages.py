@@ -150,15 +150,17 @@ def count_request(request: pb.CountTokensRequest, *, namespace: str, caller: str
     )
 
 
-def response(event: TurnEvent, request_id: str, model_name: str, choice: int = 0) -> pb.GenerateResponse:
-    """An event of one choice as the stream's message."""
+def response(
+    event: TurnEvent, request_id: str, model_name: str, choice: int, spelling: Callable[[int], bytes]
+) -> pb.GenerateResponse:
+    """An event of one choice as the stream's message. `spelling`: what a token spells."""
     match event:
         case TurnStarted():
             return pb.GenerateResponse(started=_started(event, request_id, model_name))
         case Prefilled(done, total):
             return pb.GenerateResponse(prefill_progress=pb.PrefillProgress(tokens_done=done, tokens_total=total))
         case TurnDelta():
-            return pb.GenerateResponse(delta=_delta(event, choice))
+            return pb.GenerateResponse(delta=_delta(event, choice, spelling))
         case TurnFinished():
             return pb.GenerateResponse(finished=_finished(event, choice))
         case Warmed():
@@ -298,19 +300,21 @@ def _miss(miss: Miss | None) -> pb.MissReason:
     return getattr(pb, f"MISS_REASON_{miss.reason.name}")  # type: ignore[no-any-return]
 
 
-def _delta(event: TurnDelta, choice: int) -> pb.Delta:
+def _delta(event: TurnDelta, choice: int, spelling: Callable[[int], bytes]) -> pb.Delta:
     return pb.Delta(
         text=event.text,
         token_ids=event.token_ids,
         choice=choice,
-        logprobs=[_logprobs(each) for each in event.logprobs],
+        logprobs=[
+            _logprobs(each, token, spelling) for each, token in zip(event.logprobs, event.token_ids, strict=False)
+        ],
         reasoning_text=event.reasoning,
     )
 
 
-def _logprobs(given: TokenLogprobs) -> pb.TokenLogprobs:
-    top = [pb.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in given.top]
-    return pb.TokenLogprobs(logprob=given.logprob, top=top)
+def _logprobs(given: TokenLogprobs, token_id: int, spelling: Callable[[int], bytes]) -> pb.TokenLogprobs:
+    top = [pb.TokenLogprob(token_id=token, logprob=logprob, spelling=spelling(token)) for token, logprob in given.top]
+    return pb.TokenLogprobs(logprob=given.logprob, top=top, spelling=spelling(token_id))
 
 
 def _finished(event: TurnFinished, choice: int) -> pb.Finished:

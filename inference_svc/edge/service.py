@@ -108,7 +108,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         running = self._host.serving(request.model).turns.begin(checked)
         try:
             async for choice, event in running.events():
-                await self._send(context, messages.response(event, checked.request_id, served.name, choice))
+                spelling = served.engine.token_text.bytes_of
+                told = messages.response(event, checked.request_id, served.name, choice, spelling)
+                await self._send(context, told)
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             running.cancel()

@@ -29,8 +29,16 @@ class TextStream(Protocol):
 class TokenText:
     """The spelling of every token of one tokenizer."""
 
-    def __init__(self, open_stream: Callable[[], TextStream], strips_leading_space: bool = False) -> None:
+    def __init__(
+        self,
+        open_stream: Callable[[], TextStream],
+        strips_leading_space: bool = False,
+        *,
+        bytes_of: Callable[[int], bytes],
+    ) -> None:
         self._open_stream = open_stream
+        # The bytes of one token by itself; they may be a part of a character.
+        self.bytes_of = bytes_of
         self._strips_leading_space = strips_leading_space
 
     @classmethod
@@ -45,12 +53,16 @@ class TokenText:
         if kinds in (["Metaspace"], ["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
             pieces = _pieces(content, _sentencepiece_piece)
             return cls.of_pieces(pieces, strips_leading_space=_strips_leading_space(decoder[-1]))
-        return cls(lambda: _WindowStream(decode))
+        return cls(lambda: _WindowStream(decode), bytes_of=lambda token_id: decode([token_id]).encode())
 
     @classmethod
     def of_pieces(cls, pieces: Sequence[bytes], strips_leading_space: bool = False) -> "TokenText":
         """From each token's bytes. A token id beyond them spells nothing (vocabularies are padded)."""
-        return cls(lambda: _PieceStream(pieces), strips_leading_space)
+        return cls(
+            lambda: _PieceStream(pieces),
+            strips_leading_space,
+            bytes_of=lambda token_id: pieces[token_id] if token_id < len(pieces) else b"",
+        )
 
     def spell(self, token_ids: Sequence[int]) -> tuple[str, list[int]]:
         """Text of the tokens, special ones spelled, and the code points that each completes (manifest.proto
