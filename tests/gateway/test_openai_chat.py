@@ -79,6 +79,21 @@ def test_schemas_stop_strings_and_limits_are_applied(front: Front) -> None:
     assert "Anna" not in str(stopped.choices[0].message.content)
 
 
+def test_log_probabilities_spell_the_answer(front: Front) -> None:
+    client = front.openai()
+    asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
+    told: list[ChatCompletionMessageParam] = [{"role": "user", "content": "My name is Anna."}]
+    answer = ask(client, told, **asked).choices[0]
+    assert answer.logprobs is not None
+    content = answer.logprobs.content or []
+    spelled = b"".join(bytes(token.bytes or []) for token in content).decode()
+    assert spelled.removesuffix("<|im_end|>") == answer.message.content
+    assert all(token.top_logprobs[0].logprob == token.logprob for token in content)  # it is greedy
+    chunks = client.chat.completions.create(model=MODEL, messages=told, max_tokens=24, stream=True, **asked)
+    parts = [chunk.choices[0].logprobs for chunk in chunks]
+    assert [token for part in parts if part is not None for token in part.content or []] == content
+
+
 @pytest.mark.parametrize(
     ("change", "error", "param", "code"),
     [

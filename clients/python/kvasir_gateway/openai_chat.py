@@ -236,7 +236,9 @@ class ChatChunks:
             fields["content"] = delta.text
         if delta.reasoning_text:
             fields["reasoning_content"] = delta.reasoning_text
-        return self._chunk(delta.choice, fields) if fields else ""
+        if not fields and not delta.logprobs:
+            return ""
+        return self._chunk(delta.choice, fields, logprobs=_logprobs(delta.logprobs))
 
     def _finished(self, finished: pb.Finished) -> str:
         self._reply.add(pb.GenerateResponse(finished=finished))
@@ -253,8 +255,10 @@ class ChatChunks:
         self._begun.add(choice)
         return {"role": "assistant", "content": ""}
 
-    def _chunk(self, choice: int, delta: dict[str, Any], reason: str | None = None) -> str:
-        return self._frame([{"index": choice, "delta": delta, "logprobs": None, "finish_reason": reason}])
+    def _chunk(
+        self, choice: int, delta: dict[str, Any], reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> str:
+        return self._frame([{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}])
 
     def _frame(self, choices: list[dict[str, Any]], used: dict[str, Any] | None = None) -> str:
         chunk = {
@@ -300,7 +304,21 @@ def _choice(number: int, choice: Choice) -> dict[str, Any]:
     if made:
         message["tool_calls"] = made
     reason = REASONS.get(choice.finished.reason, "stop")
-    return {"index": number, "message": message, "logprobs": None, "finish_reason": reason}
+    return {"index": number, "message": message, "logprobs": _logprobs(choice.logprobs), "finish_reason": reason}
+
+
+def _logprobs(told: Sequence[pb.TokenLogprobs]) -> dict[str, Any] | None:
+    """None where they were not asked for."""
+    if not told:
+        return None
+    content = [{**_spelled(each), "top_logprobs": [_spelled(alternative) for alternative in each.top]} for each in told]
+    return {"content": content, "refusal": None}
+
+
+def _spelled(token: pb.TokenLogprobs | pb.TokenLogprob) -> dict[str, Any]:
+    """A token may be a part of a character: its bytes say so, and its text cannot."""
+    text = token.spelling.decode("utf-8", "replace")
+    return {"token": text, "logprob": token.logprob, "bytes": list(token.spelling)}
 
 
 def _schema(asked: ResponseFormat | None) -> str | None:

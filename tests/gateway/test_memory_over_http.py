@@ -1,0 +1,119 @@
+"""Memories behind HTTP: they outlive kill -9, are shared in one namespace alone; a reader who leaves ends a turn."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.gateway.conftest import Front
+from tests.gateway.serving import MODEL
+from tests.gateway.test_openai_chat import ask, cached
+
+SYSTEM = "You live in a small town and know everybody there. " + "The market was full of people this morning. " * 40
+
+
+# The token with which the shipped model ends a reply.
+END = "2"
+
+
+def running_turns(front: Front) -> int:
+    with front.house.client() as client:  # the owner sees all namespaces
+        return sum(each.waiting_turns + each.running_turns for each in client.get_stats().namespaces)
+
+
+def wait_until_idle(front: Front, within_s: float = 20) -> None:
+    give_up = time.monotonic() + within_s
+    while running_turns(front):
+        assert time.monotonic() < give_up, "turns run on although nobody reads them"
+        time.sleep(0.05)
+
+
+def test_after_kill_9_of_everything_the_next_turn_is_warm(own_front: Front) -> None:
+    front = own_front
+    chat: list[Any] = [{"role": "user", "content": "My name is Anna."}]
+    mine = front.openai()
+    chat.append({"role": "assistant", "content": ask(mine, chat).choices[0].message.content})
+    named = front.anthropic(**{"x-agent-id": "ada"})
+    told: list[Any] = [{"role": "user", "content": "My dog is called Rex."}]
+    first = named.messages.create(model=MODEL, max_tokens=16, messages=told)
+    response = mine.responses.create(model=MODEL, input="My name is Anna.")
+    front.gateway.kill()
+    front.house.restart()
+    front.gateway.start()
+    answer = ask(mine, [*chat, {"role": "user", "content": "What is my name?"}])
+    assert "Anna" in str(answer.choices[0].message.content)
+    assert cached(answer) > 15
+    told += [{"role": "assistant", "content": first.content[0].text}, {"role": "user", "content": "Hello?"}]  # type: ignore[union-attr]
+    again = named.messages.create(model=MODEL, max_tokens=8, messages=told)
+    assert (again.usage.cache_read_input_tokens or 0) > 15
+    gone_on = mine.responses.create(model=MODEL, input="What is my name?", previous_response_id=response.id)
+    assert "Anna" in gone_on.output_text
+    assert gone_on.usage is not None
+    assert gone_on.usage.input_tokens_details.cached_tokens > 15
+
+
+def test_a_system_prompts_blocks_are_shared_under_one_namespace_alone(front: Front) -> None:
+    def asked(caller: str, question: str) -> int:
+        messages: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
+        return cached(ask(front.openai(caller), messages))
+
+    assert asked("ada", "My name is Anna.") == 0
+    assert asked("ada", "My dog is called Rex.") >= 256
+    assert asked("bob", "Where is the market?") >= 256
+    assert asked("eve", "Where is the market?") == 0
+
+
+def test_a_reader_who_leaves_ends_the_turn(front: Front) -> None:
+    endless = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 7000, "logit_bias": {END: -100}}
+    with httpx.Client(base_url=front.gateway.url, headers=front.bearer(), timeout=1.5) as client:
+        with client.stream("POST", "/v1/completions", json={**endless, "stream": True}) as answer:
+            assert next(line for line in answer.iter_lines() if line.startswith("data: "))
+            assert running_turns(front) == 1
+        wait_until_idle(front, within_s=3)
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json=endless)
+    wait_until_idle(front, within_s=3)
+
+
+def test_many_streams_at_once_end_well_and_many_that_are_left_leave_nothing(front: Front) -> None:
+    """A sample of `make bench-http`."""
+    body = {"model": MODEL, "max_tokens": 6, "stream": True}
+
+    def stream(number: int) -> str:
+        asked = {**body, "messages": [{"role": "user", "content": f"Stream {number}: hello."}]}
+        with httpx.stream(
+            "POST", f"{front.gateway.url}/v1/chat/completions", json=asked, headers=front.bearer(), timeout=60
+        ) as answer:
+            assert answer.status_code == 200
+            if number % 2:
+                return "left"
+            lines = [line for line in answer.iter_lines() if line.startswith("data: ")]
+        assert "error" not in "".join(lines)
+        return lines[-1]
+
+    with ThreadPoolExecutor(12) as readers:
+        ended = list(readers.map(stream, range(24)))
+    assert set(ended) == {"left", "data: [DONE]"}
+    wait_until_idle(front)
+
+
+def test_a_stopped_engine_is_not_well_and_said_so(own_front: Front) -> None:
+    front = own_front
+    assert httpx.get(f"{front.gateway.url}/healthz").status_code == 200
+    front.house.store.freeze()
+    answer = httpx.get(f"{front.gateway.url}/healthz", timeout=10)
+    assert (answer.status_code, answer.json()["store"]) == (503, False)
+    front.house.store.thaw()
+    front.house.engine.kill()
+    answer = httpx.get(f"{front.gateway.url}/healthz", timeout=10)
+    assert (answer.status_code, answer.json()["engine"]) == (503, False)
+    refused = httpx.post(
+        f"{front.gateway.url}/v1/messages",
+        json={"model": MODEL, "max_tokens": 1, "messages": [{"role": "user", "content": "?"}]},
+        headers=front.bearer(),
+        timeout=30,
+    )
+    assert refused.status_code == 529
+    assert refused.json()["error"]["type"] == "overloaded_error"
