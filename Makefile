@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-gpu check demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
+.PHONY: test test-clients test-gpu check demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -34,6 +34,9 @@ bench: install   ## Measure store, engine and KV policies; wants a quiet machine
 	$(BIN)/kvasir bench quality || missed=1; \
 	exit $$missed
 
+test-clients: install ## Clients of other languages: build, golden cases, steps against live services; CLIENTS="go" for some
+	$(BIN)/python -m clients.conformance $(CLIENTS)
+
 lint: install check-generated ## ruff, mypy, buf; the contract against the last tag
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -46,8 +49,9 @@ check-generated: install ## Committed stubs are what proto/ generates
 	@tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && tools/generate.sh "$$tmp" && \
 	for f in $$(cd "$$tmp" && find . -type f); do cmp "$$tmp/$$f" "clients/python/$$f" || { echo "run 'make generate'"; exit 1; }; done
 
-generate: install ## Write the Python stubs of proto/
+generate: install ## Write the Python and Go stubs of proto/
 	tools/generate.sh
+	tools/generate_clients.sh
 
 install: .venv/.installed ## Make .venv with everything; a second run does nothing
 

@@ -1,0 +1,1 @@
+"""One program of steps that the client of every language goes through, against live services."""

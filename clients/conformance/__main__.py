@@ -1,0 +1,107 @@
+"""`make test-clients`: every client whose toolchain is here is built, tested, and taken through the steps.
+
+    python -m clients.conformance [--no-build] [LANGUAGE…]
+
+Exits 0 when all that ran passed, 1 when one failed, 2 for a language that is not known, 3 when nothing could be run.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+
+from clients.conformance.programs import LANGUAGES, Language
+from clients.conformance.steps import STEPS, run
+from clients.conformance.testee import Testee
+from clients.conformance.world import World, world
+
+BUILD_WITHIN_S = 1800
+EXAMPLE_WITHIN_S = 60
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m clients.conformance", description=__doc__.splitlines()[0])
+    parser.add_argument("languages", nargs="*", metavar="LANGUAGE", help="default: all")
+    parser.add_argument("--no-build", action="store_true", help="neither build nor unit tests: what was built is run")
+    given = parser.parse_args()
+    known = {language.name: language for language in LANGUAGES}
+    if unknown := set(given.languages) - set(known):
+        print(f"not known: {', '.join(sorted(unknown))}; expected some of {', '.join(known)}", file=sys.stderr)
+        return 2
+    asked = [known[name] for name in given.languages or known]
+    absent = {each.name: missing for each in asked if (missing := missing_tools(each))}
+    present = [each for each in asked if each.name not in absent]
+    failed = {}
+    if not given.no_build:
+        failed = {each.name: problem for each in present if (problem := attempt(build, each))}
+    ready = [each for each in present if each.name not in failed]
+    for each in ready:
+        # Services of its own: what one client left behind is not the next one's fault.
+        if problem := attempt(conform, each):
+            failed[each.name] = problem
+    for each in asked:
+        if each.name in absent:
+            say(f"{each.name}: NOT RUN, not installed here: {', '.join(absent[each.name])}")
+        else:
+            say(f"{each.name}: {'FAILED: ' + failed[each.name] if each.name in failed else 'passed'}")
+    say(f"{len(present) - len(failed)} passed, {len(failed)} failed, {len(absent)} skipped")
+    return 1 if failed else 0 if present else 3
+
+
+def missing_tools(language: Language) -> list[str]:
+    return [tool for tool in language.tools if shutil.which(tool) is None]
+
+
+def attempt(what: Callable[[Language], None], language: Language) -> str:
+    """What went wrong, in words; empty if nothing did."""
+    try:
+        what(language)
+    except (AssertionError, subprocess.SubprocessError, OSError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+def build(language: Language) -> None:
+    for command in (*language.build, *([language.test] if language.test else [])):
+        say(f"{language.name}: {' '.join(command)}")
+        subprocess.run(command, cwd=language.folder, check=True, timeout=BUILD_WITHIN_S)
+
+
+def conform(language: Language) -> None:
+    say(f"{language.name}: {len(STEPS)} steps against live services")
+    with world() as live:
+        with Testee(language.program, language.folder) as program:
+            run(program, live, say)
+            assert program.end() == 0, "the program did not end well when its input did"
+        example(language, live)
+
+
+def example(language: Language, live: World) -> None:
+    """The first example of the client's README is its file, and runs."""
+    if language.example is None or language.example_file is None:
+        return
+    source = (language.folder / language.example_file).read_text(encoding="utf-8")
+    page = (language.folder / "README.md").read_text(encoding="utf-8")
+    shown = source[source.index("\n") + 1 :].strip()  # less the comment that says what the file is
+    assert shown in page, f"README.md does not show {language.example_file} as it is"
+    done = subprocess.run(
+        language.example,
+        cwd=language.folder,
+        env={**os.environ, "HOME": str(live.home)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+        timeout=EXAMPLE_WITHIN_S,
+    )
+    assert done.stdout.strip(), "the first example printed nothing"
+    say(f"  its first example: {done.stdout.strip()[:80]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

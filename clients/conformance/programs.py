@@ -1,0 +1,50 @@
+"""Each language: the tools that it needs, how it is built and tested, its program, and its first example."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CLIENTS = Path(__file__).parents[1]
+
+Command = Sequence[str]
+
+
+@dataclass(frozen=True)
+class Language:
+    """Commands run in the folder of the client. An example prints the reply's text."""
+
+    name: str
+    folder: Path
+    tools: Sequence[str]
+    build: Sequence[Command]
+    # Its own tests, the golden cases of proto/vectors among them.
+    test: Command | None
+    program: Command
+    # The source of the example, which README.md of the client shows as it is, and what runs it.
+    example_file: str | None
+    example: Command | None
+
+
+LANGUAGES = (
+    Language(
+        name="python",
+        folder=CLIENTS.parent,
+        tools=(),
+        build=(),
+        test=None,  # make test has them
+        program=(sys.executable, "-m", "clients.conformance.python_program"),
+        example_file=None,
+        example=None,
+    ),
+    Language(
+        name="go",
+        folder=CLIENTS / "go",
+        tools=("go",),
+        build=(("go", "build", "-o", "build/", "./internal/conformance", "./examples/first"),),
+        test=("go", "test", "./..."),
+        program=("build/conformance",),
+        example_file="examples/first/main.go",
+        example=("build/first",),
+    ),
+)

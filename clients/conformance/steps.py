@@ -1,0 +1,262 @@
+"""The numbered steps: what each program is told, and what must come of it. Step n may rest on the steps before it."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kvasir.formats.digest import Digest
+
+from clients.conformance.flaky_engine import flaky_engine
+from clients.conformance.testee import Refused, Testee
+from clients.conformance.world import PEER, World
+
+Step = Callable[[Testee, World], None]
+Message = dict[str, str]
+
+WITHIN_S = 30.0
+
+
+def user(text: str) -> list[Message]:
+    return [{"role": "user", "text": text}]
+
+
+@contextmanager
+def refusal(code: str, reason: str | None = None, field: str | None = None, **metadata: str) -> Iterator[None]:
+    """The call inside is refused in this way; what is None is not looked at."""
+    try:
+        yield
+    except Refused as refused:
+        assert refused.code == code, refused
+        assert reason is None or refused.reason == reason, refused
+        assert field is None or refused.field == field, refused
+        assert metadata.items() <= refused.metadata.items(), refused
+        # RetryInfo comes with these two and no others; what the runtime says itself has none.
+        assert refused.retry_after_s is None or code in ("UNAVAILABLE", "RESOURCE_EXHAUSTED"), refused
+    else:
+        raise AssertionError(f"expected {code} {reason or ''} {field or ''}, got an answer")
+
+
+def addresses_that_are_refused_by_the_client_itself(program: Testee, world: World) -> None:
+    for address in ("nonsense", "unix:relative.sock", "1.2.3.4:99999"):
+        with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "address"):
+            program.call("connect", address=address)
+    with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "tls"):
+        program.call("connect", address="192.0.2.1:443")
+
+
+def tls_and_a_token_at_the_store(program: Testee, world: World) -> None:
+    """The certificate is pinned; agents' calls are the store's own too."""
+    address, ca_file = world.store_address, str(world.ca_file)
+    program.call("connect", address=address, ca_file=ca_file, token=world.token)
+    assert program.call("list_agents") == {"agent_ids": []}
+    program.call("connect", address=address, ca_file=ca_file)
+    with refusal("UNAUTHENTICATED", "NO_CREDENTIAL"):
+        program.call("list_agents")
+    program.call("connect", address=address, ca_file=ca_file, token="x" * 40)
+    with refusal("UNAUTHENTICATED", "BAD_CREDENTIAL"):
+        program.call("list_agents")
+    program.call("connect", address=address, token=world.token)  # loopback, but the store speaks TLS only
+    with refusal("UNAVAILABLE"):
+        program.call("list_agents", timeout_s=5)
+
+
+def counting(program: Testee, world: World) -> None:
+    program.call("connect", address=world.engine.address)
+    prompt = program.call("count", prompt="My favourite colour is")["tokens"]
+    messages = program.call("count", messages=user("My favourite colour is"))["tokens"]
+    assert 0 < prompt < messages  # the template's own tokens
+
+
+def a_first_turn_makes_version_one(program: Testee, world: World) -> None:
+    told = user("My name is Anna.")
+    reply = program.call(
+        "reply", agent_id="ada", append_messages=told, max_tokens=8, request_id="turn-1", expected_version=0
+    )
+    assert reply["version"] == 1, reply
+    assert reply["parent_version"] == 0
+    assert reply["cached_tokens"] == 0
+    assert reply["prompt_tokens"] == program.call("count", messages=told)["tokens"]
+    assert reply["text"]
+    assert reply["request_id"] == "turn-1"
+    assert reply["finish_reason"] in ("FINISH_REASON_LENGTH", "FINISH_REASON_STOP")
+    again = program.call(
+        "reply", agent_id="ada", append_messages=told, max_tokens=8, request_id="turn-1", expected_version=0
+    )
+    assert (again["source"], again["version"], again["text"]) == ("CACHE_SOURCE_REPLAY", 1, reply["text"])
+
+
+def a_second_turn_streams_and_reuses_the_first(program: Testee, world: World) -> None:
+    streamed = program.call("stream", agent_id="ada", append_messages=user("What is my name?"), max_tokens=24)
+    assert streamed["is_finished"]
+    assert streamed["version"] == 2
+    assert streamed["deltas"] >= 2
+    third = program.call("reply", agent_id="ada", append_messages=user("And now?"), max_tokens=4, expected_version=2)
+    assert third["version"] == 3
+    assert third["parent_version"] == 2
+    assert third["cached_tokens"] > 0
+
+
+def a_cancelled_turn_leaves_nothing(program: Testee, world: World) -> None:
+    told = program.call(
+        "stream", agent_id="ada", prompt="Once upon a time", max_tokens=400, regex="[a-z ]{390,400}", cancel_after=2
+    )
+    assert not told["is_finished"]
+    assert told["deltas"] == 2
+    give_up = time.monotonic() + WITHIN_S
+    with world.client() as look:
+        while look.get_stats().namespaces[0].running_turns:
+            assert time.monotonic() < give_up, "the turn is still under way"
+            time.sleep(0.05)
+    assert program.call("get_agent", agent_id="ada")["version"] == 3
+
+
+def killed_and_started_again_it_goes_on(program: Testee, world: World) -> None:
+    """The program keeps its client: it must find the services again by itself."""
+    world.kill()
+    with refusal("UNAVAILABLE", "UNAVAILABLE"):
+        program.call("count", prompt="Is anybody there?", timeout_s=20)
+    world.start()
+    give_up = time.monotonic() + WITHIN_S
+    while True:
+        try:
+            warm = program.call("warm", agent_id="ada", timeout_s=20)
+            break
+        except Refused as refused:
+            assert refused.code == "UNAVAILABLE", refused
+            assert time.monotonic() < give_up, refused
+            time.sleep(0.1)
+    assert warm["source"] == "CACHE_SOURCE_WARM", warm
+    assert warm["version"] == 3
+    assert 0 < warm["cached_tokens"] <= warm["tokens"]
+    reply = program.call("reply", agent_id="ada", append_messages=user("Who am I?"), max_tokens=4)
+    assert reply["version"] == 4
+    assert reply["cached_tokens"] > 0
+
+
+def a_fork_is_an_agent_of_its_own(program: Testee, world: World) -> None:
+    assert program.call("fork", source_agent_id="ada", agent_id="eve", version=2) == {"agent_id": "eve", "version": 1}
+    ada, eve = (program.call("get_agent", agent_id=name) for name in ("ada", "eve"))
+    assert eve["token_count"] < ada["token_count"]
+    reply = program.call("reply", agent_id="eve", append_messages=user("Hello?"), max_tokens=4)
+    assert reply["version"] == 2
+    assert reply["cached_tokens"] > 0
+    assert program.call("get_agent", agent_id="ada") == ada
+    with refusal("ALREADY_EXISTS", "AGENT_EXISTS"):
+        program.call("fork", source_agent_id="ada", agent_id="eve")
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND", agent_id="nobody"):
+        program.call("fork", source_agent_id="nobody", agent_id="x")
+
+
+def a_rewind_is_a_new_version(program: Testee, world: World) -> None:
+    with refusal("ABORTED", "HEAD_MOVED", head_version="4"):
+        program.call("rollback", agent_id="ada", version=1, expected_version=2)
+    assert program.call("rollback", agent_id="ada", version=1, expected_version=4) == {"version": 5}
+    reply = program.call("reply", agent_id="ada", append_messages=user("What is my name?"), max_tokens=4)
+    assert (reply["parent_version"], reply["version"]) == (5, 6)
+    assert reply["cached_tokens"] > 0
+    with refusal("NOT_FOUND", "VERSION_NOT_FOUND"):
+        program.call("rollback", agent_id="ada", version=99)
+    with refusal("ABORTED", "HEAD_MOVED", head_version="6"):
+        program.call("reply", agent_id="ada", append_messages=user("Hm?"), max_tokens=4, expected_version=3)
+
+
+def lists_are_read_to_their_end(program: Testee, world: World) -> None:
+    for name in ("list-1", "list-2", "list-ö"):
+        program.call("fork", source_agent_id="ada", agent_id=name)
+    listed = program.call("list_agents", name_prefix="list-", page_size=1)
+    assert listed["agent_ids"] == ["list-1", "list-2", "list-ö"]
+
+
+def an_archive_leaves_and_comes_back(program: Testee, world: World) -> None:
+    file = world.files / "ada.tar"
+    told = program.call("export", agent_id="ada", file=str(file))
+    assert Digest(**told) == Digest.of(file.read_bytes())
+    assert program.call("import", agent_id="zoe", file=str(file)) == {"version": 1, "origin": "ORIGIN_IMPORT"}
+    reply = program.call("reply", agent_id="zoe", append_messages=user("Hello!"), max_tokens=4)
+    assert reply["version"] == 2
+    assert reply["cached_tokens"] > 0
+    with refusal("ALREADY_EXISTS", "AGENT_EXISTS"):
+        program.call("import", agent_id="zoe", file=str(file))
+    assert program.call("import", agent_id="zoe", file=str(file), replace=True)["version"] == 3
+    garbage = world.files / "garbage.tar"
+    garbage.write_bytes(b"no archive " * 500_000)  # longer than one message: the refusal comes while it is sent
+    with refusal("INVALID_ARGUMENT", "ARCHIVE_MALFORMED"):
+        program.call("import", agent_id="new", file=str(garbage))
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND"):
+        program.call("export", agent_id="nobody", file=str(world.files / "none.tar"))
+
+
+def an_agent_is_pulled_from_a_peer(program: Testee, world: World) -> None:
+    with world.peer_client() as peer:
+        peer.import_from_file("guest", world.files / "ada.tar", replace=True)
+    pulled = program.call("pull", peer=PEER, agent_id="guest", local_agent_id="visitor")
+    assert pulled == {"version": 1, "origin": "ORIGIN_PULL"}
+    assert program.call("reply", agent_id="visitor", append_messages=user("Hi"), max_tokens=4)["cached_tokens"] > 0
+    with refusal("NOT_FOUND", "PEER_UNKNOWN"):
+        program.call("pull", peer="elsewhere", agent_id="guest")
+
+
+def a_deleted_agent_is_gone(program: Testee, world: World) -> None:
+    program.call("delete", agent_id="zoe")
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND", agent_id="zoe"):
+        program.call("get_agent", agent_id="zoe")
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND"):
+        program.call("delete", agent_id="zoe")
+
+
+def refusals_name_the_field_and_the_reason(program: Testee, world: World) -> None:
+    with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "sampling.max_tokens"):
+        program.call("reply", prompt="Hello", max_tokens=0)
+    with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "agent_id"):
+        program.call("reply", agent_id="a\nb", prompt="Hello")
+    with refusal("NOT_FOUND", "MODEL_NOT_FOUND"):
+        program.call("reply", model="no-such-model", prompt="Hello")
+    with refusal("RESOURCE_EXHAUSTED", "CONTEXT_EXCEEDED"):
+        program.call("reply", prompt="word " * 60_000)
+    with refusal("INVALID_ARGUMENT"):
+        program.call("reply", agent_id="ada")  # no input
+    with refusal("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"):
+        program.call("reply", prompt="Once upon a time", max_tokens=480, regex="[a-z ]{470,480}", timeout_s=0.3)
+
+
+def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> None:
+    with flaky_engine() as (engine, address):
+        program.call("connect", address=address)
+        assert program.call("count", prompt="Hello") == {"tokens": 7}
+        assert program.call("get_agent", agent_id="ada")["token_count"] == 9
+        with refusal("UNAVAILABLE"):
+            program.call("fork", source_agent_id="ada", agent_id="eve")
+        with refusal("UNAVAILABLE", request_id="mine"):
+            program.call("reply", agent_id="ada", prompt="Hello", request_id="mine")
+        assert engine.calls == {"CountTokens": 3, "GetAgent": 3, "ForkAgent": 1, "Generate": 1}, engine.calls
+
+
+STEPS: tuple[Step, ...] = (
+    addresses_that_are_refused_by_the_client_itself,
+    tls_and_a_token_at_the_store,
+    counting,
+    a_first_turn_makes_version_one,
+    a_second_turn_streams_and_reuses_the_first,
+    a_cancelled_turn_leaves_nothing,
+    killed_and_started_again_it_goes_on,
+    a_fork_is_an_agent_of_its_own,
+    a_rewind_is_a_new_version,
+    lists_are_read_to_their_end,
+    an_archive_leaves_and_comes_back,
+    an_agent_is_pulled_from_a_peer,
+    a_deleted_agent_is_gone,
+    refusals_name_the_field_and_the_reason,
+    reads_are_asked_again_and_nothing_else_is,
+)
+
+
+def run(program: Testee, world: World, say: Callable[[str], Any]) -> None:
+    """All steps, in order. Raises AssertionError that names the step."""
+    for number, step in enumerate(STEPS, 1):
+        began = time.monotonic()
+        try:
+            step(program, world)
+        except AssertionError as error:
+            raise AssertionError(f"step {number}, {step.__name__}: {error}") from error
+        say(f"  {number:2d} {step.__name__.replace('_', ' ')} ({time.monotonic() - began:.1f} s)")
