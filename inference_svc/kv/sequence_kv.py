@@ -182,14 +182,18 @@ class SequenceKV:
     # --- going on ---
 
     def append(self, rows: dict[int, EncodedRows]) -> None:
-        """Store the rows that follow, of each layer: parts [1, kv_heads, n, width]. Not evaluated. Raises
-        ResourceExhausted, and has changed nothing, if the pool has no room.
+        """Store the rows that follow, of each layer: parts [1, kv_heads, n, width]. The writes are not evaluated.
+
+        Raises ResourceExhausted, and has changed nothing, if the pool has no room.
         """
         count = next(iter(rows.values()))[0].shape[2] if rows else 0
         room = PassRoom(self)
         room.take(count)
-        for layer, parts in rows.items():
-            self._write(layer, room.pages[self.pool.group_number(layer)], parts)
+        places = {layer: room.pages[self.pool.group_number(layer)] for layer in rows}
+        written = {layer: self._with_tail(layer, pages, rows[layer]) for layer, pages in places.items()}
+        mx.eval(written)  # a tail that is still to be read would hold its array
+        for layer, pages in places.items():
+            self.pool.write_pages(layer, list(pages.values()), written[layer])
         room.move_in()
         self.advanced(count)
 
@@ -231,15 +235,15 @@ class SequenceKV:
                 self.pool.release([old])
             table.pages[block] = page
 
-    def _write(self, layer: int, pages: dict[int, int], rows: EncodedRows) -> None:
-        """Write rows to private pages by block, of which the first has those before them."""
+    def _with_tail(self, layer: int, pages: dict[int, int], rows: EncodedRows) -> mx.array:
+        """The content of private pages by block: the rows that the first one has, and those that follow."""
         page_format, first = self.pool.formats[layer], min(pages) * PAGE_TOKENS
         if first < self.length:
             tail = self.pool.pages_of(layer, [pages[min(pages)]])
             rows = joined_rows(rows_of_pages(page_format, tail, 0, self.length - first), rows)
         elif skipped := first - self.length:
             rows = tuple(part[:, :, skipped:] for part in rows)
-        self.pool.write_pages(layer, list(pages.values()), pages_of_rows(page_format, rows))
+        return pages_of_rows(page_format, rows)
 
     # --- back in time ---
 

@@ -61,7 +61,7 @@ class ModelRunner:
         """Compute and store the KV of the next tokens, without logits. Evaluates. If it raises, Cancelled between two
         layers or ResourceExhausted for want of pages, nothing has changed.
         """
-        self._compute(kv, token_ids, is_cancelled)
+        self._compute(kv, token_ids, is_cancelled, needs_logits=False)
         self.release_unused()
 
     def last_logits(
@@ -71,15 +71,24 @@ class ModelRunner:
         Evaluates. Raises as `prefill` does.
         """
         logits = self._compute(kv, token_ids, is_cancelled)[:, -1]
-        mx.eval(logits)
         self.release_unused()
         return logits
 
-    def _compute(self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> mx.array:
+    def _compute(
+        self,
+        kv: SequenceKV,
+        token_ids: Sequence[int],
+        is_cancelled: Callable[[], bool],
+        *,
+        needs_logits: bool = True,
+    ) -> mx.array:
         layers = prefill_layers(kv)
         try:
             logits = self.forward(mx.array([token_ids], dtype=mx.uint32), layers)
             self._evaluate(layers, is_cancelled)
+            # Neither kept nor unevaluated: what reads the pool's arrays makes the writes of `commit` copy them.
+            logits = mx.array(0) if not needs_logits else logits
+            mx.eval(logits)
             commit(kv, layers, len(token_ids))
         except BaseException:
             abandon(layers)

@@ -1,8 +1,9 @@
 """The pool: all KV of one model, in pages that sequences share by number.
 
 For each layer of a group there is one array of pages, and a page number means the same block in all of them. On a CPU
-a write makes a new array as far as Python can see; MLX reuses the old array's memory because nothing else holds it, so
-nobody may keep a reference to `arrays` while something is written. On a GPU kernels write where the pages lie
+a write makes a new array as far as Python can see. MLX reuses the old array's memory if nothing else holds it, and else
+copies the whole array: so nobody may keep a reference to `arrays` while something is written, and what is computed from
+them is evaluated, or dropped, before. On a GPU kernels write where the pages lie
 (`attention/in_place`). Lives on the MLX thread.
 """
 
@@ -132,14 +133,15 @@ class KvPool:
         """Copy pages in all arrays; the targets must be private."""
         if sources:
             source, target = (mx.array(list(pages), dtype=mx.int32) for pages in (sources, targets))
+            if self.dialect is None:
+                copies = [array[source] for array in self.arrays]
+                mx.eval(copies)  # a read that is not over would hold the array
+                for array, pages in zip(self.arrays, copies, strict=True):
+                    array[target] = pages
+                return
             for array in self.arrays:
-                if self.dialect is None:
-                    array[target] = array[source]
-                else:
-                    write = store_pages(array, array, target, source, 0, array.shape[1], self.dialect)
-                    self._written.append(write)
-            if self.dialect is not None:
-                self.evaluate()  # rows that follow in these pages do not wait for the copy by themselves
+                self._written.append(store_pages(array, array, target, source, 0, array.shape[1], self.dialect))
+            self.evaluate()  # rows that follow in these pages do not wait for the copy by themselves
 
     def evaluate(self) -> None:
         """Wait until all writes are done."""

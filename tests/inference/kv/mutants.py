@@ -6,7 +6,7 @@ from tests.mutation.mutant import Mutant, Suite
 
 BATCH, WINDOW, STATES, WORLD = "kv/test_backends", "kv/test_window_kv", "kv/test_state_kv", "kv/test_sequence_world"
 ROWS, FILES, PREFILL, CODEC = "kv/test_rows", "kv/test_sequence_files", "kv/test_prefill", "kv/test_codec"
-BOOKS, BATCHING = "kv/test_page_bookkeeping", "engine/test_batching"
+BOOKS, BATCHING, MEMORY = "kv/test_page_bookkeeping", "engine/test_batching", "kv/test_pool_memory"
 
 MUTANTS = (
     Mutant(
@@ -261,9 +261,24 @@ MUTANTS = (
     Mutant(
         "a pass is committed before it has ended",
         "model_runner.py",
-        "            self._evaluate(layers, is_cancelled)\n            commit(kv, layers, len(token_ids))\n",
-        "            commit(kv, layers, len(token_ids))\n            self._evaluate(layers, is_cancelled)\n",
+        "            self._evaluate(layers, is_cancelled)\n",
+        "            commit(kv, layers, len(token_ids))\n            self._evaluate(layers, is_cancelled)\n"
+        "            return logits\n",
         PREFILL,
+    ),
+    Mutant(
+        "a prefill keeps what would read the pool until its rows are written",
+        "model_runner.py",
+        "            logits = mx.array(0) if not needs_logits else logits\n            mx.eval(logits)\n",
+        "",
+        MEMORY,
+    ),
+    Mutant(
+        "a page's copy is read while it is written",
+        "pool.py",
+        "                mx.eval(copies)  # a read that is not over would hold the array\n",
+        "",
+        MEMORY,
     ),
     Mutant(
         "a pool that grows forgets its pages",

@@ -1,0 +1,68 @@
+"""What a write to a pool costs in memory: not a second array, which MLX makes if anybody still reads the first."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import pytest
+
+from inference_svc.kv.pages.pool import KvPool
+from inference_svc.kv.policy import Rung, policy_of
+from inference_svc.kv.sequence_kv import SequenceKV
+from inference_svc.model.loading import load
+from inference_svc.model.model_runner import ModelRunner
+from tests.inference.engine.families import GEMMA3, write_family
+from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.inference.kv.sequences import fed, full, identity_of, windowed
+
+CPU_ONLY = pytest.mark.cpu_only("on a GPU kernels write where the pages lie")
+IDS = list(range(3, 40)) * 10
+
+
+@CPU_ONLY
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_no_array_of_a_pool_of_a_given_size_is_copied(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """By prefill with and without logits, behind a tail, on a fork, and by decoding on forks, also without a copy."""
+    directory = tmp_path_factory.mktemp("model")
+    path = write_model(directory, LLAMA) if name == "llama" else write_family(directory / name, GEMMA3)
+    runner, policy = ModelRunner(load(path, "float32").model), policy_of(Rung.Q4, "float32")
+    pages = (96 << 20) // runner.new_pool(policy, 1).page_bytes
+    pool = runner.new_pool(policy, 96 << 20, is_allocated=True)
+    kv = SequenceKV(pool)
+
+    def costs(work: Callable[[], object]) -> None:
+        pool.evaluate()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        work()
+        pool.evaluate()
+        spent = mx.get_peak_memory() - before
+        assert spent < pool.arrays[0].nbytes, f"{spent} bytes beside a pool of {pool.allocated_bytes}"
+
+    for count in (256, 256, 44, 100):
+        costs(lambda count=count: runner.prefill(kv, IDS[:count]))
+    costs(lambda: runner.last_logits(kv, IDS[:10]))
+    forks = [kv.fork() for _ in range(3)]
+    costs(lambda: runner.prefill(forks[0], IDS[:10]))
+    for decoded_budget in (1 << 30, 0):
+        batch = runner.new_batch(pool, decoded_budget)
+        for fork in forks:
+            batch.join(fork)
+        for _ in range(2):
+            costs(lambda batch=batch: mx.eval(batch.step([5, 6, 7])))
+        for fork in forks:
+            batch.leave(fork)
+    assert pool.allocated_bytes == pages * pool.page_bytes
+
+
+def test_a_pool_that_grows_copies_fewer_pages_than_it_has_then() -> None:
+    """It doubles, however few are taken at a time."""
+    identity = identity_of([full(), windowed(100)])
+    pool = KvPool(identity, 200 * KvPool(identity, 1).page_bytes)
+    kv, copied_bytes = SequenceKV(pool), 0
+    for _ in range(70):
+        before = pool.allocated_bytes
+        fed(kv, [256])
+        copied_bytes += before if pool.allocated_bytes != before else 0
+    used_bytes = pool.allocator.used * pool.page_bytes
+    assert 70 * pool.page_bytes < used_bytes <= pool.allocated_bytes <= 2 * used_bytes
+    assert 0 < copied_bytes < pool.allocated_bytes
