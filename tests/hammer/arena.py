@@ -21,9 +21,13 @@ from tests.system_fixtures import House
 if TYPE_CHECKING:
     from tests.hammer.actors import Actor
 
-# Words generated one by one round differently than the same prefilled, and a rounding may turn a code or some. Rows of
-# other tokens or of another place differ in most bytes.
-_UNLIKE_AT_MOST = 0.02
+# On machines whose kernels sum a single row in another order than a cell of rows, decoded tokens differ from prefilled
+# ones in the last bits of K and V. Now and then such a value lies at the edge of a code, and the code turns. Later rows
+# attend to it, so codes of theirs turn too, more from layer to layer. Measured on kvasir-tiny: one code that is turned
+# by hand in the first block changes 0.01 to 0.7 % of the bytes of a later file, 8 or 64 codes up to 3.8 %. Two memories
+# in ten thousand requests had 2.4 %. Rows of other tokens or of another place differ in most bytes; and that a memory
+# is the one left alone is compared to the bit.
+_UNLIKE_AT_MOST = 0.05
 
 
 @dataclass(frozen=True)
