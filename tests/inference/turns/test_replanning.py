@@ -3,8 +3,9 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +14,14 @@ from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.digest import Digest
 
 from inference_svc.config import EngineSettings
-from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Timings
+from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Started, Timings
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
 from inference_svc.memory.outcomes import Miss, MissReason, Source
 from inference_svc.memory.recall import Prepared, Recollection
 from inference_svc.memory.remote_cache import Head
 from inference_svc.memory.service_stats import ServiceStats
+from inference_svc.memory.stored_windows import StoredWindow
 from inference_svc.model.prompting import Tokenized
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import Specials
@@ -96,13 +98,18 @@ class Surroundings:
 PLAIN = SamplingParams(4)
 
 
-def serve(around: Surroundings, expected_version: int | None, sampling: SamplingParams = PLAIN) -> None:
+def serve(
+    around: Surroundings,
+    expected_version: int | None,
+    sampling: SamplingParams = PLAIN,
+    stores: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
     async def to_the_end() -> None:
         parts: Any = around
         stats = ServiceStats(0.0)
         admission = Admission(SETTINGS.admission, stats, time.monotonic)
         service = TurnService(
-            parts, parts, parts, parts, {}, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
+            parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
         )
         given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
         request = TurnRequest("r", "default", "a", expected_version, given, "", sampling, False)
@@ -199,3 +206,45 @@ def test_what_the_engine_refused_is_not_planned_with_again() -> None:
     serve(around, expected_version=5)
     assert around.usable == [(None, None), (None, 299), (1, 299)]
     assert around.finished == [(5, "ours new")]
+
+
+class Storing(Surroundings):
+    """An engine that begins further back than planned, and a store that has all blocks of the plan."""
+
+    is_reachable = True
+    piece_blocks = 1
+    held = None
+
+    def __init__(self) -> None:
+        super().__init__([remembered(OURS, "ours")], losses=0)
+        self.copies = self
+        self.asked: list[tuple[int, Mapping[int, StoredWindow]]] = []
+        self.committed: Prepared | None = None
+
+    async def plan(self, recollection: Recollection, text: str, **how: Any) -> Prepared:
+        blocks = {index: Digest.of(b"block %d" % index) for index in range(4)}
+        found = await super().plan(recollection, text, **how)
+        return replace(found, stored_blocks=tuple(blocks.values()), stored_windows={300: StoredWindow(blocks)})
+
+    def submit(self, plan: object, on_events: Callable[[list[Event]], None]) -> object:
+        on_events([Started(700)])
+        on_events([ENDED])
+        return SimpleNamespace(cancel=lambda: None)
+
+    def ask(self, key: object, first_block: int, stored: Mapping[int, StoredWindow]) -> object:
+        self.asked.append((first_block, stored))
+        return None
+
+    async def finish(self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        self.committed = prepared
+
+
+def test_blocks_that_the_engine_computes_anew_are_copied_anew_and_the_manifest_names_those() -> None:
+    """The store's blocks behind the place where the turn truly began are of other rows: a reply's, say."""
+    around = Storing()
+    serve(around, expected_version=5, stores={"default": around})
+    [(first_block, windows)] = around.asked
+    assert (first_block, windows[300].full) == (2, {0, 1})
+    assert around.committed is not None
+    assert len(around.committed.stored_blocks) == 2
+    assert around.committed.stored_windows == windows
