@@ -97,3 +97,29 @@ def test_a_memory_that_came_back_goes_back_into_its_last_reply(windowed_house: H
         assert found.started.source == pb.CACHE_SOURCE_WARM, found.started.reason
         assert found.started.cached_tokens >= expected[1].started.cached_tokens - 1 > first.started.prompt_tokens
         assert found.token_ids == expected[1].token_ids
+
+
+def test_behind_a_long_reply_the_prompt_is_shared_and_serves_when_the_last_file_of_a_window_is_gone(
+    windowed_house: House,
+) -> None:
+    """From the store, after a restart: the manifest lists what the window saw at the prompt's edge."""
+    house = windowed_house
+    ask, other = f"{COMMON}Tell me a long story.", f"{COMMON}Or a short one."
+    with house.client() as client:
+        cold = told(client, "", other).token_ids
+        text = ask + told(client, "ada", ask, 700).text + " And then?"
+    runs = stored(house, "ada").windows
+    assert [run.window for run in runs] == [runs[0].window] * 2, "one at the prompt's edge, and the last one"
+    house.restart()
+    with house.client() as client:
+        shared = told(client, "bob", other)
+        assert shared.started.source == pb.CACHE_SOURCE_SHARED, shared.started.reason
+        assert shared.token_ids == cold
+    house.restart()
+    (path,) = house.data_dir.rglob(runs[1].tail.hash)
+    path.unlink()
+    with house.client() as client:
+        found = told(client, "ada", text)
+    assert found.started.source == pb.CACHE_SOURCE_WARM, found.started.reason
+    assert found.started.cached_tokens == 256 * (runs[0].first_block + len(runs[0].blocks))
+    assert found.started.cached_tokens == shared.started.cached_tokens
