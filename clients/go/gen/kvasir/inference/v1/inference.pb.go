@@ -1354,7 +1354,9 @@ type TokenLogprobs struct {
 	// Natural logarithm of the token's probability.
 	Logprob float32 `protobuf:"fixed32,1,opt,name=logprob,proto3" json:"logprob,omitempty"`
 	// The likeliest tokens, the likeliest first.
-	Top           []*TokenLogprob `protobuf:"bytes,2,rep,name=top,proto3" json:"top,omitempty"`
+	Top []*TokenLogprob `protobuf:"bytes,2,rep,name=top,proto3" json:"top,omitempty"`
+	// What the token spells. A character may be spread over several tokens.
+	Spelling      []byte `protobuf:"bytes,3,opt,name=spelling,proto3" json:"spelling,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1403,10 +1405,18 @@ func (x *TokenLogprobs) GetTop() []*TokenLogprob {
 	return nil
 }
 
+func (x *TokenLogprobs) GetSpelling() []byte {
+	if x != nil {
+		return x.Spelling
+	}
+	return nil
+}
+
 type TokenLogprob struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TokenId       uint32                 `protobuf:"varint,1,opt,name=token_id,json=tokenId,proto3" json:"token_id,omitempty"`
 	Logprob       float32                `protobuf:"fixed32,2,opt,name=logprob,proto3" json:"logprob,omitempty"`
+	Spelling      []byte                 `protobuf:"bytes,3,opt,name=spelling,proto3" json:"spelling,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1453,6 +1463,13 @@ func (x *TokenLogprob) GetLogprob() float32 {
 		return x.Logprob
 	}
 	return 0
+}
+
+func (x *TokenLogprob) GetSpelling() []byte {
+	if x != nil {
+		return x.Spelling
+	}
+	return nil
 }
 
 // Finished ends one choice; the stream ends with the last one's.
@@ -3586,13 +3603,15 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x02 \x03(\rR\btokenIds\x12\x16\n" +
 	"\x06choice\x18\x03 \x01(\x05R\x06choice\x12>\n" +
 	"\blogprobs\x18\x04 \x03(\v2\".kvasir.inference.v1.TokenLogprobsR\blogprobs\x12%\n" +
-	"\x0ereasoning_text\x18\x05 \x01(\tR\rreasoningText\"^\n" +
+	"\x0ereasoning_text\x18\x05 \x01(\tR\rreasoningText\"z\n" +
 	"\rTokenLogprobs\x12\x18\n" +
 	"\alogprob\x18\x01 \x01(\x02R\alogprob\x123\n" +
-	"\x03top\x18\x02 \x03(\v2!.kvasir.inference.v1.TokenLogprobR\x03top\"C\n" +
+	"\x03top\x18\x02 \x03(\v2!.kvasir.inference.v1.TokenLogprobR\x03top\x12\x1a\n" +
+	"\bspelling\x18\x03 \x01(\fR\bspelling\"_\n" +
 	"\fTokenLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x18\n" +
-	"\alogprob\x18\x02 \x01(\x02R\alogprob\"\xe7\x02\n" +
+	"\alogprob\x18\x02 \x01(\x02R\alogprob\x12\x1a\n" +
+	"\bspelling\x18\x03 \x01(\fR\bspelling\"\xe7\x02\n" +
 	"\bFinished\x129\n" +
 	"\x06reason\x18\x01 \x01(\x0e2!.kvasir.inference.v1.FinishReasonR\x06reason\x12!\n" +
 	"\fmatched_stop\x18\x02 \x01(\tR\vmatchedStop\x120\n" +
