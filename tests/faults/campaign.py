@@ -31,7 +31,7 @@ BUDGET_S = 0.25
 KINDS = ("outage", "blip", "hang", "delay", "slow", "truncate", "flip", "disk")
 # Room for about two memories: what was not used last is read from the store.
 _OPTIONS = ("--store-budget-ms", "250", "--commit-wait-s", "0.5", "--memory-gib", "0.0018")
-_AHEAD = 6
+_AHEAD = 3
 _FIRST_TOKENS, _LATER_TOKENS = 12, 8
 _GIVE_UP_S = 30.0
 

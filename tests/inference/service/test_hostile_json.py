@@ -18,7 +18,7 @@ from tests.guarded_house import guarded
 from tests.system_fixtures import House
 
 CALLERS = 6
-TOKENS = 100
+TOKENS = 40
 FIELD = "messages.messages[1].tool_calls[0].arguments_json"
 LONG = '{"a":[' + "[]," * ((8 << 20) // 3 - 100) + "[]]}"
 # What is short enough is parsed, if it is flat and has few enough values.

@@ -120,7 +120,7 @@ def test_a_background_agent_and_many_people_all_get_their_right_replies(house: H
     assert misses(house).get("blob_missing", 0) == 0
     third = [{"role": "user", "content": "And then?"}]
     with house.client() as client:
-        greedy = {"max_tokens": 64}
+        greedy = {"max_tokens": 16}
         told = [
             client.reply(agent_id=agent, append_messages=third, sampling=greedy).text for agent in (ALONE, turn.agent)
         ]
@@ -130,7 +130,7 @@ def test_a_background_agent_and_many_people_all_get_their_right_replies(house: H
 def test_a_store_that_dies_while_a_turn_is_preempted_costs_time_and_no_word(house: House, expected: Reply) -> None:
     before, missed = preemptions(house), sum(misses(house).values())
     turn = Turn(house, "bereft").start()
-    first = threading.Thread(target=person, args=(house, "", 500))
+    first = threading.Thread(target=person, args=(house, "", 250))
     first.start()
     until_preempted(house, before)
     time.sleep(0.1)  # its files are written
@@ -165,7 +165,7 @@ def test_who_goes_away_while_its_turn_is_preempted_leaves_the_agent_as_it_was(ho
         )
         while not next(events).HasField("delta"):
             pass
-        first = threading.Thread(target=person, args=(house, "", 300))
+        first = threading.Thread(target=person, args=(house, "", 150))
         first.start()
         until_preempted(house, before)
         events.close()

@@ -102,7 +102,7 @@ def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_com
 ) -> None:
     with strict.client() as client:
         reply = Reply()
-        events = client.generate(agent_id="hangs", prompt=f"hangs: {PASSAGE}", sampling={"max_tokens": 600})
+        events = client.generate(agent_id="hangs", prompt=f"hangs: {PASSAGE}", sampling={"max_tokens": 200})
         while not reply.token_ids:
             reply.add(next(events))
         strict.store.freeze()
@@ -113,7 +113,7 @@ def test_a_store_that_hangs_while_a_turn_runs_delays_its_last_message_by_the_com
             reply.add(event)
         waited_s = time.monotonic() - last_delta_at
         strict.store.thaw()
-    print(f"hung store: 600 tokens in {last_delta_at - frozen_at:.1f} s, then the last message after {waited_s:.2f} s")
+    print(f"hung store: 200 tokens in {last_delta_at - frozen_at:.1f} s, then the last message after {waited_s:.2f} s")
     assert len(reply.token_ids) == reply.finished.usage.completion_tokens
     assert reply.finished.snapshot.state == pb.SNAPSHOT_STATE_PENDING
     assert waited_s < 2 + 3 * SLACK_S
