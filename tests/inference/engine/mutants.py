@@ -232,6 +232,22 @@ MUTANTS = (
         "preempted_turns",
     ),
     Mutant(
+        "a row that was computed too much is remembered",
+        "beginning.py",
+        "    kv.trim_to(len(state.token_ids))\n",
+        "",
+        "batching",
+    ),
+    Mutant(
+        "room is asked for without the fork in hand",
+        "room.py",
+        "            reservation = self._reservation(sequence, reuse, forked)\n            missing",
+        "            reservation = self._reservation(sequence, reuse, forked)\n"
+        "            reservation.kept_pages = lambda kept=reservation.kept_pages(): kept\n"
+        "            forked = forked and forked.release()\n            missing",
+        "room",
+    ),
+    Mutant(
         "nobody is preempted",
         "engine_worker.py",
         "        has_time = may_preempt = True",

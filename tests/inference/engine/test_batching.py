@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 from kvasir.errors import Cancelled, Internal
 
-from inference_svc.engine.api import Hot, Prefilled, Started, Tokens
+from inference_svc.engine.api import FinishReason, Hot, Prefilled, Started, Tokens
 from inference_svc.engine.engine import Engine
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 
@@ -150,21 +150,28 @@ def test_a_row_that_sits_out_while_a_step_fails_does_not_go_on_with_a_token_too_
 
 
 def test_looking_ahead_changes_no_token_and_no_byte_of_what_is_remembered(driver: Driver, engine: Engine) -> None:
-    """Greedy, drawn, ended by a stop token and by length: what a step computed too much is not remembered."""
+    """Greedy, drawn, ended by length, a stop token and a stop string: what was computed too much is not remembered."""
     decoder = engine._worker._decoder
 
     def all_turns() -> list[tuple[object, ...]]:
         found: list[tuple[object, ...]] = []
         for number, sampling in enumerate(
-            ({}, {"temperature": 0.9, "seed": 5}, {"max_tokens": 7}, {"stop_token_ids": stops})
+            ({}, {"temperature": 0.9, "seed": 5}, {"max_tokens": 7}, {"stop_token_ids": stops}, {"stop": (words,)})
         ):
             key = driver.key()
             ended = driver.turn(tokens_of(250 + number, seed=number), key=key, **sampling)
-            found.append((ended.finish_reason, ended.text, ended.state.token_ids, driver.files(key)))
+            tokens, memory = ended.state.token_ids, engine._worker.memories.get(key)
+            assert memory is not None
+            assert memory.kv.length == len(tokens), "a row too many is remembered"
+            files = driver.files(key)
+            after = driver.turn((*tokens, 9), Hot(len(tokens)), key, max_tokens=8)
+            found.append((ended.finish_reason, ended.text, tokens, files, after.text, driver.files(key)))
         return found
 
     stops = tuple(driver.reply(driver.turn(tokens_of(253, seed=3), max_tokens=12))[8:9])
+    words = driver.turn(tokens_of(254, seed=4), max_tokens=20).text[6:9]
     ahead = all_turns()
+    assert ahead[-1][0] is FinishReason.STOP_SEQUENCE
     decoder._looks_ahead = False
     try:
         assert all_turns() == ahead
