@@ -71,11 +71,6 @@ def _warm_up_points(kv: SequenceKV) -> int:
     return MOST_REWIND_POINTS if kv.states else 2
 
 
-def reuse_of_prefix(sequence: Sequence, tokens: int, kv: SequenceKV) -> Reuse:
-    """What a turn begins with that shares a prefix: the bits that it would compute itself."""
-    return Reuse(kv, tokens, sequence.chain, tokens, is_shared=True)
-
-
 def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPool, model: ModelInfo) -> None:
     """Give the turn its KV: the fork of what it reuses, or what its plan restores, or none.
 

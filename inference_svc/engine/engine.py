@@ -18,15 +18,15 @@ from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 from inference_svc.engine.api import AgentKey, Failed, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
-from inference_svc.engine.mlx_thread import MlxThread
+from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
-from inference_svc.formats.grammars import GrammarMatcher, Grammars
+from inference_svc.engine.snapshots import memory_snapshot
+from inference_svc.formats.grammars import GrammarMatcher
 from inference_svc.kv.policy import PolicyRequest
 from inference_svc.model.blas import load_optimized_blas
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.open_model import OpenedModel, open_model
-from inference_svc.text.token_text import TokenText
 
 ResultT = TypeVar("ResultT")
 # Decoded copies of what is being decoded may take this part of the budget, beside it.
@@ -60,7 +60,16 @@ class Engine:
     """One model, its thread, and the hot memories of the agents that it served."""
 
     def __init__(self, opened: OpenedModel, thread: MlxThread[EngineWorker], worker: EngineWorker) -> None:
-        self._opened = opened
+        self._model = opened.info
+        # mlx-lm's TokenizerWrapper (encode, apply_chat_template, eos_token_ids, tool parser). It holds no MLX arrays,
+        # but may keep state while encoding: use it from one thread at a time.
+        self.tokenizer = opened.tokenizer
+        self.token_text = opened.token_text  # bytes and code points of tokens; thread-safe
+        self.grammars = opened.grammars  # reply formats, compiled for this model's tokenizer; thread-safe
+        self.vocabulary_size = opened.vocabulary_size  # token ids are below it
+        self.device = opened.device  # "cpu", "metal" or "cuda"
+        self.blas = load_optimized_blas() or ""  # file name of the optimized BLAS in use
+        self.memory_budget_bytes = worker.room.total_bytes
         self._thread = thread
         self._worker = worker
         self._is_closed = False
@@ -121,43 +130,7 @@ class Engine:
     @property
     def model(self) -> ModelInfo:
         """The loaded model."""
-        return self._opened.info
-
-    @property
-    def tokenizer(self) -> object:
-        """mlx-lm's TokenizerWrapper (encode, apply_chat_template, eos_token_ids, tool parser). It holds no MLX arrays,
-        but may keep state while encoding: use it from one thread at a time.
-        """
-        return self._opened.tokenizer
-
-    @property
-    def token_text(self) -> TokenText:
-        """Bytes and code points of tokens, built once. Thread-safe."""
-        return self._opened.token_text
-
-    @property
-    def grammars(self) -> Grammars:
-        """Reply formats, compiled for this model's tokenizer. Thread-safe."""
-        return self._opened.grammars
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Token ids are below it."""
-        return self._opened.vocabulary_size
-
-    @property
-    def device(self) -> str:
-        """\"cpu\", \"metal\" or \"cuda\"."""
-        return self._opened.device
-
-    @property
-    def blas(self) -> str:
-        """File name of the optimized BLAS in use; empty when there is none."""
-        return load_optimized_blas() or ""
-
-    @property
-    def memory_budget_bytes(self) -> int:
-        return self._worker.room.total_bytes
+        return self._model
 
     @property
     def memory_used_bytes(self) -> int:
@@ -197,18 +170,7 @@ class Engine:
         the empty KV budget; InvalidArgument for an invalid plan; Unavailable after close.
         """
         self._check(plan)
-        sequence = Sequence(
-            plan,
-            self.token_text,
-            frozenset(self.model.stop_token_ids) | frozenset(plan.sampling.stop_token_ids),
-            self.model.cell_tokens,
-            time.monotonic,
-            self.model.kv_identity_hash,
-            self._matcher(plan),
-            listener=on_events,
-            has_states=self.model.has_states,
-            has_windows=bool(self.model.window_bytes_per_token),
-        )
+        sequence = Sequence(plan, self.model, self.token_text, time.monotonic, self._matcher(plan), on_events)
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
@@ -259,7 +221,12 @@ class Engine:
         """
         if blocks_only:
             return self._thread.post(lambda worker: worker.running_blocks(key, first_block, max_blocks))
-        return self._when_idle(key, lambda worker: worker.snapshot(key, first_block, max_blocks, stored_windows))
+        return self._when_idle(
+            key,
+            lambda worker: memory_snapshot(
+                worker.memories.get(key), self.model, first_block, max_blocks, stored_windows
+            ),
+        )
 
     def close(self) -> None:
         """Fail all open turns with Unavailable, free the model, and end the thread; blocks until then. Idempotent."""
@@ -267,14 +234,10 @@ class Engine:
         self._thread.close()
 
     def _when_idle(self, key: AgentKey, work: Callable[[EngineWorker], ResultT]) -> "Future[ResultT]":
-        result: Future[ResultT] = Future()
-
-        def deliver(worker: EngineWorker) -> None:
-            worker.when_idle(key, lambda: _fulfil(result, lambda: work(worker)))
-
-        posted = self._thread.post(deliver)
-        posted.add_done_callback(lambda done: result.cancel() if done.cancelled() else None)
-        return result
+        letter = Letter(work, Future())
+        posted = self._thread.post(lambda worker: worker.when_idle(key, lambda: letter.deliver(worker)))
+        posted.add_done_callback(lambda done: letter.result.cancel() if done.cancelled() else None)
+        return letter.result
 
     def _matcher(self, plan: TurnPlan) -> GrammarMatcher | None:
         """The plan's compiled format. The edge has compiled it already; for other callers it is compiled now."""
@@ -315,11 +278,3 @@ def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
 
 def _closed() -> Unavailable:
     return Unavailable("the engine is shutting down", retry_after_s=1.0)
-
-
-def _fulfil(result: "Future[ResultT]", work: Callable[[], ResultT]) -> None:
-    if result.set_running_or_notify_cancel():
-        try:
-            result.set_result(work())
-        except Exception as error:  # noqa: BLE001 - the caller gets it
-            result.set_exception(error)

@@ -7,8 +7,7 @@ cancelled changes no memory.
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Callable, Collection, Hashable, Iterator
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
@@ -123,24 +122,11 @@ class EngineWorker:
         self.memories.put(target, forked)
         return True
 
-    def snapshot(
-        self,
-        key: AgentKey,
-        first_block: int,
-        max_blocks: int | None = None,
-        stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
-    ) -> Snapshot | None:
-        """The key's memory: blocks from `first_block` on, at most `max_blocks`. The tail and the states come with the
-        last block.
-        """
-        memory = self.memories.get(key)
-        return None if memory is None else memory_snapshot(memory, self._model, first_block, max_blocks, stored_windows)
-
-    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None = None) -> Snapshot | None:
+    def running_blocks(self, key: AgentKey, first_block: int, max_blocks: int | None) -> Snapshot | None:
         """Full blocks from `first_block` on, at most `max_blocks`, of the key's running turn or else of its memory."""
         sequence = self._begun(key)
         if sequence is None:
-            whole = self.snapshot(key, first_block, max_blocks)
+            whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
         if sequence.kv is None:
             return None  # it is preempted: the memory holds other blocks than the turn's
@@ -210,17 +196,13 @@ class EngineWorker:
         self._compute(self._decoder.settle)
 
     def _compute(self, step: Callable[[], list[Decoded]], decoding: Collection[Sequence] = ()) -> None:
-        """Take in what a step gives. If it fails, the turns that it is about end."""
+        """What a step gives becomes part of the turns that are still here. If it fails, its turns end."""
         try:
             decoded = step()
         except Exception:
             logger.exception("decode.failed")
             self._lose(decoding)
             return
-        self._take_in(decoded)
-
-    def _take_in(self, decoded: Iterable[Decoded]) -> None:
-        """What steps computed becomes part of the turns that are still here."""
         for each in decoded:
             sequence, token = each.sequence, each.drawn
             if sequence.kv is None or sequence.is_cancelled:

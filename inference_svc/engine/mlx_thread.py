@@ -24,11 +24,9 @@ class Worker(Protocol):
 
     def step(self, take_mail: Callable[[], None]) -> bool:
         """Do one step; False if there was no work. During a long step `take_mail` delivers letters."""
-        ...
 
     def close(self) -> None:
         """End all work: the thread is about to end."""
-        ...
 
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
@@ -36,7 +34,9 @@ ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
-class _Letter(Generic[WorkerT, ResultT]):
+class Letter(Generic[WorkerT, ResultT]):
+    """Work for the worker, and where its sender finds what came of it."""
+
     work: Callable[[WorkerT], ResultT]
     result: "Future[ResultT]"
 
@@ -53,7 +53,7 @@ class MlxThread(Generic[WorkerT]):
 
     def __init__(self, make_worker: Callable[[], WorkerT], name: str = "mlx") -> None:
         """Start the thread and make the worker on it. Blocks until it is made; raises the error if that fails."""
-        self._mailbox: queue.SimpleQueue[_Letter[WorkerT, Any]] = queue.SimpleQueue()
+        self._mailbox: queue.SimpleQueue[Letter[WorkerT, Any]] = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
         made: Future[None] = Future()
@@ -69,7 +69,7 @@ class MlxThread(Generic[WorkerT]):
     def post(self, work: Callable[[WorkerT], ResultT]) -> "Future[ResultT]":
         """Do `work` between two steps, or between two cells of a step. The future gets its result or exception, and is
         cancelled if the thread ends before. Callbacks of the future run on the MLX thread."""
-        letter: _Letter[WorkerT, ResultT] = _Letter(work, Future())
+        letter: Letter[WorkerT, ResultT] = Letter(work, Future())
         self._mailbox.put(letter)
         if self._has_ended.is_set():
             self._return_to_senders()

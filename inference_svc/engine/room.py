@@ -15,7 +15,6 @@ from inference_svc.engine.beginning import (
     forked_for,
     hot_memory_gone,
     reuse_of_memory,
-    reuse_of_prefix,
 )
 from inference_svc.engine.scheduling.hot_memories import HotMemories
 from inference_svc.engine.scheduling.memory_ledger import Reservation
@@ -149,7 +148,8 @@ class KvRoom:
         # Less than the whole prefix where the windows have gone on.
         tokens = found.source.kv.start_before(found.shared_tokens)
         is_worth = tokens % BLOCK_TOKENS == 0 and tokens >= sequence.reusable_tokens + BLOCK_TOKENS
-        return reuse_of_prefix(sequence, tokens, found.source.kv) if is_worth else None
+        # All of it is shareable: the bits that the turn would compute itself.
+        return Reuse(found.source.kv, tokens, sequence.chain, tokens, is_shared=True) if is_worth else None
 
     def _reservation(self, sequence: Sequence, reuse: Reuse | None, forked: SequenceKV | None) -> Reservation:
         def kept_pages() -> int:

@@ -26,11 +26,9 @@ class Matcher(Protocol):
 
     def allowed(self) -> NDArray[np.uint32]:
         """Bit b of word w is for token 32 w + b; tokens beyond the words are not allowed."""
-        ...
 
     def accept(self, token_id: int) -> None:
         """The token was sampled."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

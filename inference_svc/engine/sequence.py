@@ -37,6 +37,7 @@ from inference_svc.engine.reply_text import ReplyText
 from inference_svc.engine.scheduling.memory_ledger import Reservation
 from inference_svc.engine.scheduling.schedulable import ScheduleRecord, Status
 from inference_svc.formats.grammars import GrammarMatcher
+from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.text.token_text import TokenText
 
@@ -61,18 +62,12 @@ class Sequence:
     def __init__(
         self,
         plan: TurnPlan,
+        model: ModelInfo,
         token_text: TokenText,
-        stop_token_ids: frozenset[int],
-        cell_tokens: int,
         clock: Callable[[], float],
-        kv_identity_hash: str = "",
         matcher: GrammarMatcher | None = None,
-        *,
         listener: Listener = lambda _events: None,
-        has_states: bool = False,
-        has_windows: bool = False,
     ) -> None:
-        """`has_states`: some layers are recurrent. `has_windows`: some keep the last tokens alone."""
         self.plan = plan
         self.listener = listener
         self.matcher = matcher  # of the plan's constraint; advanced by the sampler
@@ -91,13 +86,11 @@ class Sequence:
         self.swapped: SwappedOut | None = None  # while it is preempted
         self._stage = Status.WAITING  # PREFILLING also while it decodes
         self._was_preempted = False
-        self._kv_identity_hash = kv_identity_hash
+        self._model = model
         self._full_reported = self._prefilled_reported = 0
-        self._cell_tokens = cell_tokens
-        self._has_states = has_states
-        self._has_windows = has_windows
         self._clock = clock
         self._events: list[Event] = []
+        stop_token_ids = frozenset((*model.stop_token_ids, *plan.sampling.stop_token_ids))
         self._reply = ReplyText(token_text, plan.sampling, stop_token_ids)
         self._submitted_s = clock()
         self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
@@ -148,7 +141,8 @@ class Sequence:
     @property
     def is_masked(self) -> bool:
         """Its next token is sampled within a reply format."""
-        return self.matcher is not None and self.finish_reason is None and self.next_token_draws
+        is_caught_up = self.computed == len(self.token_ids) - 1  # not while a resumed turn computes what it had
+        return self.matcher is not None and self.finish_reason is None and is_caught_up
 
     @property
     def masks_s(self) -> float:
@@ -180,7 +174,7 @@ class Sequence:
     @cached_property
     def chain(self) -> tuple[str, ...]:
         """Chain hashes of the prompt's full blocks. Empty without a namespace: then no other turn shares them."""
-        return () if self.namespace is None else chain_hashes(self._kv_identity_hash, self.plan.token_ids)
+        return () if self.namespace is None else chain_hashes(self._model.kv_identity_hash, self.plan.token_ids)
 
     @property
     def final_shareable(self) -> int:
@@ -203,11 +197,12 @@ class Sequence:
 
         Windows can go on from wherever their blocks are, so theirs is an edge of the grid, which others may share.
         """
-        if not self._has_states and not self._has_windows:
+        if not self._model.has_rewind_points:
             return 0
         asked = self.plan.rewind_point_tokens
         point = self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
-        return point if self._has_states else point // self._cell_tokens * self._cell_tokens
+        cell_tokens = self._model.cell_tokens
+        return point if self._model.has_states else point // cell_tokens * cell_tokens
 
     @property
     def is_at_rewind_point(self) -> bool:
@@ -216,7 +211,7 @@ class Sequence:
 
     @property
     def next_cell_tokens(self) -> int:
-        end = cell_end(self.computed, self.prompt_tokens, self._cell_tokens)
+        end = cell_end(self.computed, self.prompt_tokens, self._model.cell_tokens)
         # Where a rewind point is asked for a cell ends: a function of the prompt alone, like the grid.
         return (self.prompt_rewind_point if self.computed < self.prompt_rewind_point < end else end) - self.computed
 
@@ -280,16 +275,6 @@ class Sequence:
             self._events.append(Prefilled(stop, self.prompt_tokens))
         self._end_if_only_prompt()
 
-    @property
-    def next_token(self) -> int:
-        """The token that a decoding turn computes next."""
-        return self.token_ids[self.computed]
-
-    @property
-    def next_token_draws(self) -> bool:
-        """Whether computing it draws a token: it is the last known one. False while a resumed turn catches up."""
-        return self.computed == len(self.token_ids) - 1
-
     def decoded(self) -> None:
         """The next token was computed."""
         self._advance(self.computed + 1)
@@ -317,7 +302,7 @@ class Sequence:
         remembered = self._reply.remembered
         chars = (*self.plan.token_chars, *map(len, remembered))
         # States that were computed on shared rows would have to be shared too, so such a memory serves its own agent.
-        shareable = 0 if self._has_states else self.shareable
+        shareable = 0 if self._model.has_states else self.shareable
         return SequenceState(tuple(self.token_ids[: len(chars)]), chars, shareable, self.rewind_points)
 
     def take_events(self) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Tokens
+from types import MappingProxyType
 from typing import TypeAlias
 
 from kvasir.formats.block_file import FileIdentity
@@ -20,15 +21,17 @@ File: TypeAlias = tuple[FileIdentity, bytes]
 
 
 def memory_snapshot(
-    memory: ResidentMemory[SequenceKV],
+    memory: ResidentMemory[SequenceKV] | None,
     model: ModelInfo,
     first_block: int,
     max_blocks: int | None,
-    stored_windows: Mapping[int, Collection[int]],
-) -> Snapshot:
+    stored_windows: Mapping[int, Collection[int]] = MappingProxyType({}),
+) -> Snapshot | None:
     """Blocks from `first_block` on, at most `max_blocks`. The tail, the windows and the states come with the last
     block. `stored_windows`: blocks of windows that the asker has.
     """
+    if memory is None:
+        return None
     tokens, last_block = memory.state.token_ids, len(memory.chain)
     if max_blocks is not None and first_block + max_blocks < last_block:
         last_block = first_block + max_blocks

@@ -24,11 +24,9 @@ class HeldKV(Protocol):
     @property
     def pages(self) -> Iterable[int]:
         """The pages that it holds, some of them perhaps with others."""
-        ...
 
     def release(self) -> None:
         """Give them back. Idempotent."""
-        ...
 
 
 KvT = TypeVar("KvT", bound=HeldKV)

@@ -26,12 +26,10 @@ class Masked(Hashable, Protocol):
     @property
     def is_masked(self) -> bool:
         """Its next token is sampled within a reply format."""
-        ...
 
     @property
     def masks_s(self) -> float:
         """Seconds that its masks have taken so far."""
-        ...
 
 
 # The part of a step's other time that the masks of all namespaces may take together.

@@ -17,7 +17,6 @@ class Pages(Protocol):
 
     def freed_by(self, tables: Iterable[list[int]]) -> int:
         """Pages that would be free if these were released together."""
-        ...
 
 
 @dataclass(eq=False)

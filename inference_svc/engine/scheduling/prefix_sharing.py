@@ -18,12 +18,10 @@ class Sharing(Protocol):
     @property
     def namespace(self) -> str | None:
         """Turns of one namespace may share; a turn without a namespace shares with none."""
-        ...
 
     @property
     def chain(self) -> Sequence[str]:
         """Chain hashes of the prompt's full blocks."""
-        ...
 
     @property
     def prompt_tokens(self) -> int: ...
@@ -31,17 +29,14 @@ class Sharing(Protocol):
     @property
     def reusable_tokens(self) -> int:
         """Leading tokens that the turn's plan reuses by itself."""
-        ...
 
     @property
     def shareable(self) -> int:
         """Leading tokens whose KV exists and was computed on the grid."""
-        ...
 
     @property
     def final_shareable(self) -> int:
         """The value of `shareable` once the prompt is computed."""
-        ...
 
 
 class HotPrefix(Protocol):

@@ -37,25 +37,20 @@ class Room(Protocol[ContraT]):
 
     def held_bytes(self, turn: ContraT, /) -> int:
         """Bytes of a running turn's reservation."""
-        ...
 
     def needed_bytes(self, turn: ContraT, /) -> int:
         """Bytes that a waiting turn must reserve."""
-        ...
 
     def missing_bytes(self, turn: ContraT, protected: Collection[Hashable] | None, /) -> int:
         """Bytes that running turns would have to give up before the turn can begin, if no hot memory with one of these
         keys is dropped; None: any may be dropped. 0 if it can begin.
         """
-        ...
 
     def freed_bytes(self, turn: ContraT, /) -> int:
         """Bytes that are free once a running turn is preempted."""
-        ...
 
     def can_swap_out(self, turns: Collection[ContraT], /) -> bool:
         """Whether the files of these turns may be held while they are preempted."""
-        ...
 
 
 class RoomShares(Generic[TurnT]):

@@ -51,7 +51,6 @@ class Schedulable(Sharing, Hashable, Protocol):
     @property
     def agent_key(self) -> Hashable | None:
         """Turns with one key run one after another; a turn without a key runs beside all others."""
-        ...
 
     @property
     def priority(self) -> Priority: ...
@@ -59,42 +58,34 @@ class Schedulable(Sharing, Hashable, Protocol):
     @property
     def memory_key(self) -> Hashable | None:
         """The hot memory that the turn's plan extends."""
-        ...
 
     @property
     def is_cancelled(self) -> bool:
         """It must end: it gets no more cells and tokens."""
-        ...
 
     @property
     def can_be_preempted(self) -> bool:
         """It may be asked to give up its rows, because they can be swapped out."""
-        ...
 
     @property
     def is_ending(self) -> bool:
         """Its last token is sampled; only the KV of it is to be computed yet."""
-        ...
 
     @property
     def is_warm(self) -> bool:
         """It began with a memory."""
-        ...
 
     @property
     def computed(self) -> int:
         """Position of the next cell."""
-        ...
 
     @property
     def next_cell_tokens(self) -> int:
         """Size of the next cell."""
-        ...
 
     @property
     def rest_tokens(self) -> int:
         """Prompt tokens left to compute."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -703,7 +703,7 @@ MUTANTS = (
     Mutant(
         "the chain is that of no KV identity",
         "engine/sequence.py",
-        "chain_hashes(self._kv_identity_hash, self.plan.token_ids)",
+        "chain_hashes(self._model.kv_identity_hash, self.plan.token_ids)",
         'chain_hashes("", self.plan.token_ids)',
         TURN,
     ),
