@@ -74,7 +74,7 @@ class PrefixSharing(Generic[TurnT]):
         """The computed KV that `turn` should begin with now; None when no source has at least a cell more than its plan
         reuses. `hot`: idle memories of its namespace. Of equals a running turn is preferred.
         """
-        sources: list[TurnT | HotT] = [other for other in running if other.namespace == turn.namespace]
+        sources: list[TurnT | HotT] = [*_siblings(turn, running)]
         sources += hot
         ready = [PrefixSource(one, self._shared(turn, one.chain, one.shareable)) for one in sources]
         best = max(ready, key=lambda prefix: prefix.shared_tokens, default=None)
@@ -89,8 +89,7 @@ class PrefixSharing(Generic[TurnT]):
         have = max(turn.reusable_tokens, now.shared_tokens if now else 0)
         coming = (
             PrefixSource(other, self._shared(turn, other.chain, other.final_shareable))
-            for other in running
-            if other.namespace == turn.namespace
+            for other in _siblings(turn, running)
         )
         best = max(coming, key=lambda prefix: prefix.shared_tokens, default=None)
         return best if best is not None and best.shared_tokens >= have + self.unit_tokens else None
@@ -101,6 +100,10 @@ class PrefixSharing(Generic[TurnT]):
             return 0
         limit = min(shareable, turn.prompt_tokens - 1) // self.unit_tokens * self.unit_tokens
         return min(limit, common_blocks(turn.chain, chain) * BLOCK_TOKENS // self.unit_tokens * self.unit_tokens)
+
+
+def _siblings(turn: TurnT, running: Iterable[TurnT]) -> list[TurnT]:
+    return [other for other in running if other.namespace == turn.namespace]
 
 
 def common_blocks(one: Sequence[str], other: Sequence[str]) -> int:

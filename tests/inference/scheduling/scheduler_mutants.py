@@ -201,8 +201,8 @@ MUTANTS = (
     Mutant(
         "namespaces share",
         "prefix_sharing.py",
-        "[other for other in running if other.namespace == turn.namespace]",
-        "[*running]",
+        "    return [other for other in running if other.namespace == turn.namespace]",
+        "    return [*running]",
         PREFIX_WAIT,
     ),
     Mutant(
