@@ -13,20 +13,15 @@ import numpy as np
 Tensors = list[mx.array | None]
 
 
-class StateKV:
-    """One recurrent layer of one sequence after `offset` tokens; tensors [1, …], None before the first token.
+class StateTensors:
+    """A recurrent layer as mlx-lm's models call it, of one sequence or of several.
 
     The attributes `lengths` and `left_padding` are mlx-lm's: its models ask for padding, and there is none here.
     """
 
     lengths: None = None
     left_padding: None = None
-
-    def __init__(self, count: int) -> None:
-        self.tensors: Tensors = [None] * count
-        self.offset = 0
-
-    # --- what the model calls ---
+    tensors: Tensors
 
     def __getitem__(self, index: int) -> mx.array | None:
         return self.tensors[index]
@@ -35,16 +30,10 @@ class StateKV:
         self.tensors[index] = value
 
     def make_mask(self, count: int) -> None:
-        """No mask: every token belongs to the sequence."""
+        """No mask: every token belongs to its sequence."""
 
     def advance(self, count: int) -> None:
         """Without effect: not every model calls it, see `advanced`."""
-
-    # --- what the engine calls ---
-
-    def advanced(self, count: int) -> None:
-        """Count tokens that the model has seen: not every model reports them to the layer."""
-        self.offset += count
 
     @property
     def state(self) -> list[mx.array]:
@@ -54,6 +43,18 @@ class StateKV:
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.state)
+
+
+class StateKV(StateTensors):
+    """One recurrent layer of one sequence after `offset` tokens; tensors [1, …], None before the first token."""
+
+    def __init__(self, count: int) -> None:
+        self.tensors: Tensors = [None] * count
+        self.offset = 0
+
+    def advanced(self, count: int) -> None:
+        """Count tokens that the model has seen: not every model reports them to the layer."""
+        self.offset += count
 
     def fork(self) -> "StateKV":
         """The same state for a second sequence; neither side sees later changes of the other."""

@@ -4,39 +4,20 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from inference_svc.kv.state_kv import StateKV, Tensors
+from inference_svc.kv.state_kv import StateKV, StateTensors, Tensors
 
 
-class BatchStateKV:
+class BatchStateKV(StateTensors):
     """One recurrent layer of several sequences, one token each per forward; tensors [slots, …].
 
     Slot i is sequence `rows[i]`, which has no tensors of its own until it is flushed.
     """
-
-    lengths: None = None
-    left_padding: None = None
 
     def __init__(self, rows: Sequence[StateKV] = ()) -> None:
         self.rows: list[StateKV] = []
         self.tensors: Tensors = []
         for row in rows:
             self.join(row)
-
-    # --- what the model calls ---
-
-    def __getitem__(self, index: int) -> mx.array | None:
-        return self.tensors[index]
-
-    def __setitem__(self, index: int, value: mx.array) -> None:
-        self.tensors[index] = value
-
-    def make_mask(self, count: int) -> None:
-        """No mask: every token belongs to its sequence."""
-
-    def advance(self, count: int) -> None:
-        """Without effect: not every model calls it, see `advanced`."""
-
-    # --- what the engine calls ---
 
     def advanced(self, count: int) -> None:
         """Count tokens of every sequence that the model has seen."""
@@ -69,16 +50,6 @@ class BatchStateKV:
             self.rows[slot], order[slot] = last, len(self.rows)
         self.tensors = self._of(order) if order else []
         return row
-
-    @property
-    def state(self) -> list[mx.array]:
-        """All arrays, to be evaluated together."""
-        return [tensor for tensor in self.tensors if tensor is not None]
-
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes that the batch holds besides its sequences' own tensors."""
-        return sum(tensor.nbytes for tensor in self.state)
 
     def _of(self, slots: Sequence[int]) -> Tensors:
         chosen = mx.array(list(slots))

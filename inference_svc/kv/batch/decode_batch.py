@@ -46,7 +46,8 @@ class DecodeBatch:
     @property
     def scratch_bytes(self) -> int:
         """Bytes that the batch holds besides the pool."""
-        return sum(layer.scratch_bytes for layer in (*self._layers.values(), *self._states.values()))
+        decoded: int = sum(layer.scratch_bytes for layer in self._layers.values())
+        return decoded + sum(state.nbytes for state in self._states.values())
 
     def join(self, kv: SequenceKV) -> None:
         """Add a sequence. It must not be used elsewhere until it leaves."""
