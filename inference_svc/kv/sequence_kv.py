@@ -40,8 +40,8 @@ class Span:
 
 
 class PassRoom:
-    """Private pages for the rows of one pass behind a sequence's own, which stays as it is until it `move`s in. New
-    pages go back to the pool if the pass does not come to its end.
+    """Private pages for the rows of one pass. The sequence stays as it is until `move_in`; new pages go back to the
+    pool if the pass does not come to its end.
     """
 
     def __init__(self, kv: "SequenceKV") -> None:
