@@ -50,7 +50,7 @@ def _private(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def served(root: Path, store: Store, budget_bytes: int) -> AsyncIterator[Any]:
+async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int = 65536) -> AsyncIterator[Any]:
     """Its stub, over a connection that buffers next to nothing."""
     threads = StoreThreads()
     edge = EdgeServer(Listening(f"unix:{root}/s"), [SERVICE_NAME], ALLOWED_ROLES, new_request_id=lambda: "r")
@@ -67,7 +67,7 @@ async def served(root: Path, store: Store, budget_bytes: int) -> AsyncIterator[A
     )
     cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server(service, edge.grpc)  # type: ignore[no-untyped-call]
     await edge.start()
-    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+    options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", window_bytes)]
     try:
         async with grpc.aio.insecure_channel(edge.address, options=options) as channel:
             yield cachestore_pb2_grpc.CacheStoreServiceStub(channel)  # type: ignore[no-untyped-call]
@@ -128,7 +128,7 @@ def test_who_takes_no_acknowledgements_is_given_up(tmp_path: Path) -> None:
     ask = pb.WriteBlobsRequest(frame=pb.BlobFrame(digest=digest.to_proto(), kind=pb.BLOB_KIND_TENSORS))
 
     async def test(store: Store) -> None:
-        async with served(tmp_path, store, MIB) as stub:
+        async with served(tmp_path, store, MIB, window_bytes=1024) as stub:
 
             async def asks() -> AsyncIterator[pb.WriteBlobsRequest]:
                 while True:
