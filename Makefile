@@ -5,7 +5,7 @@ CONSTRAINTS := constraints.txt
 # The tests start hundreds of processes: each would compile all modules anew where this is set, as images of containers do.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: test test-clients test-gpu check demo bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
+.PHONY: test test-clients test-gpu check demo try-wheel bench lint check-generated generate install campaigns campaign-fairness campaign-history hammer mutants fresh help
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -25,6 +25,12 @@ test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so 
 
 demo: install    ## Two agents live, die by kill -9, and go on; then one moves
 	$(BIN)/kvasir demo
+
+try-wheel: install ## Build the wheel, install it with all that it needs into an empty environment, and let it test itself
+	rm -rf out/wheel && $(BIN)/python -m hatchling build -t wheel -d out/wheel
+	$(PY) -m venv out/wheel/env
+	out/wheel/env/bin/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) "$$(ls out/wheel/*.whl)[all]"
+	home=$$(mktemp -d) && out/wheel/env/bin/kvasir --home "$$home" doctor --self-test; code=$$?; rm -rf "$$home"; exit $$code
 
 # All three run, whatever the first finds; a missed target still fails the whole.
 bench: install   ## Measure store, engine and KV policies; wants a quiet machine, writes pictures to out/bench

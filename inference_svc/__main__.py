@@ -100,6 +100,9 @@ async def serve(settings: EngineSettings) -> None:
             server.grpc,
         )
         add_agent_service(stores, server.grpc)
+        if settings.keep_alive_s is not None:
+            keeping = asyncio.create_task(host.keep_alive(settings.keep_alive_s))
+            stack.callback(keeping.cancel)
         async with _listening(server):
             _say_ready(server.address, host.serving("").engine)
             await server.run_until_stopped(settings.stop_grace_s)

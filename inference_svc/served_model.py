@@ -31,6 +31,11 @@ class ServedModel:
     leases: Mapping[str, LineLeases]
     grace_s: float
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn waits or runs."""
+        return self.turns.is_idle
+
     async def retire(self) -> MemoriesLeft:
         """Let turns end for `grace_s`, cancel the rest, and give the store as long to take the hot memories."""
         await self.turns.drain(self.grace_s)

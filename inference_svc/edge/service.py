@@ -103,9 +103,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             new_request_id=new_request_id,
             new_seed=new_seed,
         )
-        served = self._host.serving(request.model)
+        served = await self._host.awake(request.model)
         await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
-        running = self._host.serving(request.model).turns.begin(checked)
+        running = (await self._host.awake(request.model)).turns.begin(checked)
         try:
             async for choice, event in running.events():
                 spelling = served.engine.token_text.bytes_of
@@ -125,7 +125,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             max_prompt_bytes=self._limits.max_prompt_bytes,
             new_request_id=new_request_id,
         )
-        served = self._host.serving(request.model)
+        served = await self._host.awake(request.model)
         running = served.turns.begin(checked)
         started: TurnStarted | None = None
         warmed: Warmed | None = None
@@ -148,7 +148,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             caller=caller.name,
             max_prompt_bytes=self._limits.max_prompt_bytes,
         )
-        served = self._host.serving(request.model)
+        served = await self._host.awake(request.model)
         tokens = await served.turns.count_tokens(checked)
         return pb.CountTokensResponse(tokens=tokens, context_tokens=served.engine.model.context_tokens)
 

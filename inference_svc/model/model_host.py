@@ -2,6 +2,8 @@
 
 Only models that the configuration names can be loaded; their paths never come from the wire. A change is a task of its
 own, so that a caller that goes away does not leave it half done. Meanwhile turns are refused, with a time to retry.
+
+A model that nobody uses may be put to sleep: it is unloaded like any other, and the next turn loads it again.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ from enum import Enum
 from typing import Generic, Protocol, TypeVar
 
 import structlog
-from kvasir.errors import FailedPrecondition, NotFound, Unavailable
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound, Unavailable
 
 _LOG = structlog.get_logger(__name__)
 _RETRY_AFTER_S = 1.0
@@ -36,6 +38,11 @@ class ModelState(Enum):
 
 class Served(Protocol):
     """One loaded model with all that serves it."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn waits or runs."""
+        ...
 
     async def retire(self) -> MemoriesLeft:
         """Let turns end, or end them, and store hot memories. The model can go on serving afterwards."""
@@ -63,6 +70,8 @@ class ModelHost(Generic[ServedT]):
         self._change: asyncio.Task[MemoriesLeft] | None = None
         self._loading = ""  # the name of the model that is being loaded
         self._target = ""  # the name of the model that the change under way is to load
+        self._asleep = ""  # the name of the model that idleness unloads, or has unloaded
+        self._was_used = False
         self.loads = 0
 
     @property
@@ -111,6 +120,32 @@ class ModelHost(Generic[ServedT]):
             )
         return self._served
 
+    async def awake(self, name: str) -> ServedT:
+        """As `serving`, after a model that sleeps was loaded again. Raises what loading raises, too."""
+        self._was_used = True
+        if self._asleep and name in ("", self._asleep):
+            asleep = self._asleep
+            if self._change is not None and not self._target:  # it is just falling asleep
+                await asyncio.wait({self._change})
+            if self._asleep == asleep:
+                await self.load(asleep)  # or follow the load that another turn has begun
+        return self.serving(name)
+
+    async def keep_alive(self, seconds: float) -> None:
+        """Put the model to sleep whenever no turn has come or run for so long; for ever. What cannot be stored keeps
+        it awake."""
+        while True:
+            self._was_used = self._served is not None and not self._served.is_idle
+            await asyncio.sleep(seconds)
+            if self._was_used or self._change is not None or self._served is None or not self._served.is_idle:
+                continue
+            self._asleep = self._loaded
+            try:
+                await self._changing(lambda: self._unload(drop_unstored=False))
+            except KvasirError as error:
+                _LOG.warning("model.kept_awake", reason=error.reason)
+            self._asleep = self._asleep if self._served is None else ""
+
     def check_known(self, name: str) -> str:
         """The name, or the loaded model's if it is empty. Raises NotFound."""
         self._check_known(name or self._loaded)
@@ -132,8 +167,10 @@ class ModelHost(Generic[ServedT]):
         """Free the model if it is loaded. Raises as `load` does."""
         if name:
             self._check_known(name)
-        if self._change is None and (self._served is None or name not in ("", self._loaded)):
-            return MemoriesLeft()
+        if self._change is None:
+            self._asleep = ""  # who unloads a model by hand wants it to stay so
+            if self._served is None or name not in ("", self._loaded):
+                return MemoriesLeft()
         return await self._changing(lambda: self._unload(drop_unstored))
 
     async def close(self) -> MemoriesLeft:
@@ -199,7 +236,7 @@ class ModelHost(Generic[ServedT]):
         self._loading = name
         try:
             self._served = await self._open(name, self._models[name])
-            self._loaded = name
+            self._loaded, self._asleep = name, ""
         finally:
             self._loading = ""
         self.loads += 1

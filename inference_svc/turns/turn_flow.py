@@ -138,6 +138,11 @@ class TurnService:
         running.task.add_done_callback(lambda _: place.close())
         return running
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no turn waits or runs."""
+        return not self._running
+
     async def drain(self, patience_s: float) -> None:
         """Wait for the running turns, end those that take longer, then wait for publications."""
         if self._running:

@@ -380,6 +380,7 @@ WRONG = {
     "layers of fp": ("--kv-exact-layers", "1", "--kv-policy", "fp"),
     "a far layer": ("--model", str(kvasir_tiny.path()), "--kv-exact-layers", "8"),
     "one name twice": ("--model", f"a={kvasir_tiny.path()}", "--model", f"a={kvasir_tiny.path()}"),
+    "a time": ("--keep-alive", "10"),
     "a level": ("--log-level", "loud"),
     "memory": ("--memory-gib", "-1"),
 }

@@ -3,7 +3,7 @@
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from kvasir.credentials import ADMIN, CLIENT, Principal, write_credentials
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from tests.inference.engine.tiny_models import LLAMA, write_model
-from tests.system_fixtures import House
+from tests.system_fixtures import House, running_house
 
 GREEDY = {"max_tokens": 6}
 TOLD = [{"role": "user", "content": "The word of the day is heliotrope, and it grows by the south wall. " * 10}]
@@ -233,3 +233,37 @@ def test_only_an_admin_of_the_whole_service_changes_models_and_sees_all_namespac
             assert admin.get_stats().HasField("engine")
     finally:
         house.close()
+
+
+def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(model: Path, tmp_path: Path) -> None:
+    with running_house(tmp_path, model, engine_options=("--keep-alive-s", "0.5")) as house, house.client() as client:
+        [name] = {
+            client.reply(agent_id=agent, messages=TOLD, sampling=GREEDY).started.model for agent in ("ada", "eve")
+        }
+
+        def is_asleep() -> bool:
+            return client.list_models()[0].state == pb.MODEL_STATE_NOT_LOADED
+
+        wait_for(is_asleep)
+        with ThreadPoolExecutor(2) as both:
+            replies = list(
+                both.map(
+                    lambda agent: client.reply(agent_id=agent, append_messages=ASKED, sampling=GREEDY, model=name),
+                    ("ada", "eve"),
+                )
+            )
+        assert replies[0].started.source == pb.CACHE_SOURCE_WARM
+        assert replies[0].started.parent_version == 1
+        assert client.get_stats().engine.model_loads == 2, "both waited for one load"
+        wait_for(is_asleep)
+        client.unload_model()
+        with pytest.raises(errors.FailedPrecondition) as refused:
+            client.reply(prompt="Hello.", sampling=GREEDY)
+        assert refused.value.reason == "MODEL_NOT_LOADED", "who unloads it by hand wants it to stay so"
+
+
+def wait_for(claim: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + 30
+    while not claim():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)

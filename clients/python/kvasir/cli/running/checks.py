@@ -126,6 +126,16 @@ def _layer_count(model: GivenModel) -> int:
     return 0
 
 
+def seconds(text: str, option: str) -> float | None:
+    """A time, as 90s, 10m or 2h; None for no text. Raises WrongUsage."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smh])", text)
+    if not text:
+        return None
+    if found is None or float(found[1]) <= 0:
+        raise WrongUsage(f"{option}: expected a time such as 90s, 10m or 2h, got {text!r}", field=option)
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
 def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: Path | None) -> None:
     """Raise WrongUsage for addresses (by option) that are none, that meet, or that other machines reach without TLS."""
     taken: dict[int, str] = {}

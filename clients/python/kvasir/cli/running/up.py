@@ -121,6 +121,14 @@ def up(
         float | None,
         typer.Option(min=0.001, help="Disk for each namespace's memories, in GiB. Left out: as much as the disk has."),
     ] = None,
+    keep_alive: Annotated[
+        str,
+        typer.Option(
+            help="Unload a model that no turn has used for so long, as 10m; the next turn loads it again. Left out: it "
+            "stays.",
+            metavar="TIME",
+        ),
+    ] = "",
     keep_versions: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Versions of each agent to go back to. Left out: 8.")
     ] = None,
@@ -142,6 +150,7 @@ def up(
         raise WrongUsage("--http and --no-http: say one of them", field="--no-http")
     checks.check_installed(gateway=bool(http))
     models = checks.check_models(model or [])
+    keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
     asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, "--metrics-listen": metrics_listen}
     addresses = {option: address for option, address in asked.items() if address}
@@ -161,7 +170,7 @@ def up(
             engine_options = (
                 *_given(("--metrics-listen", metrics_listen), ("--kv-policy", kv_policy and kv_policy.value)),
                 *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
-                *_given(("--context-tokens", context_tokens)),
+                *_given(("--context-tokens", context_tokens), ("--keep-alive-s", keep_alive_s)),
                 *logging,
             )
             quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
