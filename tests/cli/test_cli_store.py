@@ -25,7 +25,7 @@ SNAPSHOT_KEYS = {
     "kv_identity_hash",
     "version",
     "parent_version",
-    "tokens",
+    "token_count",
     "total_bytes",
     "created_at",
     "origin",
@@ -78,7 +78,7 @@ def test_ls_shows_people_a_table_and_scripts_json(cli: Cli, ada: SyntheticAgent)
     assert "340" in table
     rows = cli.done("agents", "ls", "--json").value
     assert [set(row) for row in rows] == [AGENT_KEYS]
-    assert rows[0]["lines"][0]["tokens"] == 340
+    assert rows[0]["lines"][0]["token_count"] == 340
     assert set(rows[0]["lines"][0]) == SNAPSHOT_KEYS
 
 
@@ -95,25 +95,32 @@ def test_show_and_history_tell_the_versions(cli: Cli, ada: SyntheticAgent) -> No
     assert "keeps 8 versions" in cli.done("agents", "show", "ada").out
     assert set(cli.done("agents", "show", "ada", "--json").value) == AGENT_KEYS
     versions = cli.done("agents", "history", "ada", "--json").value
-    assert [(row["version"], row["tokens"], row["origin"]) for row in versions] == [(2, 340, "turn"), (1, 300, "turn")]
+    assert [(row["version"], row["token_count"], row["origin"]) for row in versions] == [
+        (2, 340, "turn"),
+        (1, 300, "turn"),
+    ]
     assert "turn" in cli.done("agents", "history", "ada").out
 
 
 def test_a_fork_of_an_old_version_remembers_that_version(cli: Cli, ada: SyntheticAgent) -> None:
     line = cli.done("agents", "history", "ada", "--json").value[0]["kv_identity_hash"]
     made = cli.done("agents", "fork", "ada", "young ada", "--version", "1", "--kv-identity", line, "--json").value
-    assert made["lines"][0]["tokens"] == 300
+    assert made["lines"][0]["token_count"] == 300
     assert "remembers" in cli.done("agents", "fork", "ada", "other ada").out
 
 
 def test_rollback_makes_an_old_version_the_newest(cli: Cli, ada: SyntheticAgent) -> None:
     assert "version 3" in cli.done("agents", "rollback", "ada", "1").out
     newest = cli.done("agents", "history", "ada", "--json").value[0]
-    assert (newest["version"], newest["tokens"], newest["origin"]) == (3, 300, "rollback")
+    assert (newest["version"], newest["token_count"], newest["origin"]) == (3, 300, "rollback")
 
 
 def test_a_pinned_agent_is_not_forgotten_without_force(cli: Cli, ada: SyntheticAgent) -> None:
-    pinned = cli.done("agents", "pin", "ada", "--keep", "3", "--json").value
+    kept = cli.done("agents", "keep", "ada", "3", "--json").value
+    assert (kept["is_pinned"], kept["retained_versions"]) == (False, 3), (
+        "what is kept and what is pinned are two things"
+    )
+    pinned = cli.done("agents", "pin", "ada", "--json").value
     assert (pinned["is_pinned"], pinned["retained_versions"]) == (True, 3)
     refused = cli("agents", "rm", "ada")
     assert refused.code == 4
@@ -137,7 +144,7 @@ def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAge
     assert value["size_bytes"] == file.stat().st_size
     before = cli.done("agents", "show", "ada", "--json").value["lines"][0]
     made = cli.done("agents", "import", file, "eve", "--json").value
-    assert (made["agent_id"], made["tokens"], made["origin"]) == ("eve", 340, "import")
+    assert (made["agent_id"], made["token_count"], made["origin"]) == ("eve", 340, "import")
     assert made["manifest"] == before["manifest"]
     taken = cli("agents", "import", file)
     assert taken.code == 4
@@ -190,7 +197,7 @@ def test_the_seeds_form_carries_a_memory_there_and_back(cli: Cli, ada: Synthetic
     cli.done("agents", "export", "ada", file, "--format", "seed", "--model-name", "tiny")
     assert load_file(file)["layer_0_k_weights"].shape[:2] == (1, 340)
     made = cli.done("agents", "import", file, "eve", "--format", "seed", "--json").value
-    assert made["tokens"] == 340
+    assert made["token_count"] == 340
     back = tmp_path / "eve.safetensors"
     cli.done("agents", "export", "eve", back, "--format", "seed", "--model-name", "tiny")
     ours, theirs = load_file(file), load_file(back)
@@ -276,7 +283,7 @@ def test_what_the_system_or_a_bug_refuses_is_one_line(cli: Cli, ada: SyntheticAg
     file.write_text("")
     for command, code in (
         ((Cli(file), "up"), 4),
-        ((Cli(Path("/proc/nope")), "up"), 5),
+        ((Cli(Path("/proc/nope")), "up"), 4),
         ((cli, "agents", "export", "ada", tmp_path / "nowhere" / "x"), 5),
         ((cli, "agents", "fork", "ada", "\udcff"), 2),
     ):
@@ -348,7 +355,8 @@ def test_a_directory_that_is_no_store_is_said_to_be_none_and_stays_as_it_is(comm
 
 
 def test_check_walks_a_store_that_does_not_run(cli: Cli, stopped: Cli) -> None:
-    assert cli("store", "check").code == 4, "a store that runs holds its lock"
+    running = cli("store", "check")
+    assert (running.code, "kvasir down" in running.err) == (4, True), "a store that runs holds its lock"
     report = stopped.done("store", "check", "--json").value
     assert report["is_clean"] is True
     assert report["snapshots"] == 1

@@ -221,6 +221,8 @@ def test_up_over_tcp_asks_for_its_token_hands_its_kv_policy_on_and_ends_whole(tm
         assert answers(running.store, STORE_SERVICE)
         turn = json.loads(cli.done("chat", "ada", "--json", "--max-tokens", "4", stdin="Hello.\n").out)
         assert turn["snapshot"] == "committed"
+        assert f"token:  {running.token_file}" in up.err
+        cli.done("--engine", f"127.0.0.1:{ports[0]}", "stats")  # the home's own engine needs no --token-file
         bare = Cli(tmp_path)("--address", running.store, "agents", "ls")
         assert bare.code == 4
         assert "--token-file" in bare.err

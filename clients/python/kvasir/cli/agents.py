@@ -47,7 +47,7 @@ LineOption = Annotated[
         "--kv-identity", help="Hash of the line's KV identity. Left out: the line that was used last.", metavar="HASH"
     ),
 ]
-VersionOption = Annotated[int, typer.Option("--version", min=0, help="0: the newest.")]
+VersionOption = Annotated[int | None, typer.Option("--version", min=1, help="Left out: the newest.")]
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def fork(
     context: typer.Context,
     source: AgentArgument,
     agent: Annotated[str, typer.Argument(help="The new agent's name.", metavar="NEW")],
-    version: VersionOption = 0,
+    version: VersionOption = None,
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -168,13 +168,26 @@ def pin(
     context: typer.Context,
     agent: AgentArgument,
     off: Annotated[bool, typer.Option("--off", help="Unpin it.")] = False,
-    keep: Annotated[int | None, typer.Option(min=1, max=1000, help="Versions to keep per line.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Protect an agent from eviction and from rm. --off ends that."""
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
-        changed = client.update_agent(agent, is_pinned=not off, retained_versions=keep)
+        changed = client.update_agent(agent, is_pinned=not off)
+    caller.result(agent_row(changed), lambda out: _show(out, changed))
+
+
+@app.command("keep")
+def keep(
+    context: typer.Context,
+    agent: AgentArgument,
+    versions: Annotated[int, typer.Argument(min=1, max=1000, help="How many of each line.", metavar="VERSIONS")],
+    as_json: JsonOption = False,
+) -> None:
+    """Say how many versions an agent can be rolled back to. Older ones go with its next turn."""
+    caller = caller_of(context, as_json)
+    with store_client(caller) as client:
+        changed = client.update_agent(agent, retained_versions=versions)
     caller.result(agent_row(changed), lambda out: _show(out, changed))
 
 
@@ -184,7 +197,7 @@ def export(
     agent: AgentArgument,
     file: Annotated[Path, typer.Argument(help="The file to write; - is standard output.", metavar="FILE")],
     force: Annotated[bool, typer.Option("--force", help="Replace a file of that name.")] = False,
-    version: VersionOption = 0,
+    version: VersionOption = None,
     line: LineOption = "",
     form: Annotated[
         carrying.Form,

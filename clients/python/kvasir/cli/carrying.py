@@ -41,7 +41,7 @@ def target(file: Path, *, replace: bool) -> Iterator[BinaryIO]:
     sys.stdout.buffer.flush()
 
 
-def seed_pieces(client: StoreClient, agent: str, line: str, version: int, model_name: str) -> Iterator[bytes]:
+def seed_pieces(client: StoreClient, agent: str, line: str, version: int | None, model_name: str) -> Iterator[bytes]:
     """One version in the seed's form."""
     snapshot, manifest_bytes = client.get_snapshot(agent, line, version)
     manifest = manifests.parse(manifest_bytes)

@@ -1,4 +1,4 @@
-"""The store's answers, as plain values for --json and as words for people."""
+"""The store's answers, as plain values for --json, with the contract's own names, and as words for people."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -17,14 +17,14 @@ def snapshot_row(snapshot: pb.SnapshotVersion) -> dict[str, Any]:
         "kv_identity_hash": snapshot.kv_identity_hash,
         "version": snapshot.version,
         "parent_version": snapshot.parent_version,
-        "tokens": snapshot.token_count,
+        "token_count": snapshot.token_count,
         "total_bytes": snapshot.total_bytes,
         "created_at": iso(snapshot.created_at),
         "origin": origin(snapshot.origin),
         "origin_detail": snapshot.origin_detail,
         "is_brought": snapshot.is_brought,
         "request_id": snapshot.request_id,
-        "manifest": snapshot.manifest.hash,
+        "manifest": {"hash": snapshot.manifest.hash, "size_bytes": snapshot.manifest.size_bytes},
     }
 
 

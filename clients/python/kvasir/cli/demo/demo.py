@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvasir.cli.caller import Caller, caller_of
+from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import run as steps
 from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.mac import Mac, macs
@@ -46,9 +46,13 @@ def demo(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Where the picture goes.", file_okay=False)] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="Shorter lives; the same steps.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Two agents live, die by kill -9, and go on; then one moves. Every claim is checked."""
-    caller = caller_of(context)
+    """Two agents live, die by kill -9, and go on; then one moves. Every claim is checked.
+
+    --json: claims (a list: text, holds, found) and seconds, on standard output.
+    """
+    caller = caller_of(context, as_json)
     began = time.monotonic()
     # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
     root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
@@ -62,7 +66,10 @@ def demo(
         if is_done:
             shutil.rmtree(root)
         else:
-            caller.say(f"Data and logs are kept in {root}")
+            caller.note(f"Data and logs are kept in {root}")
+        if caller.as_json:
+            claims = [asdict(claim) for claim in show.claims.made]
+            caller.line({"claims": claims, "seconds": round(time.monotonic() - began, 1)})
     show.say(f"\n{len(show.claims.made)} claims, all checked and true, in {time.monotonic() - began:.0f} s.")
 
 
@@ -74,11 +81,11 @@ class Show:
     claims: Claims = field(init=False)
 
     def __post_init__(self) -> None:
-        self.claims = Claims(self.caller.out)
+        self.claims = Claims(self.out)
 
     @property
     def out(self) -> Console:
-        return self.caller.out
+        return self.caller.err if self.caller.as_json else self.caller.out
 
     def title(self, text: str) -> None:
         self.out.print(f"\n[bold]{text}[/]")
