@@ -102,8 +102,6 @@ class EngineSettings(BaseSettings):
     """A reader that leaves more of its replies unread is ended, and its place is free."""
     reader_stall_s: Annotated[float, Field(gt=0)] = 60.0
     """A reader that takes no message for so long is ended too."""
-    worthwhile_fraction: Annotated[float, Field(ge=0, le=1)] = 0.8
-    """A memory that the prompt leaves is reused when at least this part of its text matches."""
     store_budget_ms: Annotated[float, Field(ge=0)] = 250.0
     """Time without progress that a turn may lose to the store, in total."""
     commit_wait_s: Annotated[float, Field(ge=0)] = 2.0

@@ -82,7 +82,7 @@ async def open_served(
     turns = TurnService(
         engine,
         prompting,
-        Recall(engine, prompting, stores, worthwhile_fraction=settings.worthwhile_fraction, leases=leases),
+        Recall(engine, prompting, stores, leases=leases),
         TurnEnding(engine, prompting, publisher, stores, clock, leases),
         stores,
         leases,

@@ -25,8 +25,10 @@ from inference_svc.text.conversation import (
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.literal_text import utf8_bytes
 from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import (
     MessagesInput,
+    OpenTurn,
     PromptInput,
     TurnDelta,
     TurnEvent,
@@ -44,6 +46,7 @@ _FINISH_REASONS = {
     "length": pb.FINISH_REASON_LENGTH,
     "stop_sequence": pb.FINISH_REASON_STOP_SEQUENCE,
     "tool_calls": pb.FINISH_REASON_TOOL_CALLS,
+    "cancelled": pb.FINISH_REASON_CANCELLED,
 }
 
 
@@ -58,14 +61,14 @@ def turn_request(
 ) -> TurnRequest:
     """A checked request; its model is not checked. Raises InvalidArgument that names the field."""
     request_id = check_request_id(request.request_id) if request.request_id else new_request_id()
-    _check_agent_fields(request)
+    agent_id = _agent_id(request)
     tools = _tools(request.tools)
     given = _input(request, max_prompt_bytes)
     objects = _objects(given, tools)
     return TurnRequest(
         request_id=request_id,
         namespace=namespace,
-        agent_id=request.agent_id,
+        agent_id=agent_id,
         expected_version=request.expected_version if request.HasField("expected_version") else None,
         input=given,
         input_digest=_input_digest(request, given, tools),
@@ -75,6 +78,10 @@ def turn_request(
         tools=tools,
         objects=objects,
         keep_partial=request.keep_partial,
+        is_read_only=request.memory_mode == pb.MEMORY_MODE_READ_ONLY,
+        expects_memory=request.expect_existing,
+        base_version=request.base_version if request.HasField("base_version") else None,
+        replaces=request.replace_memory,
         priority=_priority(request),
         caller=caller,
         input_bytes=_input_bytes(given, tools),
@@ -111,6 +118,19 @@ def warm_request(
         caller=caller,
         input_bytes=_input_bytes(given, tools),
         is_warming=True,
+    )
+
+
+def turn_message(turn: OpenTurn) -> pb.Turn:
+    return pb.Turn(
+        request_id=turn.request_id,
+        agent_id=turn.agent_id,
+        choice=turn.choice,
+        state=pb.TURN_STATE_RUNNING if turn.is_running else pb.TURN_STATE_WAITING,
+        age=duration(turn.age_s),
+        prompt_tokens=turn.prompt_tokens,
+        cached_tokens=turn.cached_tokens,
+        completion_tokens=turn.completion_tokens,
     )
 
 
@@ -162,7 +182,7 @@ def response(
         case TurnDelta():
             return pb.GenerateResponse(delta=_delta(event, choice, spelling))
         case TurnFinished():
-            return pb.GenerateResponse(finished=_finished(event, choice))
+            return pb.GenerateResponse(finished=finished(event, choice))
         case Warmed():
             raise TypeError("a turn that only warms streams no reply")
 
@@ -194,22 +214,40 @@ def model_message(model: ModelInfo, state: pb.ModelState) -> pb.Model:
     )
 
 
-def _check_agent_fields(request: pb.GenerateRequest) -> None:
+def _agent_id(request: pb.GenerateRequest) -> str:
+    """The agent whose memory the turn uses; empty for none. Raises InvalidArgument for what has no effect then."""
+    mode = request.memory_mode
     if request.agent_id:
         check_agent_id(request.agent_id)
+    if mode not in pb.MemoryMode.values():
+        raise InvalidArgument(f"memory_mode: expected one of the enum's, got {mode}", field="memory_mode")
+    is_used = bool(request.agent_id) and mode != pb.MEMORY_MODE_NONE
+    changes = {"keep_partial": request.keep_partial, "replace_memory": request.replace_memory}
+    for field, is_given in changes.items():
+        if is_given and mode == pb.MEMORY_MODE_READ_ONLY:
+            raise InvalidArgument(f"{field}: the memory is only read", field=field)
+    if request.replace_memory and request.WhichOneof("input") != "messages":
+        raise InvalidArgument("replace_memory: only with messages", field="replace_memory")
     # A flag that would have no effect is refused, not ignored.
     needs_agent = {
+        "memory_mode": mode in (pb.MEMORY_MODE_READ_WRITE, pb.MEMORY_MODE_READ_ONLY),
+        "expect_existing": request.expect_existing,
+        "base_version": request.HasField("base_version"),
+        "replace_memory": request.replace_memory,
         "expected_version": request.HasField("expected_version"),
         "append_messages": request.WhichOneof("input") == "append_messages",
         "keep_partial": request.keep_partial,
     }
     for field, is_given in needs_agent.items():
-        if is_given and not request.agent_id:
-            raise InvalidArgument(f"{field}: needs an agent_id", field=field)
+        if is_given and not is_used:
+            raise InvalidArgument(f"{field}: needs an agent_id whose memory is used", field=field)
     if request.expected_version < 0:
         raise InvalidArgument(
             f"expected_version: expected 0 or more, got {request.expected_version}", field="expected_version"
         )
+    if request.HasField("base_version") and request.base_version < 1:
+        raise InvalidArgument(f"base_version: expected 1 or more, got {request.base_version}", field="base_version")
+    return request.agent_id if is_used else ""
 
 
 def _priority(request: pb.GenerateRequest) -> Priority:
@@ -275,6 +313,8 @@ def _check_size(field: str, size_bytes: int, max_bytes: int) -> None:
 def _input_digest(request: pb.GenerateRequest, given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> str:
     """The input's digest, sampling included: with other settings the reply is another."""
     given_settings = settings(request)
+    if request.HasField("base_version"):
+        given_settings.append(("base_version", str(request.base_version)))
     if isinstance(given, PromptInput):
         return input_digest("prompt", given.prompt, (), tools, given_settings)
     return input_digest("append" if given.is_append else "messages", "", given.messages, tools, given_settings)
@@ -291,7 +331,15 @@ def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started
         miss=_miss(event.miss),
         match=_MATCHES[event.match],
         parent_version=event.parent_version,
+        continuation=_continuation(event.continuation),
+        base_version=event.base_version,
     )
+
+
+def _continuation(continuation: Continuation | None) -> pb.Continuation:
+    if continuation is None:
+        return pb.CONTINUATION_UNSPECIFIED
+    return getattr(pb, f"CONTINUATION_{continuation.name}")  # type: ignore[no-any-return]
 
 
 def _miss(miss: Miss | None) -> pb.MissReason:
@@ -317,7 +365,7 @@ def _logprobs(given: TokenLogprobs, token_id: int, spelling: Callable[[int], byt
     return pb.TokenLogprobs(logprob=given.logprob, top=top, spelling=spelling(token_id))
 
 
-def _finished(event: TurnFinished, choice: int) -> pb.Finished:
+def finished(event: TurnFinished, choice: int) -> pb.Finished:
     timings = event.timings
     return pb.Finished(
         reason=_FINISH_REASONS.get(event.finish_reason, pb.FINISH_REASON_UNSPECIFIED),

@@ -12,6 +12,7 @@ from kvasir.credentials import ADMIN, OWNER
 from kvasir.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.names import check_request_id
 from kvasir.server.interceptors import current_principal
 
 from inference_svc.edge import messages, stats_messages
@@ -28,6 +29,8 @@ _CALLERS = frozenset({"client", "admin", "engine"})
 _ADMINS = frozenset({ADMIN})
 _FOR_CALLERS = (
     "Generate",
+    "ListTurns",
+    "CancelTurn",
     "Warm",
     "CountTokens",
     "ListModels",
@@ -138,6 +141,18 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         assert started is not None
         assert warmed is not None
         return messages.warm_response(started, warmed, served.name)
+
+    async def ListTurns(self, request: pb.ListTurnsRequest, context: Any) -> pb.ListTurnsResponse:
+        served = self._host.served
+        found = served.turns.open_turns(current_principal().namespace) if served is not None else []
+        return pb.ListTurnsResponse(turns=[messages.turn_message(turn) for turn in found])
+
+    async def CancelTurn(self, request: pb.CancelTurnRequest, context: Any) -> pb.CancelTurnResponse:
+        request_id, served = check_request_id(request.request_id), self._host.served
+        if served is None:
+            served = self._host.serving("")  # says what to do
+        ends = await served.turns.stop(current_principal().namespace, request_id)
+        return pb.CancelTurnResponse(finished=[messages.finished(end, choice) for choice, end in sorted(ends.items())])
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         self._check_serves()

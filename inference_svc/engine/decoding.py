@@ -132,7 +132,7 @@ def _next_place(sequence: Sequence, pending: _Launched | None) -> int | None:
     if not is_coming:
         return None
     is_last = known + 1 - sequence.prompt_tokens >= sequence.plan.sampling.max_tokens
-    return None if is_last and sequence.plan.key is None else place
+    return None if is_last and not sequence.plan.leaves_memory else place
 
 
 def _is_drawn(sequence: Sequence, place: int | None) -> bool:

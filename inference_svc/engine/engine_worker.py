@@ -256,7 +256,7 @@ class EngineWorker:
         request for the turn's snapshot is served before the next step admits a turn that may need the room.
         """
         generated = [sequence for sequence in self._with_kv if sequence.finish_reason is not None]
-        ending = [each for each in generated if each.plan.key is None or each.remembered <= each.computed]
+        ending = [each for each in generated if not each.plan.leaves_memory or each.remembered <= each.computed]
         for sequence in ending:
             self._finish(sequence)
         return bool(ending)
@@ -294,7 +294,7 @@ class EngineWorker:
         self._decoder.leave(sequence.kv)
         if not remembers:
             return
-        if sequence.plan.key is None:
+        if sequence.plan.key is None or not sequence.plan.is_remembered:
             sequence.kv.release()
         else:
             memory = memory_left(sequence, self._runner, self._model.kv_identity_hash)
@@ -335,7 +335,8 @@ class EngineWorker:
 
     def _begun(self, key: AgentKey) -> Sequence | None:
         """The key's turn that has begun and is not over. It may be preempted."""
-        begun = (each for each in self._turns if each.plan.key == key and each.status is not Status.WAITING)
+        turns = (each for each in self._turns if each.plan.key == key and each.plan.is_remembered)
+        begun = (each for each in turns if each.status is not Status.WAITING)
         return next(begun, None)
 
 

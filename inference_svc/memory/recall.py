@@ -12,7 +12,7 @@ from itertools import islice
 from typing import TypeVar
 
 from kvasir.cachestore.v1 import manifest_pb2
-from kvasir.errors import InvalidArgument
+from kvasir.errors import InvalidArgument, NotFound, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.formats.block_file import MAX_HEADER_BYTES
 from kvasir.formats.block_hash import BLOCK_TOKENS, block_hash_chain, differing_field
@@ -35,6 +35,8 @@ T = TypeVar("T")
 # Beyond these a memory takes the event loop more than a millisecond or two.
 _LONG_BYTES = 64 << 10
 _LONG_TOKENS = 8192
+# To compute fewer tokens than these takes less time than to ask the store for their block.
+_FEWEST_RESTORED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,18 @@ class Recollection:
     kv_from: Source
     head: Head | None
     miss: Miss | None = None
+    base: "Recollection | None" = None  # the version that goes on, where that is an older one
+
+    @property
+    def continued(self) -> AgentMemory | None:
+        """The memory whose conversation goes on."""
+        return self.memory if self.base is None else self.base.memory
 
     @property
     def is_brought(self) -> bool:
-        """Whether the agent's newest version was imported."""
-        return self.head is not None and self.head.is_brought
+        """Whether the agent's newest version was imported, or the one that goes on."""
+        heads = (self.head, self.base.head if self.base is not None else None)
+        return any(head is not None and head.is_brought for head in heads)
 
 
 NOTHING_REMEMBERED = Recollection(None, Source.COLD, NO_HEAD)
@@ -107,7 +116,6 @@ class Recall:
         prompting: Prompting,
         stores: Mapping[str, RemoteCache],
         *,
-        worthwhile_fraction: float,
         leases: Mapping[str, LineLeases] | None = None,
     ) -> None:
         """`stores`: the cache store by namespace; a namespace without one has hot memory only. `leases`: by namespace;
@@ -117,7 +125,6 @@ class Recall:
         self._prompting = prompting
         self._stores = stores
         self._leases = leases or {}
-        self._worthwhile_fraction = worthwhile_fraction
 
     # --- the newest memory ---
 
@@ -163,6 +170,32 @@ class Recall:
                 return Recollection(hot, Source.HOT, hot.publication.head)
             return Recollection(None, Source.COLD, None, error.miss)
         return Recollection(None, Source.COLD, NO_HEAD, Miss(MissReason.NEW_AGENT, "nothing is remembered"))
+
+    async def with_base(self, key: AgentKey, newest: Recollection, version: int, budget: Budget) -> Recollection:
+        """The newest memory, with the version that is to go on instead. Raises NotFound (VERSION_NOT_FOUND), and
+        Unavailable or FailedPrecondition if that version cannot be read.
+        """
+        if newest.head is not None and newest.head.version == version and newest.memory is not None:
+            return newest
+        store = self._stores.get(key.namespace)
+        if store is None:
+            raise NotFound(
+                f"base_version: version {version} is not kept", reason="VERSION_NOT_FOUND", field="base_version"
+            )
+        try:
+            head = await store.version(key.agent_id, self._engine.model.kv_identity_hash, version, budget)
+            base = await self._warm(store, key, head, budget)
+        except StoreMiss as error:
+            base = Recollection(None, Source.COLD, None, error.miss)
+        if base.memory is None:
+            detail = base.miss.detail if base.miss is not None else ""
+            raise Unavailable(
+                f"base_version: version {version} cannot be read now ({detail})",
+                reason="MEMORY_UNREADABLE",
+                field="base_version",
+                retry_after_s=1.0,
+            )
+        return replace(newest, base=base)
 
     async def _is_current(
         self, key: AgentKey, publication: PublicationState, ours: Head, store: RemoteCache, budget: Budget
@@ -265,6 +298,10 @@ class Recall:
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
         candidate = await self._by_text(namespace, recollection, text, generates)
+        if recollection.base is not None:
+            older = await self._by_text(namespace, recollection.base, text, generates)
+            if older.keep > candidate.keep:
+                recollection, candidate = recollection.base, older
         miss = recollection.miss or _text_miss(recollection, candidate.match, text)
         store = self._stores.get(namespace)
         if self._engine.model.has_states:
@@ -314,7 +351,8 @@ class Recall:
         # A generating turn computes at least one token, because its logits give the next token.
         most = len(tokens.ids) - (1 if generates else 0)
         keep = min(match.kept_tokens, most) if recollection.kv_from is not Source.COLD else 0
-        if memory is None or keep <= 0:
+        fewest = _FEWEST_RESTORED if recollection.kv_from is Source.WARM else 1
+        if memory is None or keep < fewest:
             return _Candidate(tokens, 0, Source.COLD, match)
         publication = memory.publication
         return _Candidate(
@@ -332,14 +370,7 @@ class Recall:
 
     def _match(self, transcript: RememberedText, text: str) -> tuple[PrefixMatch, Tokenized]:
         match = (
-            match_prefix(
-                transcript,
-                text,
-                worthwhile_fraction=self._worthwhile_fraction,
-                ends_whole=self._prompting.ends_whole,
-            )
-            if transcript.token_ids
-            else NO_MATCH
+            match_prefix(transcript, text, ends_whole=self._prompting.ends_whole) if transcript.token_ids else NO_MATCH
         )
         kept, rest = match.kept_tokens, text[match.kept_chars :]
         suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())

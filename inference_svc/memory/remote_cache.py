@@ -165,6 +165,14 @@ class RemoteCache:
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
         return AgentHeads(ours, next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None))
 
+    async def version(self, agent_id: str, kv_identity_hash: str, version: int, budget: Budget) -> Head:
+        """A version of the agent's line. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""
+        snapshot, _ = await self._read(
+            lambda: self._client.get_snapshot(agent_id, kv_identity_hash, version, timeout_s=budget.remaining_s), budget
+        )
+        with _reading("the store's answer about the version"):
+            return head_of(snapshot)
+
     async def manifest(self, agent_id: str, head: Head, budget: Budget) -> bytes:
         """Bytes of a version's manifest, equal to their digest."""
         try:

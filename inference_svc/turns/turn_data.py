@@ -11,6 +11,7 @@ from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
 from inference_svc.text.conversation import Tool
 from inference_svc.text.given_json import GivenJson
 from inference_svc.text.prefix_matching import Outcome
+from inference_svc.turns.continuing import Continuation
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,10 @@ class TurnRequest:
     tools: Sequence[Tool] = ()
     objects: GivenJson = field(default_factory=GivenJson)  # the JSON of its messages and tools
     keep_partial: bool = False
+    is_read_only: bool = False  # the agent's memory is read and stays as it is
+    expects_memory: bool = False  # an agent that remembers nothing is refused
+    base_version: int | None = None  # goes on from this version instead of the newest
+    replaces: bool = False  # another conversation takes the place of the agent's
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
@@ -66,6 +71,8 @@ class TurnStarted:
     match: Outcome
     parent_version: int
     miss: Miss | None = None
+    continuation: Continuation | None = None  # None: no agent's memory was looked at
+    base_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +97,20 @@ class TurnFinished:
     timings: Timings
     snapshot: SnapshotOutcome
     tool_calls: tuple[manifest_pb2.ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """A turn under way, for whoever lists them. Counts are 0 until it runs."""
+
+    request_id: str
+    agent_id: str
+    choice: int
+    is_running: bool
+    age_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

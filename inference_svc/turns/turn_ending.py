@@ -26,6 +26,7 @@ from inference_svc.model.prompting import Prompting, RememberedReply
 from inference_svc.text import conversation
 from inference_svc.text.literal_text import without_guards
 from inference_svc.text.prefix_matching import Outcome, RememberedText
+from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import TurnDelta, TurnFinished, TurnStarted, Warmed
 from inference_svc.turns.turn_state import TurnState, reply_reader
 
@@ -78,8 +79,8 @@ class TurnEnding:
 
     async def finish(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
         calls = turn.reader.calls
-        snapshot = SnapshotOutcome(SnapshotState.NONE)
-        if turn.key is not None:
+        snapshot = self._unkept(turn)
+        if turn.key is not None and turn.is_kept:
             memory = await self._remember(turn, turn.key, recollection, prepared, ended, calls)
             snapshot = await self._keep(turn, turn.key, recollection, memory)
         reason = _finish_reason(ended, calls)
@@ -112,6 +113,28 @@ class TurnEnding:
             completion_tokens=ended.completion_tokens,
             snapshot=snapshot.state.value,
         )
+
+    def stopped(self, turn: TurnState) -> TurnFinished:
+        """The last message of a turn that was cancelled and leaves no memory."""
+        first_token_s = 0.0 if turn.first_token_at is None else turn.first_token_at - turn.arrived
+        return TurnFinished(
+            finish_reason=FinishReason.CANCELLED.value,
+            matched_stop="",
+            prompt_tokens=turn.prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+            completion_tokens=turn.completion_tokens,
+            timings=Timings(queue_s=turn.queue_s, restore_s=turn.restore_s, first_token_s=first_token_s),
+            snapshot=self._unkept(turn, "the turn was cancelled"),
+        )
+
+    @staticmethod
+    def _unkept(turn: TurnState, reason: str = "") -> SnapshotOutcome:
+        """The outcome where nothing of the turn is remembered: the agent stays at the version before."""
+        if turn.request.is_read_only:
+            reason = reason or "the memory was only read"
+        elif turn.continuation is Continuation.BRANCHED:
+            reason = reason or "another conversation: a branch, which is not remembered"
+        return SnapshotOutcome(SnapshotState.NONE, turn.parent_version, reason)
 
     def warmed(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
         """Attach the agent's memory to the KV that was computed ahead of its turn."""
@@ -304,5 +327,5 @@ def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:
     """Whether a turn's KV came by an archive or another store, or was computed on such KV. The store marks its copies;
     this mark outlives them.
     """
-    memory = recollection.memory
-    return prepared.source in (Source.HOT, Source.WARM) and memory is not None and memory.is_brought
+    memories = (recollection.memory, recollection.continued)
+    return prepared.source in (Source.HOT, Source.WARM) and any(memory and memory.is_brought for memory in memories)

@@ -42,13 +42,23 @@ from inference_svc.turns.choices import Choices
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.prompt_text import prompt_text
-from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest, TurnStarted, Warmed
+from inference_svc.turns.turn_data import (
+    MessagesInput,
+    OpenTurn,
+    PromptInput,
+    TurnFinished,
+    TurnRequest,
+    TurnStarted,
+    Warmed,
+)
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import (
     TurnState,
     TurnTask,
+    check_existing,
     check_parent,
+    continuation,
     reply_reader,
     whole_conversation,
 )
@@ -115,7 +125,7 @@ class TurnService:
         self.stats = stats
         self._clock = clock
         self._handoff = HandOff(asyncio.get_running_loop())
-        self._running: dict[asyncio.Task[None], TurnTask] = {}
+        self._running: dict[asyncio.Task[None], TurnState] = {}
         self._order: dict[AgentKey, asyncio.Lock] = {}
         self._waiting: Counter[AgentKey] = Counter()
         self._counting = SharedRoom(1)
@@ -132,8 +142,9 @@ class TurnService:
         place = contextlib.ExitStack()
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
         running = TurnTask(outbox, request.choice)
-        running.task = asyncio.create_task(self._run(request, running))
-        self._running[running.task] = running
+        turn = TurnState(request, running, arrived=self._clock())
+        running.task = asyncio.create_task(self._run(turn))
+        self._running[running.task] = turn
         running.task.add_done_callback(self._running.pop)
         running.task.add_done_callback(lambda _: place.close())
         return running
@@ -147,11 +158,51 @@ class TurnService:
         """Wait for the running turns, end those that take longer, then wait for publications."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
-        for running in list(self._running.values()):
-            running.cancel(errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0))
+        for turn in list(self._running.values()):
+            turn.running.cancel(
+                errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0)
+            )
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         await self._ending.drain(patience_s)
+
+    def open_turns(self, namespace: str) -> list[OpenTurn]:
+        """The namespace's turns that wait or run, the oldest first."""
+        now_s = self._clock()
+        return [
+            OpenTurn(
+                turn.request.request_id,
+                turn.request.agent_id,
+                turn.request.choice,
+                turn.has_begun,
+                now_s - turn.arrived,
+                turn.prompt_tokens,
+                turn.cached_tokens,
+                turn.completion_tokens,
+            )
+            for turn in self._running.values()
+            if turn.request.namespace == namespace and not turn.request.is_warming
+        ]
+
+    async def stop(self, namespace: str, request_id: str) -> dict[int, TurnFinished]:
+        """End a request's turns; by choice, how they ended. Raises NotFound if none is under way."""
+        named = {
+            task: turn
+            for task, turn in self._running.items()
+            if (turn.request.namespace, turn.request.request_id) == (namespace, request_id)
+        }
+        if not named:
+            raise errors.NotFound(
+                f"request_id: no turn of {request_id!r} is under way",
+                reason="TURN_NOT_FOUND",
+                field="request_id",
+                metadata={"request_id": request_id},
+            )
+        for turn in named.values():
+            turn.running.stop()
+        await asyncio.wait(named)
+        ends = {turn.request.choice: turn.running.finished for turn in named.values()}
+        return {choice: end for choice, end in ends.items() if end is not None}
 
     async def store_hot(self, patience_s: float) -> MemoriesLeft:
         """After `drain`: store the hot memories that are not in the store."""
@@ -170,8 +221,8 @@ class TurnService:
                 text, _ = await prompt_text(counter, request, messages)
                 return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)
 
-    async def _run(self, request: TurnRequest, running: TurnTask) -> None:
-        turn = TurnState(request, running, arrived=self._clock())
+    async def _run(self, turn: TurnState) -> None:
+        request, running = turn.request, turn.running
         counters = self.stats.of(request.namespace)
         counters.turns += 1
         counters.waiting_turns += 1
@@ -184,11 +235,11 @@ class TurnService:
                     await self._serve(turn)
         except asyncio.CancelledError:
             end = "cancelled"
-            running.end(running.ended_by or errors.Cancelled("the turn was cancelled"))
+            self._end_early(turn, errors.Cancelled("the turn was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
             end = "cancelled" if running.is_cancelled else end
-            running.end(running.ended_by or error)
+            self._end_early(turn, error)
         else:
             end = "cancelled" if running.is_cancelled else "finished"
             running.end(running.ended_by)
@@ -198,6 +249,15 @@ class TurnService:
                 counters.running_turns -= 1
             else:
                 counters.waiting_turns -= 1
+
+    def _end_early(self, turn: TurnState, error: BaseException) -> None:
+        """The last that the reader hears of a turn that leaves no memory."""
+        running = turn.running
+        if running.is_stopped and isinstance(error, asyncio.CancelledError | errors.Cancelled):
+            running.tell(self._ending.stopped(turn))
+            running.end()
+        else:
+            running.end(running.ended_by or error)
 
     @contextlib.asynccontextmanager
     async def _in_order(self, request: TurnRequest) -> AsyncIterator[None]:
@@ -234,13 +294,18 @@ class TurnService:
         if request.is_warming:
             return await self._warm(turn, recollection, budget)
         memory = recollection.memory
-        is_retry = memory is not None and replay.is_retry(request, memory)
+        is_retry = memory is not None and not request.is_read_only and replay.is_retry(request, memory)
         if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
             self.stats.of(request.namespace).sources[Source.REPLAY] += 1
             return await self._ending.replay(turn, recollection, memory)
         if not is_retry:
             check_parent(request, recollection)
         turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        if request.base_version is not None and turn.key is not None:
+            recollection = await self._recall.with_base(turn.key, recollection, request.base_version, budget)
+        if turn.key is not None:
+            check_existing(request, recollection)
+            turn.continuation = continuation(request, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
         text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
         self._check_length(text)
@@ -353,7 +418,8 @@ class TurnService:
                 may_wait = may_be_preempted(
                     self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
                 )
-                plan = replace(self._plan(turn, prepared), can_be_preempted=may_wait)
+                is_lent = turn.key is not None and not turn.is_kept  # its rows are the memory's, which must stay hot
+                plan = replace(self._plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
                 prepared = replace(prepared, reuse=Cold())
                 running = self._run_plan(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
@@ -387,8 +453,7 @@ class TurnService:
             async with self._compiling.held_for(namespace, 1):
                 await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
         store, counters = self._stores.get(namespace), self.stats.of(namespace)
-        is_kept = turn.key is not None and not turn.request.is_warming
-        stream = self._stream(turn.key, store, prepared) if is_kept and turn.key and store is not None else None
+        stream = self._stream(turn.key, store, prepared) if turn.is_kept and turn.key and store is not None else None
         if turn.running.is_cancelled:
             raise errors.Cancelled("the turn was cancelled")
         needed_bytes = self._engine.needed_bytes(plan)
@@ -442,7 +507,8 @@ class TurnService:
             sampling=sampling,
             reuse=prepared.reuse,
             key=turn.key,
-            keep_partial=turn.request.keep_partial,
+            is_remembered=turn.is_kept or turn.request.is_warming,
+            keep_partial=turn.request.keep_partial and turn.is_kept,
             priority=turn.request.priority,
             namespace=turn.request.namespace,
             rewind_point_tokens=turn.rewind_point_tokens(prepared.tokens.chars),
@@ -455,13 +521,13 @@ def _same_version(planned: Recollection, found: Recollection) -> Recollection:
     """
     if found.head is None:
         # The store cannot be asked now. The turn extends the planned version; compare-and-swap decides at the end.
-        return replace(found, head=planned.head)
+        return replace(found, head=planned.head, base=planned.base)
     if planned.head is None or (found.head.version, found.head.manifest) != (
         planned.head.version,
         planned.head.manifest,
     ):
         raise _MemoryMovedError
-    return found
+    return replace(found, base=planned.base)
 
 
 def _moved_away() -> errors.Unavailable:

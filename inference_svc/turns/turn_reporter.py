@@ -15,6 +15,7 @@ from inference_svc.memory.recall import Prepared
 from inference_svc.memory.service_stats import NamespaceCounters
 from inference_svc.memory.swap_store import SwapStore
 from inference_svc.text.reply_parts import ReplyPart
+from inference_svc.turns.continuing import of_text
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
 from inference_svc.turns.turn_state import TurnState
@@ -103,6 +104,7 @@ class TurnReporter:
             counters.waiting_turns -= 1
             counters.running_turns += 1
         turn.has_begun, turn.computed = True, cached_tokens
+        turn.prompt_tokens, turn.cached_tokens = len(prepared.tokens.ids), cached_tokens
         turn.restoring.close()
         counters.sources[source] += 1
         counters.cached_tokens += cached_tokens
@@ -116,6 +118,8 @@ class TurnReporter:
                 match=prepared.match,
                 parent_version=turn.parent_version,
                 miss=prepared.miss,
+                continuation=turn.continuation or (of_text(prepared.match) if turn.key is not None else None),
+                base_version=turn.request.base_version or turn.parent_version,
             )
         )
 
@@ -123,6 +127,7 @@ class TurnReporter:
         if self._turn.first_token_at is None:
             self._turn.first_token_at = self._clock()
         self._counters.decoded_tokens += len(event.ids)
+        self._turn.completion_tokens += len(event.ids)
         part = self._turn.reader.push(event.text)
         self._turn.running.tell(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
 

@@ -19,8 +19,9 @@ from inference_svc.memory.remote_cache import EventCursor
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
+from inference_svc.turns.continuing import Continuation, goes_on, is_same_conversation
 from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnRequest
+from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnFinished, TurnRequest
 
 
 class TurnTask:
@@ -33,8 +34,12 @@ class TurnTask:
         self.handle: TurnHandle | None = None
         self.is_ending = False
         self.ended_by: errors.KvasirError | None = None  # the reader's error, if the turn was cancelled
+        self.is_stopped = False  # cancelled by another call: the reader learns how it ended
+        self.finished: TurnFinished | None = None
 
     def tell(self, event: TurnEvent) -> None:
+        if isinstance(event, TurnFinished):
+            self.finished = event
         self.outbox.put(event, self._choice)
 
     def end(self, error: BaseException | None = None) -> None:
@@ -43,7 +48,7 @@ class TurnTask:
 
     @property
     def is_cancelled(self) -> bool:
-        return self.ended_by is not None
+        return self.is_stopped or self.ended_by is not None
 
     def cancel(self, why: errors.KvasirError | None = None) -> None:
         """Stop generating, because the reader is gone or for the reason `why`. The memory that the turn leaves is taken
@@ -52,6 +57,15 @@ class TurnTask:
         if self.is_cancelled or self.is_ending:
             return
         self.ended_by = why or errors.Cancelled("the turn was cancelled")
+        self._stop()
+
+    def stop(self) -> None:
+        """The same for another call than the reader's: the reader gets the turn's last message. Idempotent."""
+        if not (self.is_cancelled or self.is_ending):
+            self.is_stopped = True
+            self._stop()
+
+    def _stop(self) -> None:
         if self.handle is not None:
             self.handle.cancel()
         elif self.task is not None:
@@ -72,6 +86,10 @@ class TurnState:
     has_begun: bool = False  # the engine has its memory and computes
     computed: int = 0  # prompt tokens whose KV is there
     parent_version: int = 0
+    continuation: Continuation | None = None  # None: the prompt's match decides, or no memory was looked at
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
     event_cursor: EventCursor | None = None  # place in the store's history when the turn began
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw prompt
     dialogue: Dialogue | None = None  # the same, as templates know them
@@ -86,6 +104,12 @@ class TurnState:
     def __post_init__(self) -> None:
         request = self.request
         self.key = AgentKey(request.namespace, request.agent_id) if request.agent_id else None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the turn becomes its agent's next version."""
+        is_beside = self.request.is_read_only or self.continuation is Continuation.BRANCHED
+        return self.key is not None and not is_beside and not self.request.is_warming
 
     def rewind_point_tokens(self, token_chars: Sequence[int]) -> int | None:
         """Prompt tokens that lie wholly inside `rewind_point_chars`."""
@@ -112,16 +136,49 @@ def whole_conversation(
     """All messages of the prompt. Raises FailedPrecondition or Unavailable when there is no memory to append to."""
     if isinstance(request.input, PromptInput):
         return ()
-    given, memory = request.input.messages, recollection.memory
+    given, memory = request.input.messages, recollection.continued
     if not request.input.is_append:
         return given
     if memory is not None and memory.messages:
         # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped.
         return memory.messages[:-1] if is_retry else (*memory.messages, *given)
-    if (memory is None or not memory.transcript.token_ids) and request.expected_version == 0:
+    if not _is_remembered(recollection) or (memory is None and request.expected_version == 0):
         return given
     _refuse_append(recollection)
     return ()
+
+
+def check_existing(request: TurnRequest, recollection: Recollection) -> None:
+    """Raise NotFound for an agent that remembers nothing, if the caller minds."""
+    if request.expects_memory and not _is_remembered(recollection):
+        raise errors.NotFound(
+            f"agent_id: agent {request.agent_id!r} remembers nothing yet",
+            reason="AGENT_NOT_FOUND",
+            field="agent_id",
+            metadata={"agent_id": request.agent_id},
+        )
+
+
+def continuation(request: TurnRequest, recollection: Recollection) -> Continuation | None:
+    """What the turn does to its agent's line; None if the match of its prompt decides."""
+    memory, given = recollection.continued, request.input
+    if not _is_remembered(recollection):
+        return Continuation.NEW
+    if memory is None or isinstance(given, PromptInput) or not memory.messages:
+        return None
+    if given.is_append or goes_on(given.messages, memory.messages):
+        return Continuation.EXTENDED if recollection.base is None else Continuation.REWOUND
+    if is_same_conversation(given.messages, memory.messages):
+        return Continuation.REWOUND
+    return Continuation.REPLACED if request.replaces else Continuation.BRANCHED
+
+
+def _is_remembered(recollection: Recollection) -> bool:
+    """Whether the agent remembers something, as far as is known: a memory that cannot be read is there."""
+    memory, miss = recollection.continued, recollection.miss
+    if memory is not None:
+        return bool(memory.transcript.token_ids)
+    return miss is not None and miss.reason is not MissReason.NEW_AGENT
 
 
 _UNKNOWN: Sequence[MissReason] = (

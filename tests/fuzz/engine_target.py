@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2 as store_pb
-from kvasir.clients import InferenceClient
+from kvasir.clients import InferenceClient, message
 from kvasir.credentials import ADMIN, CLIENT, ENGINE, Principal
 from kvasir.errors import FailedPrecondition, Unavailable
 from kvasir.formats.digest import Digest
@@ -118,14 +118,16 @@ def _known() -> Known:
         "model": ("", "", "", "one", "two", "nobody's"),
         "prompt": prompts,
         "text": prompts[:4],
-        "role": (1, 2, 2, 3, 4),
+        "content": prompts[:4],  # of a manifest's messages, and their roles
+        "role": ("system", "user", "user", "assistant", "tool"),
         "tool_call_id": ("", "call 1"),
         "arguments_json": ("{}", '{"a":[1,{"b":null}]}'),
         "parameters_json": ("{}", schema, '{"type":"object"}'),
         "json_schema": (schema, '{"type":"string","maxLength":3}', '{"const":1}'),
         "regex": ("[a-z ]{1,8}", "(yes|no)", "\\d+"),
         "max_tokens": (1, 1, 2, 3, 8),
-        "parent_version": (0, 0, 1),
+        "expected_version": (0, 0, 1),
+        "base_version": (1, 1, 2),
         "stop": (".", " the", "ab"),
         "stop_token_ids": (2, 5, 1000),
         "repetition_penalty": (1.0, 1.2),
@@ -155,7 +157,7 @@ class _Memories:
         name, calls = self._kept(dice)
         request = pb.GenerateRequest(agent_id=name, sampling=pb.Sampling(max_tokens=2))
         if dice.chance(0.3):
-            request.append_messages.messages.add(role="user", content="And then?")
+            request.append_messages.messages.append(message("user", "And then?"))
         else:
             request.prompt = _PROMPT + "And then?"
         return [*calls, (self._rpcs["Generate"], [request.SerializeToString()])]

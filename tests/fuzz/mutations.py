@@ -76,10 +76,10 @@ def _set(message: Message, field: FieldDescriptor, dice: Dice, known: Known, dep
 
 
 def _value(field: FieldDescriptor, dice: Dice, known: Known) -> Any:
-    if field.name in known:
-        return dice.pick(known[field.name])
     if field.cpp_type == _F.CPPTYPE_ENUM:
         return dice.pick([value.number for value in field.enum_type.values])
+    if field.name in known:
+        return dice.pick(known[field.name])
     if field.cpp_type == _F.CPPTYPE_BOOL:
         return dice.chance(0.5)
     if field.cpp_type == _F.CPPTYPE_STRING:

@@ -22,7 +22,6 @@ from inference_svc.text.prefix_matching import NO_MATCH, RememberedText, match_p
 from tests.hammer.records import Alone, TurnRecord
 
 _MEMORY_BYTES = 4 << 30
-_WORTHWHILE_FRACTION = 0.8  # the service's default
 _FORCED = 1000.0  # a bias that no logit outweighs
 _NOTHING = RememberedText("", (), ())
 
@@ -139,9 +138,7 @@ class AloneEngine:
         """How many of the memory's tokens the text keeps, and the text's tokens with those as they were."""
         match = NO_MATCH
         if memory.token_ids:
-            match = match_prefix(
-                memory, text, worthwhile_fraction=_WORTHWHILE_FRACTION, ends_whole=self._prompting.ends_whole
-            )
+            match = match_prefix(memory, text, ends_whole=self._prompting.ends_whole)
         kept, rest = match.kept_tokens, text[match.kept_chars :]
         suffix = self._prompting.tokenize(rest) if rest else Tokenized((), ())
         ids = (*memory.token_ids[:kept], *suffix.ids)

@@ -21,6 +21,10 @@ TOOLS = [pb.Tool(name="look")]
 ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "agent_id": ("ada", "agent_id", "ada"),
     "expected_version": (0, "expected_version", 0),
+    "memory_mode": (pb.MEMORY_MODE_READ_ONLY, "memory_mode", pb.MEMORY_MODE_READ_ONLY),
+    "base_version": (3, "base_version", 3),
+    "expect_existing": (True, "expect_existing", True),
+    "replace_memory": (True, "replace_memory", True),
     "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
     "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),
     "json_schema": ({"type": "null"}, "json_schema", '{"type": "null"}'),

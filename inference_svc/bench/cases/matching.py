@@ -67,7 +67,7 @@ class _Agent:
         """Reply and remember. Returns the reply, the prompt's tokens, and how many of them each matching reuses."""
         anew = self._prompting.tokenize(text)
         memory = self._memory
-        match = match_prefix(memory, text, worthwhile_fraction=0.0, ends_whole=self._prompting.ends_whole)
+        match = match_prefix(memory, text, ends_whole=self._prompting.ends_whole)
         suffix = self._prompting.tokenize(text[match.kept_chars :])
         tokens = (*memory.token_ids[: match.kept_tokens], *suffix.ids)
         reuse = Hot(match.kept_tokens) if match.kept_tokens else Cold()

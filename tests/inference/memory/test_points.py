@@ -73,7 +73,7 @@ def planned(
     text: str, source: Source, around: Surroundings, points: Sequence[int] = POINTS, **usable: int | None
 ) -> Prepared:
     parts: Any = around
-    recall = Recall(parts, parts, {"ns": parts}, worthwhile_fraction=0.3)
+    recall = Recall(parts, parts, {"ns": parts})
 
     async def hold(size_bytes: int) -> None:
         assert size_bytes > 0
@@ -159,7 +159,7 @@ def test_a_memory_without_points_is_words_only() -> None:
 def test_turns_that_read_files_and_a_state_never_wait_for_each_other() -> None:
     """Each asks for all of its room at once: two that hold some and wait for more would wait for ever."""
     around: Any = Surroundings()
-    recall = Recall(around, around, {"ns": around}, worthwhile_fraction=0.3)
+    recall = Recall(around, around, {"ns": around})
     room = SharedRoom(sum(digest.size_bytes for digest in (*BLOCKS, TAIL)) + 1)
 
     async def turn() -> None:

@@ -48,7 +48,7 @@ def planned(
     text: str, source: Source, around: Windowed, stored: Mapping[int, StoredWindow] = STORED, **usable: Any
 ) -> Prepared:
     parts: Any = around
-    recall = Recall(parts, parts, {"ns": parts}, worthwhile_fraction=0.3)
+    recall = Recall(parts, parts, {"ns": parts})
     publication = PublicationState(NO_HEAD, is_head=True, blocks=list(BLOCKS), tail=TAIL, windows=dict(stored))
     transcript = RememberedText(TEXT, tuple(map(ord, TEXT)), (1,) * len(TEXT))
     memory = AgentMemory(transcript, (), manifest_pb2.Turn(), 0, "t", publication)

@@ -153,7 +153,7 @@ def recalled(head: Head, publication: PublicationState, *, is_being_published: b
         engine: Any = Engine(memory)
         prompting: Any = None
         store: Any = Store(head)
-        recall = Recall(engine, prompting, {"default": store}, worthwhile_fraction=0.5)
+        recall = Recall(engine, prompting, {"default": store})
         found = await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
         if publication.task is not None:
             publication.task.cancel()
@@ -246,7 +246,7 @@ def test_what_extends_the_newest_version_is_used_only_if_nothing_can_have_been_t
             pass
 
         leases: Any = SimpleNamespace(lease=lambda _agent: lease, clock=lambda: 1.0, answered=answered)
-        recall = Recall(engine, unused, {"default": store}, worthwhile_fraction=0.5, leases={"default": leases})
+        recall = Recall(engine, unused, {"default": store}, leases={"default": leases})
         return await recall.newest(KEY, Budget(0.02, 1.0, asyncio.get_running_loop().time))
 
     found = asyncio.run(scenario())

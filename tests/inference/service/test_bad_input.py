@@ -75,10 +75,30 @@ BAD: dict[str, tuple[dict[str, Any], type[errors.KvasirError], str]] = {
     "parent without agent": ({"prompt": "x", "expected_version": 0}, errors.InvalidArgument, "expected_version"),
     "partial without agent": ({"prompt": "x", "keep_partial": True}, errors.InvalidArgument, "keep_partial"),
     "append without agent": ({"append_messages": messages(USER)}, errors.InvalidArgument, "append_messages"),
-    "append to nobody": (
-        {"append_messages": messages(USER), "agent_id": "nobody"},
-        errors.FailedPrecondition,
+    "append to nobody who is expected": (
+        {"append_messages": messages(USER), "agent_id": "nobody", "expect_existing": True},
+        errors.NotFound,
+        "agent_id",
+    ),
+    "expected without agent": ({"prompt": "x", "expect_existing": True}, errors.InvalidArgument, "expect_existing"),
+    "mode without agent": ({"prompt": "x", "memory_mode": 2}, errors.InvalidArgument, "memory_mode"),
+    "mode of no name": ({"prompt": "x", "agent_id": "a", "memory_mode": 9}, errors.InvalidArgument, "memory_mode"),
+    "append without memory": (
+        {"append_messages": messages(USER), "agent_id": "a", "memory_mode": 3},
+        errors.InvalidArgument,
         "append_messages",
+    ),
+    "kept part of what is only read": (
+        {"prompt": "x", "agent_id": "a", "memory_mode": 2, "keep_partial": True},
+        errors.InvalidArgument,
+        "keep_partial",
+    ),
+    "base 0": ({"prompt": "x", "agent_id": "a", "base_version": 0}, errors.InvalidArgument, "base_version"),
+    "base without agent": ({"prompt": "x", "base_version": 1}, errors.InvalidArgument, "base_version"),
+    "a prompt that replaces": (
+        {"prompt": "x", "agent_id": "a", "replace_memory": True},
+        errors.InvalidArgument,
+        "replace_memory",
     ),
     "no tokens to make": (sampling(max_tokens=0), errors.InvalidArgument, "sampling.max_tokens"),
     "negative tokens": (sampling(max_tokens=-5), errors.InvalidArgument, "sampling.max_tokens"),

@@ -51,9 +51,9 @@ def test_an_agent_of_another_namespace_does_not_exist(guarded: tuple[House, dict
     with house.client(tokens["north-client"]) as north, house.client(tokens["south-client"]) as south:
         told = north.reply(agent_id="same name", messages=message, sampling=GREEDY)
         assert told.finished.snapshot.state == pb.SNAPSHOT_STATE_COMMITTED
-        with pytest.raises(errors.FailedPrecondition) as nothing:
-            south.reply(agent_id="same name", append_messages=message, sampling=GREEDY)
-        assert nothing.value.reason == "NO_MESSAGES"
+        with pytest.raises(errors.NotFound) as nothing:
+            south.reply(agent_id="same name", append_messages=message, expect_existing=True, sampling=GREEDY)
+        assert nothing.value.reason == "AGENT_NOT_FOUND"
         # Not even by its blocks: the same words are computed anew.
         cold = south.reply(agent_id="same name", messages=message, sampling=GREEDY)
         assert (cold.started.source, cold.started.cached_tokens) == (pb.CACHE_SOURCE_COLD, 0)

@@ -113,9 +113,9 @@ def test_a_prompt_computed_ahead_serves_its_turn_and_is_not_remembered_without_i
     warmed = client.warm(agent_id=agent, messages=told[agent])
     assert (warmed.cached_tokens, warmed.computed_tokens, warmed.version) == (0, warmed.tokens, 0)
     assert warmed.miss == pb.MISS_REASON_NEW_AGENT
-    with pytest.raises(errors.FailedPrecondition) as nothing:
-        client.reply(agent_id=agent, append_messages=ASKED, sampling=GREEDY)
-    assert nothing.value.reason == "NO_MESSAGES"
+    with pytest.raises(errors.NotFound) as nothing:
+        client.reply(agent_id=agent, append_messages=ASKED, expect_existing=True, sampling=GREEDY)
+    assert nothing.value.reason == "AGENT_NOT_FOUND"
     first = client.reply(agent_id=agent, messages=told[agent], sampling=GREEDY)
     assert first.started.source == pb.CACHE_SOURCE_HOT
     assert first.started.cached_tokens == warmed.tokens - 1

@@ -47,8 +47,8 @@ def remember(*pieces: str) -> RememberedText:
     )
 
 
-def match(memory: RememberedText, prompt: str, worthwhile_fraction: float = 0.0) -> PrefixMatch:
-    return match_prefix(memory, prompt, worthwhile_fraction=worthwhile_fraction, ends_whole=ends_whole)
+def match(memory: RememberedText, prompt: str) -> PrefixMatch:
+    return match_prefix(memory, prompt, ends_whole=ends_whole)
 
 
 texts = st.text(alphabet="abc e é“”s🜚漢", max_size=30)
@@ -77,20 +77,14 @@ def test_kept_is_the_most_that_lies_inside_the_match(one: str, two: str, prompt:
 def test_an_equal_text_is_exact_and_a_longer_one_extends(stored: str, more: str) -> None:
     memory = remember(stored)
     expected = Outcome.EXTEND if more else Outcome.EXACT
-    assert match(memory, stored + more, 1.0) == PrefixMatch(expected, len(memory.token_ids), len(stored), len(stored))
+    assert match(memory, stored + more) == PrefixMatch(expected, len(memory.token_ids), len(stored), len(stored))
 
 
-@given(texts.filter(bool), texts, st.floats(0, 1))
-def test_less_than_the_worthwhile_fraction_is_no_match(stored: str, prompt: str, fraction: float) -> None:
-    kept = match(remember(stored), prompt, fraction)
-    if kept.kept_tokens:
-        assert common_prefix_length(stored, prompt) >= fraction * len(stored)
-
-
-def test_a_memory_that_parts_just_below_80_percent_is_not_worth_it_and_at_80_percent_is() -> None:
-    memory = remember("x" * 10)
-    assert match(memory, "x" * 7 + "yyy", 0.8).outcome is Outcome.NONE
-    assert match(memory, "x" * 8 + "yy", 0.8) == PrefixMatch(Outcome.DIVERGE, 8, 8, 8)
+def test_whatever_part_of_a_memory_matches_is_kept() -> None:
+    memory = remember("x" * 100)
+    assert match(memory, "y").outcome is Outcome.NONE
+    for length in (1, 2, 50, 99):
+        assert match(memory, "x" * length + "yyy") == PrefixMatch(Outcome.DIVERGE, length, length, length)
 
 
 def test_a_memory_that_ends_inside_a_character_gives_that_character_back() -> None:

@@ -221,9 +221,7 @@ def test_one_message_that_spells_two_is_not_taken_for_them(shape: str) -> None:
     one = prompt(prompting, [message("user", two[two.index("hi") : two.rindex("go") + 2])])
     assert prompting.tokenize(one).ids != prompting.tokenize(two).ids
     for known, asked in ((one, two), (two, one)):
-        match = match_prefix(
-            memory_of(prompting, known), asked, worthwhile_fraction=0.0, ends_whole=prompting.ends_whole
-        )
+        match = match_prefix(memory_of(prompting, known), asked, ends_whole=prompting.ends_whole)
         assert match.outcome is Outcome.DIVERGE
         assert match.kept_chars <= border + 1
         rest = prompting.tokenize(asked[match.kept_chars :])
@@ -242,7 +240,7 @@ def test_a_match_does_not_end_before_a_guard() -> None:
     """What is left over would begin with a character that no token completes."""
     prompting, *_ = MADE["tiny"]
     memory = memory_of(prompting, "a <")
-    match = match_prefix(memory, f"a <{GUARD}", worthwhile_fraction=0.0, ends_whole=prompting.ends_whole)
+    match = match_prefix(memory, f"a <{GUARD}", ends_whole=prompting.ends_whole)
     rest = prompting.tokenize(f"a <{GUARD}"[match.kept_chars :])
     assert match.kept_chars + sum(rest.chars) == len(f"a <{GUARD}")
 

@@ -87,7 +87,6 @@ def test_messages_are_appended_to_those_remembered_and_replace_a_reply_that_was_
 @pytest.mark.parametrize(
     ("reason", "kind"),
     [
-        (MissReason.NEW_AGENT, errors.FailedPrecondition),
         (MissReason.MANIFEST_INVALID, errors.FailedPrecondition),
         (MissReason.STORE_TIMEOUT, errors.Unavailable),
         (MissReason.STORE_UNREACHABLE, errors.Unavailable),
@@ -99,9 +98,12 @@ def test_appending_to_what_cannot_be_read_is_refused(reason: MissReason, kind: t
         whole_conversation(appended, Recollection(None, Source.COLD, None, Miss(reason, "")), is_retry=False)
 
 
-def test_appending_to_an_agent_said_to_be_new_begins_it() -> None:
-    begun = request(input=MessagesInput((HELLO,), is_append=True), expected_version=0)
-    nobody = Recollection(None, Source.COLD, Head(0, None, 0), Miss(MissReason.NEW_AGENT, ""))
+@pytest.mark.parametrize(
+    ("reason", "expected"), [(MissReason.NEW_AGENT, 0), (MissReason.NEW_AGENT, None), (MissReason.STORE_TIMEOUT, 0)]
+)
+def test_appending_to_an_agent_that_is_new_or_said_to_be_begins_it(reason: MissReason, expected: int | None) -> None:
+    begun = request(input=MessagesInput((HELLO,), is_append=True), expected_version=expected)
+    nobody = Recollection(None, Source.COLD, Head(0, None, 0), Miss(reason, ""))
     assert whole_conversation(begun, nobody, is_retry=False) == (HELLO,)
 
 

@@ -28,6 +28,15 @@ class GenerateOptions:
     agent_id: str = ""
     # The newest version of the agent as the caller knows it; 0: the agent must be new. None: whatever it is.
     expected_version: int | None = None
+    # What the turn does with the memory: READ_WRITE, READ_ONLY or NONE. Unspecified: READ_WRITE with an agent_id.
+    memory_mode: pb.MemoryMode = pb.MEMORY_MODE_UNSPECIFIED
+    # Go on from this version instead of the newest. None: the newest.
+    base_version: int | None = None
+    # Refuse an agent that remembers nothing yet.
+    expect_existing: bool = False
+    # `messages` that begin another conversation take the place of the agent's. Else they are answered as a branch,
+    # which is not remembered.
+    replace_memory: bool = False
     # The longest reply: the same as `max_tokens` of `sampling`, which then has none.
     max_tokens: int | None = None
     # The fields of `pb.Sampling`, as a mapping or a message.
@@ -65,6 +74,10 @@ class OptionArguments(TypedDict, total=False):
 
     agent_id: str
     expected_version: int | None
+    memory_mode: pb.MemoryMode
+    base_version: int | None
+    expect_existing: bool
+    replace_memory: bool
     max_tokens: int | None
     sampling: Sampling | None
     json_schema: JsonSchema | None

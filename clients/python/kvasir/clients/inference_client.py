@@ -106,6 +106,15 @@ class InferenceClient(AgentClient):
                 reply.add(event)
         return reply
 
+    def list_turns(self) -> Sequence[pb.Turn]:
+        """The turns of the caller's namespace that wait or run, the oldest first."""
+        return (self._call(pb.ListTurnsResponse, pb.ListTurnsRequest())).turns
+
+    def cancel_turn(self, request_id: str, *, timeout_s: float | None = None) -> Sequence[pb.Finished]:
+        """End the turns of a request, whoever reads them; how each choice ended. Raises NotFound."""
+        request = pb.CancelTurnRequest(request_id=request_id)
+        return (self._call(pb.CancelTurnResponse, request, timeout_s)).finished
+
     def warm(
         self,
         *,

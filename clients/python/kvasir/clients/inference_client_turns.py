@@ -14,7 +14,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[GivenMessage]
 
-_READ_RPCS = ("CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
+_READ_RPCS = ("ListTurns", "CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
 READS = (*AGENT_READS, *(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS))
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000
@@ -109,6 +109,10 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             model=options.model,
             agent_id=options.agent_id,
             expected_version=options.expected_version,  # type: ignore[arg-type]  # the stubs do not know that None leaves it out
+            memory_mode=options.memory_mode,
+            base_version=options.base_version,  # type: ignore[arg-type]
+            expect_existing=options.expect_existing,
+            replace_memory=options.replace_memory,
             sampling=options.to_proto_sampling(),
             tools=options.tools,
             keep_partial=options.keep_partial,

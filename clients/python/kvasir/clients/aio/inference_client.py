@@ -107,6 +107,15 @@ class AioInferenceClient(AioAgentClient):
                 reply.add(event)
         return reply
 
+    async def list_turns(self) -> Sequence[pb.Turn]:
+        """The turns of the caller's namespace that wait or run, the oldest first."""
+        return (await self._call(pb.ListTurnsResponse, pb.ListTurnsRequest())).turns
+
+    async def cancel_turn(self, request_id: str, *, timeout_s: float | None = None) -> Sequence[pb.Finished]:
+        """End the turns of a request, whoever reads them; how each choice ended. Raises NotFound."""
+        request = pb.CancelTurnRequest(request_id=request_id)
+        return (await self._call(pb.CancelTurnResponse, request, timeout_s)).finished
+
     async def warm(
         self,
         *,

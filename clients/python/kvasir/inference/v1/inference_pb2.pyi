@@ -10,11 +10,27 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class MemoryMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    MEMORY_MODE_UNSPECIFIED: _ClassVar[MemoryMode]
+    MEMORY_MODE_READ_WRITE: _ClassVar[MemoryMode]
+    MEMORY_MODE_READ_ONLY: _ClassVar[MemoryMode]
+    MEMORY_MODE_NONE: _ClassVar[MemoryMode]
+
 class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     PRIORITY_UNSPECIFIED: _ClassVar[Priority]
     PRIORITY_INTERACTIVE: _ClassVar[Priority]
     PRIORITY_BACKGROUND: _ClassVar[Priority]
+
+class Continuation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    CONTINUATION_UNSPECIFIED: _ClassVar[Continuation]
+    CONTINUATION_NEW: _ClassVar[Continuation]
+    CONTINUATION_EXTENDED: _ClassVar[Continuation]
+    CONTINUATION_REWOUND: _ClassVar[Continuation]
+    CONTINUATION_REPLACED: _ClassVar[Continuation]
+    CONTINUATION_BRANCHED: _ClassVar[Continuation]
 
 class CacheSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,6 +71,7 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_REASON_LENGTH: _ClassVar[FinishReason]
     FINISH_REASON_STOP_SEQUENCE: _ClassVar[FinishReason]
     FINISH_REASON_TOOL_CALLS: _ClassVar[FinishReason]
+    FINISH_REASON_CANCELLED: _ClassVar[FinishReason]
 
 class SnapshotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -63,6 +80,12 @@ class SnapshotState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SNAPSHOT_STATE_COMMITTED: _ClassVar[SnapshotState]
     SNAPSHOT_STATE_PENDING: _ClassVar[SnapshotState]
     SNAPSHOT_STATE_FAILED: _ClassVar[SnapshotState]
+
+class TurnState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TURN_STATE_UNSPECIFIED: _ClassVar[TurnState]
+    TURN_STATE_WAITING: _ClassVar[TurnState]
+    TURN_STATE_RUNNING: _ClassVar[TurnState]
 
 class LoadStage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -77,9 +100,19 @@ class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODEL_STATE_LOADING: _ClassVar[ModelState]
     MODEL_STATE_LOADED: _ClassVar[ModelState]
     MODEL_STATE_RETIRING: _ClassVar[ModelState]
+MEMORY_MODE_UNSPECIFIED: MemoryMode
+MEMORY_MODE_READ_WRITE: MemoryMode
+MEMORY_MODE_READ_ONLY: MemoryMode
+MEMORY_MODE_NONE: MemoryMode
 PRIORITY_UNSPECIFIED: Priority
 PRIORITY_INTERACTIVE: Priority
 PRIORITY_BACKGROUND: Priority
+CONTINUATION_UNSPECIFIED: Continuation
+CONTINUATION_NEW: Continuation
+CONTINUATION_EXTENDED: Continuation
+CONTINUATION_REWOUND: Continuation
+CONTINUATION_REPLACED: Continuation
+CONTINUATION_BRANCHED: Continuation
 CACHE_SOURCE_UNSPECIFIED: CacheSource
 CACHE_SOURCE_COLD: CacheSource
 CACHE_SOURCE_HOT: CacheSource
@@ -108,11 +141,15 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 FINISH_REASON_STOP_SEQUENCE: FinishReason
 FINISH_REASON_TOOL_CALLS: FinishReason
+FINISH_REASON_CANCELLED: FinishReason
 SNAPSHOT_STATE_UNSPECIFIED: SnapshotState
 SNAPSHOT_STATE_NONE: SnapshotState
 SNAPSHOT_STATE_COMMITTED: SnapshotState
 SNAPSHOT_STATE_PENDING: SnapshotState
 SNAPSHOT_STATE_FAILED: SnapshotState
+TURN_STATE_UNSPECIFIED: TurnState
+TURN_STATE_WAITING: TurnState
+TURN_STATE_RUNNING: TurnState
 LOAD_STAGE_UNSPECIFIED: LoadStage
 LOAD_STAGE_RETIRING: LoadStage
 LOAD_STAGE_LOADING: LoadStage
@@ -123,7 +160,7 @@ MODEL_STATE_LOADED: ModelState
 MODEL_STATE_RETIRING: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -137,6 +174,10 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
     REGEX_FIELD_NUMBER: _ClassVar[int]
+    EXPECT_EXISTING_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_MODE_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
+    REPLACE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -150,7 +191,11 @@ class GenerateRequest(_message.Message):
     priority: Priority
     json_schema: str
     regex: str
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ...) -> None: ...
+    expect_existing: bool
+    memory_mode: MemoryMode
+    base_version: int
+    replace_memory: bool
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ...) -> None: ...
 
 class MessageList(_message.Message):
     __slots__ = ("messages",)
@@ -220,7 +265,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., prefill_progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
-    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version")
+    __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +275,8 @@ class Started(_message.Message):
     MISS_FIELD_NUMBER: _ClassVar[int]
     MATCH_FIELD_NUMBER: _ClassVar[int]
     PARENT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONTINUATION_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     prompt_tokens: int
@@ -239,7 +286,9 @@ class Started(_message.Message):
     miss: MissReason
     match: PrefixMatch
     parent_version: int
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ...) -> None: ...
+    continuation: Continuation
+    base_version: int
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., source: _Optional[_Union[CacheSource, str]] = ..., reason: _Optional[str] = ..., miss: _Optional[_Union[MissReason, str]] = ..., match: _Optional[_Union[PrefixMatch, str]] = ..., parent_version: _Optional[int] = ..., continuation: _Optional[_Union[Continuation, str]] = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class PrefillProgress(_message.Message):
     __slots__ = ("tokens_done", "tokens_total")
@@ -338,6 +387,48 @@ class SnapshotOutcome(_message.Message):
     manifest: _manifest_pb2.Digest
     written_bytes: int
     def __init__(self, state: _Optional[_Union[SnapshotState, str]] = ..., version: _Optional[int] = ..., reason: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., written_bytes: _Optional[int] = ...) -> None: ...
+
+class ListTurnsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListTurnsResponse(_message.Message):
+    __slots__ = ("turns",)
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedCompositeFieldContainer[Turn]
+    def __init__(self, turns: _Optional[_Iterable[_Union[Turn, _Mapping]]] = ...) -> None: ...
+
+class Turn(_message.Message):
+    __slots__ = ("request_id", "agent_id", "state", "age", "prompt_tokens", "cached_tokens", "completion_tokens", "choice")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    agent_id: str
+    state: TurnState
+    age: _duration_pb2.Duration
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    choice: int
+    def __init__(self, request_id: _Optional[str] = ..., agent_id: _Optional[str] = ..., state: _Optional[_Union[TurnState, str]] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
+
+class CancelTurnRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class CancelTurnResponse(_message.Message):
+    __slots__ = ("finished",)
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    finished: _containers.RepeatedCompositeFieldContainer[Finished]
+    def __init__(self, finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ...) -> None: ...
 
 class WarmRequest(_message.Message):
     __slots__ = ("model", "agent_id", "prompt", "messages", "append_messages", "tools")

@@ -39,6 +39,16 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.ListTurns = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/ListTurns',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListTurnsRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListTurnsResponse.FromString,
+                _registered_method=True)
+        self.CancelTurn = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/CancelTurn',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnResponse.FromString,
+                _registered_method=True)
         self.Warm = channel.unary_unary(
                 '/kvasir.inference.v1.InferenceService/Warm',
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
@@ -93,9 +103,25 @@ class InferenceServiceServicer(object):
         is held) is refused: UNAVAILABLE, MEMORY_UNREADABLE. An agent whose line another service holds is refused before anything is computed:
         UNAVAILABLE, AGENT_HELD_ELSEWHERE. Both are safe to retry.
         A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
-        Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
+        Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model; base_version; an agent that expect_existing asks for), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
         READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not expected_version), FAILED_PRECONDITION (append to an agent
-        that remembers no messages; a model that is not loaded).
+        that remembers a text and no messages; a model that is not loaded).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTurns(self, request, context):
+        """Lists the turns of the caller's namespace that wait or run, the oldest first. No side effect. Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelTurn(self, request, context):
+        """Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
+        remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+        NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -179,6 +205,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
             ),
+            'ListTurns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTurns,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListTurnsRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListTurnsResponse.SerializeToString,
+            ),
+            'CancelTurn': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelTurn,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnResponse.SerializeToString,
+            ),
             'Warm': grpc.unary_unary_rpc_method_handler(
                     servicer.Warm,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.FromString,
@@ -247,6 +283,60 @@ class InferenceService(object):
             '/kvasir.inference.v1.InferenceService/Generate',
             kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTurns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/ListTurns',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.ListTurnsRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.ListTurnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelTurn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/CancelTurn',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -112,6 +112,8 @@ const (
 	ErrorReason_ERROR_REASON_AGENT_HELD_ELSEWHERE ErrorReason = 48
 	// The agent's newest version is not the one that the caller knows. ABORTED: head_version.
 	ErrorReason_ERROR_REASON_HEAD_MOVED ErrorReason = 49
+	// No turn of this request id is under way. NOT_FOUND: request_id.
+	ErrorReason_ERROR_REASON_TURN_NOT_FOUND ErrorReason = 50
 	// The model computed numbers that are not finite. INTERNAL.
 	ErrorReason_ERROR_REASON_LOGITS_NOT_FINITE ErrorReason = 51
 	// Inside the engine: it plans the turn again. FAILED_PRECONDITION.
@@ -270,6 +272,7 @@ var (
 		47:  "ERROR_REASON_MEMORY_NOT_STORED",
 		48:  "ERROR_REASON_AGENT_HELD_ELSEWHERE",
 		49:  "ERROR_REASON_HEAD_MOVED",
+		50:  "ERROR_REASON_TURN_NOT_FOUND",
 		51:  "ERROR_REASON_LOGITS_NOT_FINITE",
 		52:  "ERROR_REASON_HOT_MEMORY_GONE",
 		53:  "ERROR_REASON_RESTORED_TOKENS_DIFFER",
@@ -369,6 +372,7 @@ var (
 		"ERROR_REASON_MEMORY_NOT_STORED":      47,
 		"ERROR_REASON_AGENT_HELD_ELSEWHERE":   48,
 		"ERROR_REASON_HEAD_MOVED":             49,
+		"ERROR_REASON_TURN_NOT_FOUND":         50,
 		"ERROR_REASON_LOGITS_NOT_FINITE":      51,
 		"ERROR_REASON_HOT_MEMORY_GONE":        52,
 		"ERROR_REASON_RESTORED_TOKENS_DIFFER": 53,
@@ -459,7 +463,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\x82\x19\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xa3\x19\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -502,7 +506,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x1bERROR_REASON_MEMORY_DAMAGED\x10.\x12\"\n" +
 	"\x1eERROR_REASON_MEMORY_NOT_STORED\x10/\x12%\n" +
 	"!ERROR_REASON_AGENT_HELD_ELSEWHERE\x100\x12\x1b\n" +
-	"\x17ERROR_REASON_HEAD_MOVED\x101\x12\"\n" +
+	"\x17ERROR_REASON_HEAD_MOVED\x101\x12\x1f\n" +
+	"\x1bERROR_REASON_TURN_NOT_FOUND\x102\x12\"\n" +
 	"\x1eERROR_REASON_LOGITS_NOT_FINITE\x103\x12 \n" +
 	"\x1cERROR_REASON_HOT_MEMORY_GONE\x104\x12'\n" +
 	"#ERROR_REASON_RESTORED_TOKENS_DIFFER\x105\x12\x1e\n" +

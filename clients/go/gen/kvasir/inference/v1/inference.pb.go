@@ -30,6 +30,62 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// MemoryMode says what a turn does with its agent's memory.
+type MemoryMode int32
+
+const (
+	// READ_WRITE with an agent_id, NONE without.
+	MemoryMode_MEMORY_MODE_UNSPECIFIED MemoryMode = 0
+	MemoryMode_MEMORY_MODE_READ_WRITE  MemoryMode = 1
+	// The memory is read and nothing of it changes: no version, no bytes, not what is hot.
+	MemoryMode_MEMORY_MODE_READ_ONLY MemoryMode = 2
+	// The memory is neither read nor changed, as if no agent_id was given.
+	MemoryMode_MEMORY_MODE_NONE MemoryMode = 3
+)
+
+// Enum value maps for MemoryMode.
+var (
+	MemoryMode_name = map[int32]string{
+		0: "MEMORY_MODE_UNSPECIFIED",
+		1: "MEMORY_MODE_READ_WRITE",
+		2: "MEMORY_MODE_READ_ONLY",
+		3: "MEMORY_MODE_NONE",
+	}
+	MemoryMode_value = map[string]int32{
+		"MEMORY_MODE_UNSPECIFIED": 0,
+		"MEMORY_MODE_READ_WRITE":  1,
+		"MEMORY_MODE_READ_ONLY":   2,
+		"MEMORY_MODE_NONE":        3,
+	}
+)
+
+func (x MemoryMode) Enum() *MemoryMode {
+	p := new(MemoryMode)
+	*p = x
+	return p
+}
+
+func (x MemoryMode) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (MemoryMode) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+}
+
+func (MemoryMode) Type() protoreflect.EnumType {
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+}
+
+func (x MemoryMode) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use MemoryMode.Descriptor instead.
+func (MemoryMode) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+}
+
 // Waiting raises a turn of either kind: nobody waits for ever.
 type Priority int32
 
@@ -65,11 +121,11 @@ func (x Priority) String() string {
 }
 
 func (Priority) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
 }
 
 func (Priority) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
 }
 
 func (x Priority) Number() protoreflect.EnumNumber {
@@ -78,7 +134,72 @@ func (x Priority) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Priority.Descriptor instead.
 func (Priority) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+}
+
+// Continuation says how a turn's input stands to what its agent remembers.
+type Continuation int32
+
+const (
+	// No agent's memory was looked at.
+	Continuation_CONTINUATION_UNSPECIFIED Continuation = 0
+	// The agent remembered nothing.
+	Continuation_CONTINUATION_NEW Continuation = 1
+	// All that it remembers goes on.
+	Continuation_CONTINUATION_EXTENDED Continuation = 2
+	// An earlier point of it goes on. Later versions stay until they are retired.
+	Continuation_CONTINUATION_REWOUND Continuation = 3
+	// Another text or conversation takes its place.
+	Continuation_CONTINUATION_REPLACED Continuation = 4
+	// Another conversation is answered beside it, and nothing of it is remembered.
+	Continuation_CONTINUATION_BRANCHED Continuation = 5
+)
+
+// Enum value maps for Continuation.
+var (
+	Continuation_name = map[int32]string{
+		0: "CONTINUATION_UNSPECIFIED",
+		1: "CONTINUATION_NEW",
+		2: "CONTINUATION_EXTENDED",
+		3: "CONTINUATION_REWOUND",
+		4: "CONTINUATION_REPLACED",
+		5: "CONTINUATION_BRANCHED",
+	}
+	Continuation_value = map[string]int32{
+		"CONTINUATION_UNSPECIFIED": 0,
+		"CONTINUATION_NEW":         1,
+		"CONTINUATION_EXTENDED":    2,
+		"CONTINUATION_REWOUND":     3,
+		"CONTINUATION_REPLACED":    4,
+		"CONTINUATION_BRANCHED":    5,
+	}
+)
+
+func (x Continuation) Enum() *Continuation {
+	p := new(Continuation)
+	*p = x
+	return p
+}
+
+func (x Continuation) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (Continuation) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
+}
+
+func (Continuation) Type() protoreflect.EnumType {
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
+}
+
+func (x Continuation) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use Continuation.Descriptor instead.
+func (Continuation) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
 }
 
 type CacheSource int32
@@ -127,11 +248,11 @@ func (x CacheSource) String() string {
 }
 
 func (CacheSource) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
 }
 
 func (CacheSource) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
 }
 
 func (x CacheSource) Number() protoreflect.EnumNumber {
@@ -140,7 +261,7 @@ func (x CacheSource) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use CacheSource.Descriptor instead.
 func (CacheSource) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 type PrefixMatch int32
@@ -182,11 +303,11 @@ func (x PrefixMatch) String() string {
 }
 
 func (PrefixMatch) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
 }
 
 func (PrefixMatch) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
 }
 
 func (x PrefixMatch) Number() protoreflect.EnumNumber {
@@ -195,7 +316,7 @@ func (x PrefixMatch) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PrefixMatch.Descriptor instead.
 func (PrefixMatch) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 type MissReason int32
@@ -259,11 +380,11 @@ func (x MissReason) String() string {
 }
 
 func (MissReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
 }
 
 func (MissReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
 }
 
 func (x MissReason) Number() protoreflect.EnumNumber {
@@ -272,7 +393,7 @@ func (x MissReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MissReason.Descriptor instead.
 func (MissReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 type FinishReason int32
@@ -284,6 +405,8 @@ const (
 	FinishReason_FINISH_REASON_LENGTH        FinishReason = 2
 	FinishReason_FINISH_REASON_STOP_SEQUENCE FinishReason = 3
 	FinishReason_FINISH_REASON_TOOL_CALLS    FinishReason = 4
+	// CancelTurn ended it. `snapshot` says what is kept: the reply so far with keep_partial, else the version before.
+	FinishReason_FINISH_REASON_CANCELLED FinishReason = 5
 )
 
 // Enum value maps for FinishReason.
@@ -294,6 +417,7 @@ var (
 		2: "FINISH_REASON_LENGTH",
 		3: "FINISH_REASON_STOP_SEQUENCE",
 		4: "FINISH_REASON_TOOL_CALLS",
+		5: "FINISH_REASON_CANCELLED",
 	}
 	FinishReason_value = map[string]int32{
 		"FINISH_REASON_UNSPECIFIED":   0,
@@ -301,6 +425,7 @@ var (
 		"FINISH_REASON_LENGTH":        2,
 		"FINISH_REASON_STOP_SEQUENCE": 3,
 		"FINISH_REASON_TOOL_CALLS":    4,
+		"FINISH_REASON_CANCELLED":     5,
 	}
 )
 
@@ -315,11 +440,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -328,14 +453,14 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 type SnapshotState int32
 
 const (
 	SnapshotState_SNAPSHOT_STATE_UNSPECIFIED SnapshotState = 0
-	// No agent, or no store.
+	// Nothing is kept of the turn: no agent, no store, a memory that was only read, a branch, or a cancelled turn.
 	SnapshotState_SNAPSHOT_STATE_NONE SnapshotState = 1
 	// Durable.
 	SnapshotState_SNAPSHOT_STATE_COMMITTED SnapshotState = 2
@@ -373,11 +498,11 @@ func (x SnapshotState) String() string {
 }
 
 func (SnapshotState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
 }
 
 func (SnapshotState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
 }
 
 func (x SnapshotState) Number() protoreflect.EnumNumber {
@@ -386,7 +511,57 @@ func (x SnapshotState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SnapshotState.Descriptor instead.
 func (SnapshotState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+}
+
+type TurnState int32
+
+const (
+	TurnState_TURN_STATE_UNSPECIFIED TurnState = 0
+	// For its agent's turn before, for the store, or for room.
+	TurnState_TURN_STATE_WAITING TurnState = 1
+	TurnState_TURN_STATE_RUNNING TurnState = 2
+)
+
+// Enum value maps for TurnState.
+var (
+	TurnState_name = map[int32]string{
+		0: "TURN_STATE_UNSPECIFIED",
+		1: "TURN_STATE_WAITING",
+		2: "TURN_STATE_RUNNING",
+	}
+	TurnState_value = map[string]int32{
+		"TURN_STATE_UNSPECIFIED": 0,
+		"TURN_STATE_WAITING":     1,
+		"TURN_STATE_RUNNING":     2,
+	}
+)
+
+func (x TurnState) Enum() *TurnState {
+	p := new(TurnState)
+	*p = x
+	return p
+}
+
+func (x TurnState) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (TurnState) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
+}
+
+func (TurnState) Type() protoreflect.EnumType {
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
+}
+
+func (x TurnState) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use TurnState.Descriptor instead.
+func (TurnState) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 type LoadStage int32
@@ -424,11 +599,11 @@ func (x LoadStage) String() string {
 }
 
 func (LoadStage) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
 }
 
 func (LoadStage) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
 }
 
 func (x LoadStage) Number() protoreflect.EnumNumber {
@@ -437,7 +612,7 @@ func (x LoadStage) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use LoadStage.Descriptor instead.
 func (LoadStage) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 type ModelState int32
@@ -480,11 +655,11 @@ func (x ModelState) String() string {
 }
 
 func (ModelState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
 }
 
 func (ModelState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
 }
 
 func (x ModelState) Number() protoreflect.EnumNumber {
@@ -493,7 +668,7 @@ func (x ModelState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ModelState.Descriptor instead.
 func (ModelState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 type GenerateRequest struct {
@@ -526,8 +701,15 @@ type GenerateRequest struct {
 	//	*GenerateRequest_JsonSchema
 	//	*GenerateRequest_Regex
 	ResponseFormat isGenerateRequest_ResponseFormat `protobuf_oneof:"response_format"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Refuse a turn of an agent that remembers nothing yet: NOT_FOUND, AGENT_NOT_FOUND.
+	ExpectExisting bool       `protobuf:"varint,14,opt,name=expect_existing,json=expectExisting,proto3" json:"expect_existing,omitempty"`
+	MemoryMode     MemoryMode `protobuf:"varint,15,opt,name=memory_mode,json=memoryMode,proto3,enum=kvasir.inference.v1.MemoryMode" json:"memory_mode,omitempty"`
+	// Go on from this version instead of the newest; the turn still becomes the next version, after the newest. 1 or more; NOT_FOUND if it is not kept.
+	BaseVersion *int64 `protobuf:"varint,16,opt,name=base_version,json=baseVersion,proto3,oneof" json:"base_version,omitempty"`
+	// Messages that begin another conversation take the place of the agent's.
+	ReplaceMemory bool `protobuf:"varint,17,opt,name=replace_memory,json=replaceMemory,proto3" json:"replace_memory,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateRequest) Reset() {
@@ -675,6 +857,34 @@ func (x *GenerateRequest) GetRegex() string {
 	return ""
 }
 
+func (x *GenerateRequest) GetExpectExisting() bool {
+	if x != nil {
+		return x.ExpectExisting
+	}
+	return false
+}
+
+func (x *GenerateRequest) GetMemoryMode() MemoryMode {
+	if x != nil {
+		return x.MemoryMode
+	}
+	return MemoryMode_MEMORY_MODE_UNSPECIFIED
+}
+
+func (x *GenerateRequest) GetBaseVersion() int64 {
+	if x != nil && x.BaseVersion != nil {
+		return *x.BaseVersion
+	}
+	return 0
+}
+
+func (x *GenerateRequest) GetReplaceMemory() bool {
+	if x != nil {
+		return x.ReplaceMemory
+	}
+	return false
+}
+
 type isGenerateRequest_Input interface {
 	isGenerateRequest_Input()
 }
@@ -685,14 +895,15 @@ type GenerateRequest_Prompt struct {
 }
 
 type GenerateRequest_Messages struct {
-	// The whole conversation; the model's chat template is applied. Special tokens are the template's own: what spells one in
+	// The whole conversation; the model's chat template is applied. One that does not begin as the agent's does (its first message but the system's is
+	// another) is a branch: it is answered, and the agent's memory stays as it is, unless replace_memory is said. Special tokens are the template's own: what spells one in
 	// messages or tools is text. All JSON of messages and tools together, remembered messages' too: at most 1 MiB, 32,768 values
 	// and 64 levels of nesting.
 	Messages *MessageList `protobuf:"bytes,6,opt,name=messages,proto3,oneof"`
 }
 
 type GenerateRequest_AppendMessages struct {
-	// Only what is new: it follows the messages that the agent remembers.
+	// Only what is new: it follows the messages that the agent remembers. Of a new agent it is the first turn.
 	AppendMessages *MessageList `protobuf:"bytes,7,opt,name=append_messages,json=appendMessages,proto3,oneof"`
 }
 
@@ -1104,6 +1315,7 @@ func (*GenerateResponse_Delta) isGenerateResponse_Event() {}
 func (*GenerateResponse_Finished) isGenerateResponse_Event() {}
 
 // Started says what was reused, once it is known; always the first event, and one for all choices (of the first to begin).
+// A turn that CancelTurn ended before it began has none.
 type Started struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	RequestId    string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
@@ -1116,8 +1328,12 @@ type Started struct {
 	Reason string      `protobuf:"bytes,6,opt,name=reason,proto3" json:"reason,omitempty"`
 	Miss   MissReason  `protobuf:"varint,7,opt,name=miss,proto3,enum=kvasir.inference.v1.MissReason" json:"miss,omitempty"`
 	Match  PrefixMatch `protobuf:"varint,8,opt,name=match,proto3,enum=kvasir.inference.v1.PrefixMatch" json:"match,omitempty"`
-	// The version that this turn extends; 0 if none.
+	// The agent's newest version when the turn began; 0 if none. What the turn leaves is the next one.
 	ParentVersion int64 `protobuf:"varint,9,opt,name=parent_version,json=parentVersion,proto3" json:"parent_version,omitempty"`
+	// What the turn does to the agent's line.
+	Continuation Continuation `protobuf:"varint,10,opt,name=continuation,proto3,enum=kvasir.inference.v1.Continuation" json:"continuation,omitempty"`
+	// The version whose conversation goes on: base_version, or the newest; 0 if none.
+	BaseVersion   int64 `protobuf:"varint,11,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1211,6 +1427,20 @@ func (x *Started) GetMatch() PrefixMatch {
 func (x *Started) GetParentVersion() int64 {
 	if x != nil {
 		return x.ParentVersion
+	}
+	return 0
+}
+
+func (x *Started) GetContinuation() Continuation {
+	if x != nil {
+		return x.Continuation
+	}
+	return Continuation_CONTINUATION_UNSPECIFIED
+}
+
+func (x *Started) GetBaseVersion() int64 {
+	if x != nil {
+		return x.BaseVersion
 	}
 	return 0
 }
@@ -1707,9 +1937,10 @@ func (x *Timings) GetDecode() *durationpb.Duration {
 
 // SnapshotOutcome says what became of the agent's memory.
 type SnapshotOutcome struct {
-	state   protoimpl.MessageState `protogen:"open.v1"`
-	State   SnapshotState          `protobuf:"varint,1,opt,name=state,proto3,enum=kvasir.inference.v1.SnapshotState" json:"state,omitempty"`
-	Version int64                  `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
+	state protoimpl.MessageState `protogen:"open.v1"`
+	State SnapshotState          `protobuf:"varint,1,opt,name=state,proto3,enum=kvasir.inference.v1.SnapshotState" json:"state,omitempty"`
+	// The agent's newest version then; 0 if there is none, or it is not known yet.
+	Version int64 `protobuf:"varint,2,opt,name=version,proto3" json:"version,omitempty"`
 	// Why it failed or is pending.
 	Reason   string      `protobuf:"bytes,3,opt,name=reason,proto3" json:"reason,omitempty"`
 	Manifest *v11.Digest `protobuf:"bytes,4,opt,name=manifest,proto3" json:"manifest,omitempty"`
@@ -1784,6 +2015,282 @@ func (x *SnapshotOutcome) GetWrittenBytes() int64 {
 	return 0
 }
 
+type ListTurnsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListTurnsRequest) Reset() {
+	*x = ListTurnsRequest{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListTurnsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListTurnsRequest) ProtoMessage() {}
+
+func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
+func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+}
+
+type ListTurnsResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Never more than Limits.max_turns_per_namespace.
+	Turns         []*Turn `protobuf:"bytes,1,rep,name=turns,proto3" json:"turns,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListTurnsResponse) Reset() {
+	*x = ListTurnsResponse{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListTurnsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListTurnsResponse) ProtoMessage() {}
+
+func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
+func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *ListTurnsResponse) GetTurns() []*Turn {
+	if x != nil {
+		return x.Turns
+	}
+	return nil
+}
+
+// Turn is one turn under way: of a request for several choices, one of them.
+type Turn struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	RequestId string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Empty: none.
+	AgentId string    `protobuf:"bytes,2,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	State   TurnState `protobuf:"varint,3,opt,name=state,proto3,enum=kvasir.inference.v1.TurnState" json:"state,omitempty"`
+	// Since the request arrived.
+	Age *durationpb.Duration `protobuf:"bytes,4,opt,name=age,proto3" json:"age,omitempty"`
+	// 0 until it runs.
+	PromptTokens int64 `protobuf:"varint,5,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
+	CachedTokens int64 `protobuf:"varint,6,opt,name=cached_tokens,json=cachedTokens,proto3" json:"cached_tokens,omitempty"`
+	// Tokens of the reply so far.
+	CompletionTokens int64 `protobuf:"varint,7,opt,name=completion_tokens,json=completionTokens,proto3" json:"completion_tokens,omitempty"`
+	// Which of the replies that were asked for, from 0.
+	Choice        int32 `protobuf:"varint,8,opt,name=choice,proto3" json:"choice,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Turn) Reset() {
+	*x = Turn{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Turn) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Turn) ProtoMessage() {}
+
+func (x *Turn) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Turn.ProtoReflect.Descriptor instead.
+func (*Turn) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *Turn) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *Turn) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *Turn) GetState() TurnState {
+	if x != nil {
+		return x.State
+	}
+	return TurnState_TURN_STATE_UNSPECIFIED
+}
+
+func (x *Turn) GetAge() *durationpb.Duration {
+	if x != nil {
+		return x.Age
+	}
+	return nil
+}
+
+func (x *Turn) GetPromptTokens() int64 {
+	if x != nil {
+		return x.PromptTokens
+	}
+	return 0
+}
+
+func (x *Turn) GetCachedTokens() int64 {
+	if x != nil {
+		return x.CachedTokens
+	}
+	return 0
+}
+
+func (x *Turn) GetCompletionTokens() int64 {
+	if x != nil {
+		return x.CompletionTokens
+	}
+	return 0
+}
+
+func (x *Turn) GetChoice() int32 {
+	if x != nil {
+		return x.Choice
+	}
+	return 0
+}
+
+type CancelTurnRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	RequestId     string                 `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CancelTurnRequest) Reset() {
+	*x = CancelTurnRequest{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CancelTurnRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CancelTurnRequest) ProtoMessage() {}
+
+func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
+func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+}
+
+func (x *CancelTurnRequest) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+type CancelTurnResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// How each choice ended; one that failed otherwise has none.
+	Finished      []*Finished `protobuf:"bytes,1,rep,name=finished,proto3" json:"finished,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CancelTurnResponse) Reset() {
+	*x = CancelTurnResponse{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CancelTurnResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CancelTurnResponse) ProtoMessage() {}
+
+func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
+func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *CancelTurnResponse) GetFinished() []*Finished {
+	if x != nil {
+		return x.Finished
+	}
+	return nil
+}
+
 type WarmRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Empty: the loaded model.
@@ -1806,7 +2313,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1818,7 +2325,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1831,7 +2338,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -1935,7 +2442,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1947,7 +2454,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1960,7 +2467,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -2056,7 +2563,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2068,7 +2575,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2081,7 +2588,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -2150,7 +2657,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2162,7 +2669,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2175,7 +2682,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -2204,7 +2711,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2216,7 +2723,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2229,7 +2736,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -2259,7 +2766,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2271,7 +2778,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2284,7 +2791,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -2339,7 +2846,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2351,7 +2858,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2364,7 +2871,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -2392,7 +2899,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2404,7 +2911,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2417,7 +2924,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -2446,7 +2953,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2458,7 +2965,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2471,7 +2978,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -2497,7 +3004,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2509,7 +3016,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2522,7 +3029,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -2545,7 +3052,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2557,7 +3064,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2570,7 +3077,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -2595,7 +3102,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2607,7 +3114,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2620,7 +3127,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 type ListModelsResponse struct {
@@ -2632,7 +3139,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2644,7 +3151,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2657,7 +3164,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -2677,7 +3184,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2689,7 +3196,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2702,7 +3209,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -2721,7 +3228,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2733,7 +3240,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2746,7 +3253,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -2784,7 +3291,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2796,7 +3303,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2809,7 +3316,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Model) GetName() string {
@@ -2925,7 +3432,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2937,7 +3444,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2950,7 +3457,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 type GetCapabilitiesResponse struct {
@@ -2968,7 +3475,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2980,7 +3487,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2993,7 +3500,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -3051,7 +3558,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3063,7 +3570,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3076,7 +3583,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -3136,7 +3643,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3148,7 +3655,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3161,7 +3668,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 type GetStatsResponse struct {
@@ -3181,7 +3688,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3193,7 +3700,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3206,7 +3713,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -3275,7 +3782,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3287,7 +3794,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3300,7 +3807,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -3425,7 +3932,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3437,7 +3944,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3450,7 +3957,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -3520,7 +4027,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xee\x04\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xb9\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -3537,10 +4044,16 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\bpriority\x18\v \x01(\x0e2\x1d.kvasir.inference.v1.PriorityR\bpriority\x12!\n" +
 	"\vjson_schema\x18\f \x01(\tH\x01R\n" +
 	"jsonSchema\x12\x16\n" +
-	"\x05regex\x18\r \x01(\tH\x01R\x05regexB\a\n" +
+	"\x05regex\x18\r \x01(\tH\x01R\x05regex\x12'\n" +
+	"\x0fexpect_existing\x18\x0e \x01(\bR\x0eexpectExisting\x12@\n" +
+	"\vmemory_mode\x18\x0f \x01(\x0e2\x1f.kvasir.inference.v1.MemoryModeR\n" +
+	"memoryMode\x12&\n" +
+	"\fbase_version\x18\x10 \x01(\x03H\x03R\vbaseVersion\x88\x01\x01\x12%\n" +
+	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemoryB\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
-	"\x11_expected_version\"D\n" +
+	"\x11_expected_versionB\x0f\n" +
+	"\r_base_version\"D\n" +
 	"\vMessageList\x125\n" +
 	"\bmessages\x18\x01 \x03(\v2\x19.kvasir.common.v1.MessageR\bmessages\"e\n" +
 	"\x04Tool\x12\x12\n" +
@@ -3582,7 +4095,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x10prefill_progress\x18\x02 \x01(\v2$.kvasir.inference.v1.PrefillProgressH\x00R\x0fprefillProgress\x122\n" +
 	"\x05delta\x18\x03 \x01(\v2\x1a.kvasir.inference.v1.DeltaH\x00R\x05delta\x12;\n" +
 	"\bfinished\x18\x04 \x01(\v2\x1d.kvasir.inference.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xee\x02\n" +
+	"\x05event\"\xd8\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -3593,7 +4106,10 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x06reason\x18\x06 \x01(\tR\x06reason\x123\n" +
 	"\x04miss\x18\a \x01(\x0e2\x1f.kvasir.inference.v1.MissReasonR\x04miss\x126\n" +
 	"\x05match\x18\b \x01(\x0e2 .kvasir.inference.v1.PrefixMatchR\x05match\x12%\n" +
-	"\x0eparent_version\x18\t \x01(\x03R\rparentVersion\"U\n" +
+	"\x0eparent_version\x18\t \x01(\x03R\rparentVersion\x12E\n" +
+	"\fcontinuation\x18\n" +
+	" \x01(\x0e2!.kvasir.inference.v1.ContinuationR\fcontinuation\x12!\n" +
+	"\fbase_version\x18\v \x01(\x03R\vbaseVersion\"U\n" +
 	"\x0fPrefillProgress\x12\x1f\n" +
 	"\vtokens_done\x18\x01 \x01(\x03R\n" +
 	"tokensDone\x12!\n" +
@@ -3637,7 +4153,25 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\aversion\x18\x02 \x01(\x03R\aversion\x12\x16\n" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\x128\n" +
 	"\bmanifest\x18\x04 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\bmanifest\x12#\n" +
-	"\rwritten_bytes\x18\x05 \x01(\x03R\fwrittenBytes\"\x9f\x02\n" +
+	"\rwritten_bytes\x18\x05 \x01(\x03R\fwrittenBytes\"\x12\n" +
+	"\x10ListTurnsRequest\"D\n" +
+	"\x11ListTurnsResponse\x12/\n" +
+	"\x05turns\x18\x01 \x03(\v2\x19.kvasir.inference.v1.TurnR\x05turns\"\xb2\x02\n" +
+	"\x04Turn\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\x12\x19\n" +
+	"\bagent_id\x18\x02 \x01(\tR\aagentId\x124\n" +
+	"\x05state\x18\x03 \x01(\x0e2\x1e.kvasir.inference.v1.TurnStateR\x05state\x12+\n" +
+	"\x03age\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03age\x12#\n" +
+	"\rprompt_tokens\x18\x05 \x01(\x03R\fpromptTokens\x12#\n" +
+	"\rcached_tokens\x18\x06 \x01(\x03R\fcachedTokens\x12+\n" +
+	"\x11completion_tokens\x18\a \x01(\x03R\x10completionTokens\x12\x16\n" +
+	"\x06choice\x18\b \x01(\x05R\x06choice\"2\n" +
+	"\x11CancelTurnRequest\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x01 \x01(\tR\trequestId\"O\n" +
+	"\x12CancelTurnResponse\x129\n" +
+	"\bfinished\x18\x01 \x03(\v2\x1d.kvasir.inference.v1.FinishedR\bfinished\"\x9f\x02\n" +
 	"\vWarmRequest\x12\x14\n" +
 	"\x05model\x18\x01 \x01(\tR\x05model\x12\x19\n" +
 	"\bagent_id\x18\x02 \x01(\tR\aagentId\x12\x18\n" +
@@ -3781,11 +4315,24 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fcomputed_tokens\x18\a \x01(\x03R\x0ecomputedTokens\x12 \n" +
 	"\vpreemptions\x18\b \x01(\x03R\vpreemptions\x12\x1f\n" +
 	"\vmodel_loads\x18\t \x01(\x03R\n" +
-	"modelLoads*W\n" +
+	"modelLoads*v\n" +
+	"\n" +
+	"MemoryMode\x12\x1b\n" +
+	"\x17MEMORY_MODE_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16MEMORY_MODE_READ_WRITE\x10\x01\x12\x19\n" +
+	"\x15MEMORY_MODE_READ_ONLY\x10\x02\x12\x14\n" +
+	"\x10MEMORY_MODE_NONE\x10\x03*W\n" +
 	"\bPriority\x12\x18\n" +
 	"\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PRIORITY_INTERACTIVE\x10\x01\x12\x17\n" +
-	"\x13PRIORITY_BACKGROUND\x10\x02*\xa1\x01\n" +
+	"\x13PRIORITY_BACKGROUND\x10\x02*\xad\x01\n" +
+	"\fContinuation\x12\x1c\n" +
+	"\x18CONTINUATION_UNSPECIFIED\x10\x00\x12\x14\n" +
+	"\x10CONTINUATION_NEW\x10\x01\x12\x19\n" +
+	"\x15CONTINUATION_EXTENDED\x10\x02\x12\x18\n" +
+	"\x14CONTINUATION_REWOUND\x10\x03\x12\x19\n" +
+	"\x15CONTINUATION_REPLACED\x10\x04\x12\x19\n" +
+	"\x15CONTINUATION_BRANCHED\x10\x05*\xa1\x01\n" +
 	"\vCacheSource\x12\x1c\n" +
 	"\x18CACHE_SOURCE_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11CACHE_SOURCE_COLD\x10\x01\x12\x14\n" +
@@ -3813,19 +4360,24 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x1cMISS_REASON_MANIFEST_INVALID\x10\t\x12\x19\n" +
 	"\x15MISS_REASON_NO_MEMORY\x10\n" +
 	"\x12\x1e\n" +
-	"\x1aMISS_REASON_NO_STATE_POINT\x10\v*\x9e\x01\n" +
+	"\x1aMISS_REASON_NO_STATE_POINT\x10\v*\xbb\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x18\n" +
 	"\x14FINISH_REASON_LENGTH\x10\x02\x12\x1f\n" +
 	"\x1bFINISH_REASON_STOP_SEQUENCE\x10\x03\x12\x1c\n" +
-	"\x18FINISH_REASON_TOOL_CALLS\x10\x04*\x9d\x01\n" +
+	"\x18FINISH_REASON_TOOL_CALLS\x10\x04\x12\x1b\n" +
+	"\x17FINISH_REASON_CANCELLED\x10\x05*\x9d\x01\n" +
 	"\rSnapshotState\x12\x1e\n" +
 	"\x1aSNAPSHOT_STATE_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13SNAPSHOT_STATE_NONE\x10\x01\x12\x1c\n" +
 	"\x18SNAPSHOT_STATE_COMMITTED\x10\x02\x12\x1a\n" +
 	"\x16SNAPSHOT_STATE_PENDING\x10\x03\x12\x19\n" +
-	"\x15SNAPSHOT_STATE_FAILED\x10\x04*X\n" +
+	"\x15SNAPSHOT_STATE_FAILED\x10\x04*W\n" +
+	"\tTurnState\x12\x1a\n" +
+	"\x16TURN_STATE_UNSPECIFIED\x10\x00\x12\x16\n" +
+	"\x12TURN_STATE_WAITING\x10\x01\x12\x16\n" +
+	"\x12TURN_STATE_RUNNING\x10\x02*X\n" +
 	"\tLoadStage\x12\x1a\n" +
 	"\x16LOAD_STAGE_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13LOAD_STAGE_RETIRING\x10\x01\x12\x16\n" +
@@ -3836,9 +4388,12 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x16MODEL_STATE_NOT_LOADED\x10\x01\x12\x17\n" +
 	"\x13MODEL_STATE_LOADING\x10\x02\x12\x16\n" +
 	"\x12MODEL_STATE_LOADED\x10\x03\x12\x18\n" +
-	"\x14MODEL_STATE_RETIRING\x10\x042\xdb\x06\n" +
+	"\x14MODEL_STATE_RETIRING\x10\x042\x96\b\n" +
 	"\x10InferenceService\x12Y\n" +
-	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12K\n" +
+	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12Z\n" +
+	"\tListTurns\x12%.kvasir.inference.v1.ListTurnsRequest\x1a&.kvasir.inference.v1.ListTurnsResponse\x12]\n" +
+	"\n" +
+	"CancelTurn\x12&.kvasir.inference.v1.CancelTurnRequest\x1a'.kvasir.inference.v1.CancelTurnResponse\x12K\n" +
 	"\x04Warm\x12 .kvasir.inference.v1.WarmRequest\x1a!.kvasir.inference.v1.WarmResponse\x12`\n" +
 	"\vCountTokens\x12'.kvasir.inference.v1.CountTokensRequest\x1a(.kvasir.inference.v1.CountTokensResponse\x12]\n" +
 	"\n" +
@@ -3862,148 +4417,166 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 	return file_kvasir_inference_v1_inference_proto_rawDescData
 }
 
-var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 8)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 43)
+var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 11)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 48)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
-	(Priority)(0),                   // 0: kvasir.inference.v1.Priority
-	(CacheSource)(0),                // 1: kvasir.inference.v1.CacheSource
-	(PrefixMatch)(0),                // 2: kvasir.inference.v1.PrefixMatch
-	(MissReason)(0),                 // 3: kvasir.inference.v1.MissReason
-	(FinishReason)(0),               // 4: kvasir.inference.v1.FinishReason
-	(SnapshotState)(0),              // 5: kvasir.inference.v1.SnapshotState
-	(LoadStage)(0),                  // 6: kvasir.inference.v1.LoadStage
-	(ModelState)(0),                 // 7: kvasir.inference.v1.ModelState
-	(*GenerateRequest)(nil),         // 8: kvasir.inference.v1.GenerateRequest
-	(*MessageList)(nil),             // 9: kvasir.inference.v1.MessageList
-	(*Tool)(nil),                    // 10: kvasir.inference.v1.Tool
-	(*Sampling)(nil),                // 11: kvasir.inference.v1.Sampling
-	(*GenerateResponse)(nil),        // 12: kvasir.inference.v1.GenerateResponse
-	(*Started)(nil),                 // 13: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 14: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 15: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 16: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 17: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 18: kvasir.inference.v1.Finished
-	(*Usage)(nil),                   // 19: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 20: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 21: kvasir.inference.v1.SnapshotOutcome
-	(*WarmRequest)(nil),             // 22: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 23: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 24: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 25: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 26: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 27: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 28: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 29: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 30: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 31: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 32: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 33: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 34: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 35: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 36: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 37: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 38: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 39: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 40: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 41: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 42: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 43: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 44: kvasir.inference.v1.EngineStats
-	nil,                             // 45: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 46: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 47: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 48: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 49: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 50: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	(*v1.Message)(nil),              // 51: kvasir.common.v1.Message
-	(*v1.ToolCall)(nil),             // 52: kvasir.common.v1.ToolCall
-	(*durationpb.Duration)(nil),     // 53: google.protobuf.Duration
-	(*v11.Digest)(nil),              // 54: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 55: kvasir.cachestore.v1.KvIdentity
+	(MemoryMode)(0),                 // 0: kvasir.inference.v1.MemoryMode
+	(Priority)(0),                   // 1: kvasir.inference.v1.Priority
+	(Continuation)(0),               // 2: kvasir.inference.v1.Continuation
+	(CacheSource)(0),                // 3: kvasir.inference.v1.CacheSource
+	(PrefixMatch)(0),                // 4: kvasir.inference.v1.PrefixMatch
+	(MissReason)(0),                 // 5: kvasir.inference.v1.MissReason
+	(FinishReason)(0),               // 6: kvasir.inference.v1.FinishReason
+	(SnapshotState)(0),              // 7: kvasir.inference.v1.SnapshotState
+	(TurnState)(0),                  // 8: kvasir.inference.v1.TurnState
+	(LoadStage)(0),                  // 9: kvasir.inference.v1.LoadStage
+	(ModelState)(0),                 // 10: kvasir.inference.v1.ModelState
+	(*GenerateRequest)(nil),         // 11: kvasir.inference.v1.GenerateRequest
+	(*MessageList)(nil),             // 12: kvasir.inference.v1.MessageList
+	(*Tool)(nil),                    // 13: kvasir.inference.v1.Tool
+	(*Sampling)(nil),                // 14: kvasir.inference.v1.Sampling
+	(*GenerateResponse)(nil),        // 15: kvasir.inference.v1.GenerateResponse
+	(*Started)(nil),                 // 16: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 17: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 18: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 19: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 20: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 21: kvasir.inference.v1.Finished
+	(*Usage)(nil),                   // 22: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 23: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 24: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 25: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 26: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 27: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 28: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 29: kvasir.inference.v1.CancelTurnResponse
+	(*WarmRequest)(nil),             // 30: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 31: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 32: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 33: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 34: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 35: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 36: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 37: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 38: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 39: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 40: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 41: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 42: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 43: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 44: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 45: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 46: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 47: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 48: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 49: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 50: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 51: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 52: kvasir.inference.v1.EngineStats
+	nil,                             // 53: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 54: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 55: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 56: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 57: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 58: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	(*v1.Message)(nil),              // 59: kvasir.common.v1.Message
+	(*v1.ToolCall)(nil),             // 60: kvasir.common.v1.ToolCall
+	(*durationpb.Duration)(nil),     // 61: google.protobuf.Duration
+	(*v11.Digest)(nil),              // 62: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 63: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
-	9,  // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	9,  // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	11, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
-	10, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
-	0,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
-	51, // 5: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	45, // 6: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	13, // 7: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	14, // 8: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	15, // 9: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	18, // 10: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	1,  // 11: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	3,  // 12: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	2,  // 13: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	16, // 14: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	17, // 15: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	4,  // 16: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	19, // 17: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	20, // 18: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	21, // 19: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	52, // 20: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	53, // 21: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	53, // 22: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	53, // 23: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	53, // 24: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	53, // 25: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	5,  // 26: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	54, // 27: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	9,  // 28: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	9,  // 29: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	10, // 30: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	1,  // 31: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	3,  // 32: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	2,  // 33: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	53, // 34: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	53, // 35: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	9,  // 36: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	10, // 37: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	28, // 38: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	29, // 39: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	6,  // 40: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	53, // 41: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	37, // 42: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	32, // 43: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	32, // 44: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	37, // 45: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	37, // 46: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	55, // 47: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	7,  // 48: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	40, // 49: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	53, // 50: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	43, // 51: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	44, // 52: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	46, // 53: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	47, // 54: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	48, // 55: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	49, // 56: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	50, // 57: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	8,  // 58: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	22, // 59: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	24, // 60: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	33, // 61: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	26, // 62: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	30, // 63: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	35, // 64: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	38, // 65: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	41, // 66: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	12, // 67: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	23, // 68: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	25, // 69: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	34, // 70: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	27, // 71: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	31, // 72: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	36, // 73: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	39, // 74: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	42, // 75: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	67, // [67:76] is the sub-list for method output_type
-	58, // [58:67] is the sub-list for method input_type
-	58, // [58:58] is the sub-list for extension type_name
-	58, // [58:58] is the sub-list for extension extendee
-	0,  // [0:58] is the sub-list for field type_name
+	12, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	12, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	14, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
+	13, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
+	1,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
+	0,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
+	59, // 6: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	53, // 7: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	16, // 8: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	17, // 9: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	18, // 10: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	21, // 11: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	3,  // 12: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	5,  // 13: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	4,  // 14: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	2,  // 15: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	19, // 16: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	20, // 17: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	6,  // 18: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	22, // 19: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	23, // 20: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	24, // 21: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	60, // 22: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	61, // 23: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	61, // 24: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	61, // 25: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	61, // 26: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	61, // 27: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	7,  // 28: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	62, // 29: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	27, // 30: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	8,  // 31: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	61, // 32: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	21, // 33: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	12, // 34: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	12, // 35: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	13, // 36: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	3,  // 37: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	5,  // 38: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	4,  // 39: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	61, // 40: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	61, // 41: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	12, // 42: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	13, // 43: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	36, // 44: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	37, // 45: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	9,  // 46: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	61, // 47: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	45, // 48: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	40, // 49: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	40, // 50: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	45, // 51: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	45, // 52: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	63, // 53: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	10, // 54: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	48, // 55: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	61, // 56: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	51, // 57: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	52, // 58: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	54, // 59: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	55, // 60: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	56, // 61: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	57, // 62: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	58, // 63: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	11, // 64: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	25, // 65: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	28, // 66: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	30, // 67: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	32, // 68: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	41, // 69: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	34, // 70: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	38, // 71: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	43, // 72: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	46, // 73: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	49, // 74: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	15, // 75: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	26, // 76: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	29, // 77: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	31, // 78: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	33, // 79: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	42, // 80: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	35, // 81: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	39, // 82: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	44, // 83: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	47, // 84: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	50, // 85: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	75, // [75:86] is the sub-list for method output_type
+	64, // [64:75] is the sub-list for method input_type
+	64, // [64:64] is the sub-list for extension type_name
+	64, // [64:64] is the sub-list for extension extendee
+	0,  // [0:64] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -4025,16 +4598,16 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[14].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[19].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[16].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[21].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[19].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[24].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -4043,8 +4616,8 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
-			NumEnums:      8,
-			NumMessages:   43,
+			NumEnums:      11,
+			NumMessages:   48,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -26,6 +26,8 @@ const _ = grpc.SupportPackageIsVersion9
 
 const (
 	InferenceService_Generate_FullMethodName        = "/kvasir.inference.v1.InferenceService/Generate"
+	InferenceService_ListTurns_FullMethodName       = "/kvasir.inference.v1.InferenceService/ListTurns"
+	InferenceService_CancelTurn_FullMethodName      = "/kvasir.inference.v1.InferenceService/CancelTurn"
 	InferenceService_Warm_FullMethodName            = "/kvasir.inference.v1.InferenceService/Warm"
 	InferenceService_CountTokens_FullMethodName     = "/kvasir.inference.v1.InferenceService/CountTokens"
 	InferenceService_ListModels_FullMethodName      = "/kvasir.inference.v1.InferenceService/ListModels"
@@ -48,10 +50,16 @@ type InferenceServiceClient interface {
 	// is held) is refused: UNAVAILABLE, MEMORY_UNREADABLE. An agent whose line another service holds is refused before anything is computed:
 	// UNAVAILABLE, AGENT_HELD_ELSEWHERE. Both are safe to retry.
 	// A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
-	// Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
+	// Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model; base_version; an agent that expect_existing asks for), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
 	// READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not expected_version), FAILED_PRECONDITION (append to an agent
-	// that remembers no messages; a model that is not loaded).
+	// that remembers a text and no messages; a model that is not loaded).
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[GenerateResponse], error)
+	// Lists the turns of the caller's namespace that wait or run, the oldest first. No side effect. Errors: none of its own.
+	ListTurns(ctx context.Context, in *ListTurnsRequest, opts ...grpc.CallOption) (*ListTurnsResponse, error)
+	// Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
+	// remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+	// NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
+	CancelTurn(ctx context.Context, in *CancelTurnRequest, opts ...grpc.CallOption) (*CancelTurnResponse, error)
 	// Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt; generates nothing and makes
 	// no version. Side effect: the memory is hot and counts as used, so others may be dropped for it. What the store cannot give is
 	// computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
@@ -110,6 +118,26 @@ func (c *inferenceServiceClient) Generate(ctx context.Context, in *GenerateReque
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type InferenceService_GenerateClient = grpc.ServerStreamingClient[GenerateResponse]
+
+func (c *inferenceServiceClient) ListTurns(ctx context.Context, in *ListTurnsRequest, opts ...grpc.CallOption) (*ListTurnsResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ListTurnsResponse)
+	err := c.cc.Invoke(ctx, InferenceService_ListTurns_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+func (c *inferenceServiceClient) CancelTurn(ctx context.Context, in *CancelTurnRequest, opts ...grpc.CallOption) (*CancelTurnResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(CancelTurnResponse)
+	err := c.cc.Invoke(ctx, InferenceService_CancelTurn_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
 
 func (c *inferenceServiceClient) Warm(ctx context.Context, in *WarmRequest, opts ...grpc.CallOption) (*WarmResponse, error) {
 	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
@@ -212,10 +240,16 @@ type InferenceServiceServer interface {
 	// is held) is refused: UNAVAILABLE, MEMORY_UNREADABLE. An agent whose line another service holds is refused before anything is computed:
 	// UNAVAILABLE, AGENT_HELD_ELSEWHERE. Both are safe to retry.
 	// A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
-	// Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
+	// Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model; base_version; an agent that expect_existing asks for), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
 	// READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not expected_version), FAILED_PRECONDITION (append to an agent
-	// that remembers no messages; a model that is not loaded).
+	// that remembers a text and no messages; a model that is not loaded).
 	Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error
+	// Lists the turns of the caller's namespace that wait or run, the oldest first. No side effect. Errors: none of its own.
+	ListTurns(context.Context, *ListTurnsRequest) (*ListTurnsResponse, error)
+	// Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
+	// remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+	// NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
+	CancelTurn(context.Context, *CancelTurnRequest) (*CancelTurnResponse, error)
 	// Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt; generates nothing and makes
 	// no version. Side effect: the memory is hot and counts as used, so others may be dropped for it. What the store cannot give is
 	// computed from the remembered tokens, and said as a miss. Runs in order with the agent's turns. A cancel or deadline frees what it
@@ -258,6 +292,12 @@ type UnimplementedInferenceServiceServer struct{}
 
 func (UnimplementedInferenceServiceServer) Generate(*GenerateRequest, grpc.ServerStreamingServer[GenerateResponse]) error {
 	return status.Error(codes.Unimplemented, "method Generate not implemented")
+}
+func (UnimplementedInferenceServiceServer) ListTurns(context.Context, *ListTurnsRequest) (*ListTurnsResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ListTurns not implemented")
+}
+func (UnimplementedInferenceServiceServer) CancelTurn(context.Context, *CancelTurnRequest) (*CancelTurnResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method CancelTurn not implemented")
 }
 func (UnimplementedInferenceServiceServer) Warm(context.Context, *WarmRequest) (*WarmResponse, error) {
 	return nil, status.Error(codes.Unimplemented, "method Warm not implemented")
@@ -314,6 +354,42 @@ func _InferenceService_Generate_Handler(srv interface{}, stream grpc.ServerStrea
 
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type InferenceService_GenerateServer = grpc.ServerStreamingServer[GenerateResponse]
+
+func _InferenceService_ListTurns_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ListTurnsRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).ListTurns(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_ListTurns_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).ListTurns(ctx, req.(*ListTurnsRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+func _InferenceService_CancelTurn_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(CancelTurnRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(InferenceServiceServer).CancelTurn(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: InferenceService_CancelTurn_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(InferenceServiceServer).CancelTurn(ctx, req.(*CancelTurnRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
 
 func _InferenceService_Warm_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
 	in := new(WarmRequest)
@@ -459,6 +535,14 @@ var InferenceService_ServiceDesc = grpc.ServiceDesc{
 	ServiceName: "kvasir.inference.v1.InferenceService",
 	HandlerType: (*InferenceServiceServer)(nil),
 	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "ListTurns",
+			Handler:    _InferenceService_ListTurns_Handler,
+		},
+		{
+			MethodName: "CancelTurn",
+			Handler:    _InferenceService_CancelTurn_Handler,
+		},
 		{
 			MethodName: "Warm",
 			Handler:    _InferenceService_Warm_Handler,

@@ -1,0 +1,53 @@
+"""How a turn's input stands to what its agent remembers: the same conversation, or another. Pure."""
+
+from collections.abc import Sequence
+from enum import Enum
+
+from kvasir.cachestore.v1 import manifest_pb2
+
+from inference_svc.text.prefix_matching import Outcome
+
+
+class Continuation(Enum):
+    """What a turn does to its agent's line."""
+
+    NEW = "new"  # the agent remembered nothing
+    EXTENDED = "extended"
+    REWOUND = "rewound"  # an earlier point goes on
+    REPLACED = "replaced"
+    BRANCHED = "branched"  # answered beside the line, and not remembered
+
+
+Messages = Sequence[manifest_pb2.Message]
+
+
+def is_same_conversation(given: Messages, remembered: Messages) -> bool:
+    """Whether both begin alike. Systems' messages do not count: they name the date, and side calls share them."""
+    first, known = _first_said(given), _first_said(remembered)
+    return first is not None and known is not None and _said_by(first) == _said_by(known)
+
+
+def goes_on(given: Messages, remembered: Messages) -> bool:
+    """Whether all that others said to the model stands in the given messages too. Replies come back in other forms."""
+    asked, known = _asked(given), _asked(remembered)
+    return len(given) >= len(remembered) and asked[: len(known)] == known
+
+
+def of_text(match: Outcome) -> Continuation:
+    """The same for a raw prompt, or one that could not be compared as messages."""
+    if match is Outcome.NONE:
+        return Continuation.REPLACED
+    return Continuation.REWOUND if match is Outcome.DIVERGE else Continuation.EXTENDED
+
+
+def _first_said(messages: Messages) -> manifest_pb2.Message | None:
+    return next((message for message in messages if message.role != "system"), None)
+
+
+def _asked(messages: Messages) -> list[tuple[str, str]]:
+    return [_said_by(message) for message in messages if message.role not in ("system", "assistant")]
+
+
+def _said_by(message: manifest_pb2.Message) -> tuple[str, str]:
+    """Who says what. Clients send a text back without the space around it."""
+    return message.role, message.content.strip()
