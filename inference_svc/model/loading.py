@@ -1,5 +1,6 @@
 """Loading a model directory through mlx-lm, in the type that the device computes best."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,13 @@ from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from inference_svc.kv.few_rows import take_few_rows
 from inference_svc.kv.row_exact import make_row_exact
 
+# MLX's CUDA back end commits a graph after 30 operations or 400 million values of input: an 8B model's step is more
+# than twenty graphs, each of which costs the processor 0.1 ms and the GPU a pause. With these it is six; more is no
+# faster, and buffers of a long prompt's cell are held until their graph is done.
+_GRAPH_SETTINGS = {"MLX_MAX_OPS_PER_BUFFER": "100", "MLX_MAX_MB_PER_BUFFER": "4000"}
 COMPUTE_TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -53,6 +59,9 @@ def load(directory: Path, compute_type: str | None) -> LoadedModel:
     """
     if compute_type is not None and compute_type not in COMPUTE_TYPES:
         raise InvalidArgument(f"compute type: expected one of {sorted(COMPUTE_TYPES)}", field="compute_type")
+    if device() == "cuda":
+        for name, value in _GRAPH_SETTINGS.items():  # MLX reads them when it first uses the device
+            os.environ.setdefault(name, value)
     try:
         model, config = mlx_lm.utils.load_model(directory, lazy=True)
         load_tokenizer: Any = mlx_lm.utils.load_tokenizer
@@ -65,6 +74,8 @@ def load(directory: Path, compute_type: str | None) -> LoadedModel:
         model.set_dtype(COMPUTE_TYPES[compute_type])
     if device() == "cpu":
         make_row_exact(model)
+    elif device() == "cuda":
+        take_few_rows(model)
     mx.eval(model.parameters())
     return LoadedModel(model, tokenizer, config)
 

@@ -116,6 +116,19 @@ def store_source(dialect: Dialect) -> KernelSource:
     return _source(dialect, "store", [], inputs, ("stored",), "", is_row_contiguous=True, written_inputs=("pages",))
 
 
+@cache
+def few_rows_source(count: int) -> KernelSource:
+    """Products of a few rows with `count` matrices. No other dialect has matrix fragments."""
+    matrices, results = [tuple(f"{name}{i}" for i in range(count)) for name in "wy"]
+    lists = (
+        f"const kv_u16* const matrices[] = {{{', '.join(f'(const kv_u16*){name}' for name in matrices)}}};\n"
+        f"T* const results[] = {{{', '.join(results)}}};\n"
+        f"const int widths[] = {{{', '.join(f'{name}_shape[0]' for name in matrices)}}};\n"
+    )
+    parts = [CUDA_INSTRUCTIONS, "few_rows.h"]
+    return _source(Dialect.CUDA, "few_rows", parts, ("x", *matrices), results, "", is_row_contiguous=True, lists=lists)
+
+
 def _source(
     dialect: Dialect,
     name: str,
@@ -126,10 +139,11 @@ def _source(
     *,
     is_row_contiguous: bool,
     written_inputs: tuple[str, ...] = (),
+    lists: str = "",
 ) -> KernelSource:
     header = "".join(text(part) for part in (f"{dialect.value}.h", *parts)) + definitions
     prologue = CUDA_SHARED + _CUDA_PROLOGUE if dialect is Dialect.CUDA else METAL_SHARED + _METAL_PROLOGUE
-    body = prologue + text(f"{name}_body.h")
+    body = prologue + lists + text(f"{name}_body.h")
     digest = blake2b((header + body).encode(), digest_size=6).hexdigest()
     return KernelSource(f"kv_{name}_{digest}", inputs, outputs, header, body, is_row_contiguous, written_inputs)
 

@@ -1,0 +1,76 @@
+"""Products of a few rows by the kernel, emulated, beside products in 32 bits; and the layers of a model that use it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+
+from inference_svc.kv import few_rows as module
+from inference_svc.kv.attention.emulation.emulator import cuda_emulator
+from inference_svc.kv.attention.fused import COMPILERS
+from inference_svc.kv.attention.kernels import Dialect
+from inference_svc.kv.few_rows import MAX_ROWS, few_rows, take_few_rows
+from tests.inference.kv.attention.emulators import needs_compiler
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    if mx.default_device().type == mx.DeviceType.cpu:
+        monkeypatch.setitem(COMPILERS, Dialect.CUDA, cuda_emulator)
+
+
+def error(found: mx.array, x: mx.array, w: mx.array) -> float:
+    right = x.astype(mx.float32) @ w.astype(mx.float32).T
+    return float(mx.linalg.norm(found.astype(mx.float32) - right) / mx.linalg.norm(right))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(mx.bfloat16, 4e-3), (mx.float16, 5e-4)])
+@pytest.mark.parametrize(("widths", "depth"), [((48,), 1160), ((33, 16, 7), 256), ((64, 96), 40)])
+def test_products_are_near_and_a_row_has_the_same_bits_beside_any_others(
+    widths: Sequence[int], depth: int, dtype: mx.Dtype, most: float
+) -> None:
+    mx.random.seed(3)
+    matrices = [mx.random.normal((width, depth)).astype(dtype) for width in widths]
+    x = mx.random.normal((MAX_ROWS, depth)).astype(dtype)
+    whole = few_rows(x, matrices)
+    for rows in (1, 8, 9, 17, MAX_ROWS):
+        for y, w, all_rows in zip(few_rows(x[-rows:], matrices), matrices, whole, strict=True):
+            assert error(y, x[-rows:], w) < most
+            assert mx.array_equal(y, all_rows[-rows:])
+
+
+class Attention(nn.Module):
+    def __init__(self, dtype: mx.Dtype) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj = nn.Linear(64, 32, bias=True), nn.Linear(64, 16, bias=False)
+        self.v_proj, self.o_proj = nn.Linear(64, 16, bias=False), nn.Linear(64, 24, bias=False)
+        self.embedding = nn.Embedding(40, 64)
+        self.set_dtype(dtype)
+
+    def __call__(self, x: mx.array) -> list[mx.array]:
+        projections: list[Any] = [self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.embedding.as_linear]
+        return [each(x) for each in projections]
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(3, 3), (MAX_ROWS + 1, 0)])
+def test_a_models_projections_of_one_x_share_a_launch_and_many_rows_are_mlxs_own(
+    rows: int, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mx.random.seed(4)
+    model = Attention(mx.bfloat16)
+    inputs = [mx.random.normal((rows, 1, 64)).astype(mx.bfloat16) for _ in range(2)]
+    right = [model(x) for x in inputs]
+    counted: list[int] = []
+    monkeypatch.setattr(module, "few_rows", lambda x, ws: counted.append(len(ws)) or few_rows(x, ws))
+    take_few_rows(model)
+    for x, expected in zip(inputs, right, strict=True):
+        counted.clear()
+        found = model(x)
+        assert len(counted) == launches
+        for one, other in zip(found, expected, strict=True):
+            assert one.shape == other.shape
+            assert mx.allclose(one, other, rtol=3e-2, atol=3e-2)
