@@ -104,7 +104,7 @@ async def serve(settings: EngineSettings) -> None:
             keeping = asyncio.create_task(host.keep_alive(settings.keep_alive_s))
             stack.callback(keeping.cancel)
         async with _listening(server):
-            _say_ready(server.address, host.serving("").engine)
+            _say_ready(server.address, host.serving("").engine, settings)
             await server.run_until_stopped(settings.stop_grace_s)
     _LOG.info("engine.stopped")
 
@@ -116,7 +116,7 @@ async def _listening(server: EdgeServer) -> AsyncIterator[None]:
     yield
 
 
-def _say_ready(address: str, engine: Engine) -> None:
+def _say_ready(address: str, engine: Engine, settings: EngineSettings) -> None:
     model = engine.model
     _LOG.info(
         "engine.ready",
@@ -124,6 +124,7 @@ def _say_ready(address: str, engine: Engine) -> None:
         model=model.name,
         device=engine.device,
         blas=engine.blas,
+        batch_invariant=settings.batch_invariant or engine.device == "cpu",
         kv_policy=model.policy_name,
         kv_policy_layers=f"{model.policy_applied_layers} of {model.layer_count}",
     )

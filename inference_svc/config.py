@@ -78,6 +78,9 @@ class EngineSettings(BaseSettings):
     """Default: the model's own."""
     compute_type: Literal["float32", "float16", "bfloat16"] | None = None
     """Default: float32 on a CPU, else the model's own."""
+    batch_invariant: bool = False
+    """On a GPU a reply's tokens then do not depend, to the bit, on the turns beside it: each pass decodes 16 rows, some
+    of them empty. On a CPU they never do."""
     kv_policy: Literal["q4", "q4-rotated", "k8v4", "q8", "fp", "auto"] = "q4"
     """How K and V are stored, cheapest first: q4, q4-rotated (keys rotated first), k8v4, q8, fp (16 bits); or auto:
     the cheapest that answers as exact KV does, measured at the first start with a model (up to a minute or two)."""
@@ -240,8 +243,12 @@ def read_settings(arguments: Sequence[str]) -> EngineSettings:
     parser = argparse.ArgumentParser(prog=f"{_COMMAND} serve", description="Serve one model at a time over gRPC.")
     parser.add_argument("command", nargs="?", choices=["serve"], default="serve", help=argparse.SUPPRESS)
     for name, field in EngineSettings.model_fields.items():
+        option = f"--{name.replace('_', '-')}"
+        if field.annotation is bool:
+            parser.add_argument(option, dest=name, action="store_const", const=True, help=field.description)
+            continue
         action = "append" if name in ("store_token_file", "model", "service_admin") else "store"
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, action=action, help=field.description)
+        parser.add_argument(option, dest=name, action=action, help=field.description)
     given = vars(parser.parse_args(arguments))
     del given["command"]
     try:

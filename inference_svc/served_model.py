@@ -72,6 +72,7 @@ async def open_served(
         context_tokens=settings.context_tokens,
         compute_type=settings.compute_type,
         conversations_file=kvasir_tiny.conversations_path(),
+        batch_invariant=settings.batch_invariant,
     )
     prompting = Prompting(engine.tokenizer, engine.token_text)
     leases = {

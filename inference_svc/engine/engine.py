@@ -87,6 +87,7 @@ class Engine:
         conversations_file: Path | None = None,
         step_budget_s: float = Rules.budget_s,
         name: str = "",
+        batch_invariant: bool = False,
     ) -> "Engine":
         """Start the MLX thread and load a model on it; blocks until it can serve.
 
@@ -96,8 +97,9 @@ class Engine:
         unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
         `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while
         other turns decode, a step computes prompts for so long, and one cell more. `name`: the model's name for
-        callers; empty: the name in its path. Raises NotFound (no such model), FailedPrecondition (reason
-        LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument (policy, compute type).
+        callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. Raises NotFound (no such model),
+        FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument
+        (policy, compute type).
         """
         load_optimized_blas()
         made: list[tuple[OpenedModel, EngineWorker]] = []
@@ -110,6 +112,7 @@ class Engine:
                 context_tokens=context_tokens,
                 compute_type=compute_type,
                 conversations_file=conversations_file,
+                batch_invariant=batch_invariant,
             )
             opened = replace(opened, info=replace(opened.info, name=name or opened.info.name))
             worker = EngineWorker(

@@ -60,9 +60,10 @@ class Layout:
         dialect = page_dialect(identity) if self.reads_pages else None
         return KvPool(identity, budget_bytes, is_allocated=is_allocated, dialect=dialect)
 
-    def new_batch(self, pool: KvPool, forward: Forward, decoded_budget: int) -> DecodeBatch:
+    def new_batch(self, pool: KvPool, forward: Forward, decoded_budget: int, pass_rows: int = 0) -> DecodeBatch:
         """A batch over such a pool."""
-        return DecodeBatch(pool, forward, decoded_budget, DecodedLayer if pool.dialect is None else FusedLayer)
+        new_layer = DecodedLayer if pool.dialect is None else FusedLayer
+        return DecodeBatch(pool, forward, decoded_budget, new_layer, pass_rows=pass_rows)
 
     def forward(self, model: Any, tokens: mx.array, layers: Sequence[Any]) -> mx.array:
         """Logits of tokens [rows, n], not evaluated. The layers or batches take in the tokens' KV."""

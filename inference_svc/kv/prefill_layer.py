@@ -21,7 +21,7 @@ from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
 # Behind fewer tokens MLX's attention over de-quantized rows is as fast.
-_LONG_TOKENS = 2048
+LONG_TOKENS = 2048
 
 
 class PrefillLayer:
@@ -117,7 +117,7 @@ class InPlaceLayer(PrefillLayer):
         chunk: it may be written nowhere.
         """
         is_written = not self.window or count < self.window
-        return is_written and count <= MAX_QUERIES and stored >= _LONG_TOKENS
+        return is_written and count <= MAX_QUERIES and stored >= LONG_TOKENS
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
         """As `FusedLayer.attend`."""

@@ -6,21 +6,23 @@ from typing import Any
 
 import mlx.core as mx
 from kvasir.cachestore.v1 import identity_pb2
-from kvasir.errors import Cancelled
+from kvasir.errors import Cancelled, FailedPrecondition
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import make_prompt_cache
 
 from inference_svc.kv.applied import is_stored_as_said
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.layout import PROBE_TOKENS, own_keys, probed_layout
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.prefill_layer import AnyLayer, abandon, commit, prefill_layers
+from inference_svc.kv.prefill_layer import LONG_TOKENS, AnyLayer, abandon, commit, prefill_layers
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 
 _RELEASE_STEPS = 256
 _NARROWED = "LastPositionOf"
 _DTYPE_NAMES = {mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"}
+_INVARIANT_ROWS = 16
 _ANY_BYTES = 1 << 40  # a probe's pool grows with use, and is small
 
 
@@ -28,13 +30,23 @@ class ModelRunner:
     """A loaded model, the KV of whose layers can all be kept. Lives on the MLX thread.
 
     Raises FailedPrecondition, reason LAYER_NOT_KEPT, for any other model, with the first layer that cannot be kept.
+    `batch_invariant`: a row's bits must not depend on the rows beside it. On a CPU they never do; a GPU then decodes
+    fixed numbers of rows. Raises FailedPrecondition for a model that a GPU cannot decode so.
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, *, batch_invariant: bool = False) -> None:
         self._model: Any = model
         self._steps = 0
+        self._short: ShortPass | None = None  # over the pool that was used last
         self.is_on_gpu = mx.default_device().type == mx.DeviceType.gpu
         self._layout = probed_layout(model)
+        self._pass_rows = _INVARIANT_ROWS if batch_invariant and self.is_on_gpu else 0
+        if self._pass_rows and not self._layout.reads_pages:
+            raise FailedPrecondition(
+                "batch_invariant: this model's attention does not read pages on this device, so its rows cannot be "
+                "computed in fixed numbers",
+                field="batch_invariant",
+            )
         self.layers = self._layout.entries
         self.compute_type = _DTYPE_NAMES[self._layout.kv_type]
         self.compute_item_bytes = int(self._layout.kv_type.size)
@@ -53,7 +65,7 @@ class ModelRunner:
 
     def new_batch(self, pool: KvPool, decoded_budget: int) -> DecodeBatch:
         """A batch for sequences of such a pool. See `DecodeBatch`."""
-        return self._layout.new_batch(pool, self.forward, decoded_budget)
+        return self._layout.new_batch(pool, self.forward, decoded_budget, self._pass_rows)
 
     def prefill(
         self, kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool] = lambda: False
@@ -61,7 +73,8 @@ class ModelRunner:
         """Compute and store the KV of the next tokens, without logits. Evaluates. If it raises, Cancelled between two
         layers or ResourceExhausted for want of pages, nothing has changed.
         """
-        self._compute(kv, token_ids, is_cancelled, needs_logits=False)
+        if self._short_pass(kv, token_ids) is None:
+            self._compute(kv, token_ids, is_cancelled, needs_logits=False)
         self.release_unused()
 
     def last_logits(
@@ -70,9 +83,18 @@ class ModelRunner:
         """Compute and store the KV of the next tokens; returns logits [1, vocabulary] for the token after the last.
         Evaluates. Raises as `prefill` does.
         """
-        logits = self._compute(kv, token_ids, is_cancelled)[:, -1]
+        logits = self._short_pass(kv, token_ids)
+        if logits is None:
+            logits = self._compute(kv, token_ids, is_cancelled)[:, -1]
         self.release_unused()
         return logits
+
+    def _short_pass(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array | None:
+        """The logits of a pass that is short enough to keep its graph; None, and nothing is computed, for another."""
+        if self._short is None or self._short.pool is not kv.pool:
+            self._short = ShortPass(kv.pool, self.forward)
+        is_short = self._short.takes(kv, len(token_ids), LONG_TOKENS)
+        return self._short.logits(kv, token_ids) if is_short else None
 
     def _compute(
         self,

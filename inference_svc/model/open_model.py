@@ -51,12 +51,13 @@ def open_model(
     context_tokens: int | None,
     compute_type: str | None,
     conversations_file: Path | None,
+    batch_invariant: bool = False,
 ) -> tuple[OpenedModel, ModelRunner]:
     """Load a model and find its facts. Raises as `Engine.open` does."""
     directory = find_model(name)
     loaded = load(directory, compute_type)
     keep_for_computing(_SPARE_BYTES)
-    runner = ModelRunner(loaded.model)
+    runner = ModelRunner(loaded.model, batch_invariant=batch_invariant)
     digest = weights_digest(directory, cache_dir)
     if isinstance(policy, identity_pb2.KvPolicy):
         chosen = ChosenPolicy(policy, "asked for")

@@ -18,13 +18,24 @@ class DecodeBatch:
     """Sequences of one pool, by slot. Their rows lie in the pool's pages: to join or to leave copies none of them.
 
     `forward` maps tokens [slots, 1] and the layers' batched caches to logits [slots, 1, vocabulary]. `decoded_budget`
-    bounds the values in the decoded copies of all layers together; above it, rows are decoded on read.
+    bounds the values in the decoded copies of all layers together; above it, rows are decoded on read. `pass_rows`: a
+    pass over a kept graph computes exactly so many rows, some of them empty, so that no kernel is chosen by their
+    number; 0: as many as there are.
     """
 
-    def __init__(self, pool: KvPool, forward: Forward, decoded_budget: int, new_layer: Any = DecodedLayer) -> None:
+    def __init__(
+        self,
+        pool: KvPool,
+        forward: Forward,
+        decoded_budget: int,
+        new_layer: Any = DecodedLayer,
+        *,
+        pass_rows: int = 0,
+    ) -> None:
         self._pool = pool
         self._forward = forward
         self._decoded_budget = decoded_budget
+        self._pass_rows = pass_rows
         self._sequences: list[SequenceKV] = []
         self._states = {
             index: BatchStateKV() for index in range(len(pool.identity.layers)) if index not in pool.formats
@@ -81,7 +92,8 @@ class DecodeBatch:
         """Compute one more token of each sequence; returns logits [slots, vocabulary], not evaluated. Evaluating them
         stores the rows. Raises ResourceExhausted, and nothing is computed, if the pool has no room.
         """
-        step = DecodeStep.of(self._pool, self._sequences)
+        rows = self._pass_rows if self._compiles else 0
+        step = DecodeStep.of(self._pool, self._sequences, -(-len(self._sequences) // rows) * rows if rows else 0)
         tokens = token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids), dtype=mx.uint32)
         logits = self._compiled_logits(tokens, step) if self._compiles else self._logits(tokens, step)
         for kv in self._sequences:
@@ -108,12 +120,20 @@ class DecodeBatch:
         return self._pool.dialect is not None and self._pool.is_whole and not self._states
 
     def _compiled_logits(self, tokens: mx.array, step: DecodeStep) -> mx.array:
-        logits: mx.array = self._compiled(tokens, step.offsets, *(group.block_table for group in step.groups))
-        return logits
+        given = (tokens, step.offsets, *(group.block_table for group in step.groups))
+        rows = self._pass_rows
+        if not rows:
+            logits: mx.array = self._compiled(*given)
+            return logits
+        count = tokens.shape[0]
+        if step.slots > count:
+            given = (mx.pad(tokens, (0, step.slots - count)), *given[1:])
+        passes = [self._compiled(*(each[at : at + rows] for each in given)) for at in range(0, step.slots, rows)]
+        return mx.concatenate(passes)[:count]
 
     def _traced(self, tokens: mx.array, offsets: mx.array, *block_tables: mx.array) -> mx.array:
         """A step as a function of arrays. MLX calls it once for each number of rows and width of tables."""
-        return self._logits(tokens, TracedStep.of(offsets, block_tables))  # type: ignore[arg-type]
+        return self._logits(tokens, TracedStep.of(offsets, offsets, block_tables))  # type: ignore[arg-type]
 
     def discard(self) -> list[SequenceKV]:
         """Drop all scratch after a failed step. What the returned sequences hold behind their length is nobody's."""

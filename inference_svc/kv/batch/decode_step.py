@@ -15,6 +15,11 @@ from inference_svc.kv.sequence_kv import SequenceKV
 _LEAST_WIDTH = 8  # blocks of the narrowest table; wider ones double, so that few widths occur
 
 
+def table_width(tokens: int) -> int:
+    """Blocks of a table for sequences of at most so many tokens."""
+    return max(_LEAST_WIDTH, 1 << (blocks_of(tokens) - 1).bit_length())
+
+
 @dataclass(frozen=True)
 class RowPlaces:
     """Where a token's row lies in a page (`page_rows.row_columns`), its parts in this order."""
@@ -30,17 +35,20 @@ class RowPlaces:
 class GroupRows:
     """One group of layers in one step: the page of each sequence's new row, private since this was made."""
 
-    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int]) -> None:
+    def __init__(self, tables: Sequence[BlockTable], lengths: Sequence[int], pages: list[int], slots: int) -> None:
+        """`slots`: as many as there are sequences, or more, which are empty."""
         self._pages = pages
+        self._slots = slots
         self._lengths = lengths
         self._tables = tables
-        self._width = max(_LEAST_WIDTH, 1 << (blocks_of(max(lengths) + 1) - 1).bit_length())
+        self._width = table_width(max(lengths) + 1)
         self._columns: dict[RowPlaces, mx.array] = {}
 
     @cached_property
     def block_table(self) -> mx.array:
         """Pages by sequence and block, int32 [slots, width]; 0 where there is none."""
-        return mx.array([table.padded(self._width) for table in self._tables], dtype=mx.int32)
+        empty = [[0] * self._width] * (self._slots - len(self._tables))
+        return mx.array([*(table.padded(self._width) for table in self._tables), *empty], dtype=mx.int32)
 
     @cached_property
     def pages(self) -> mx.array:
@@ -58,29 +66,38 @@ class GroupRows:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token of each sequence is about to be computed. `lengths` are the tokens that each has stored."""
+    """One token of each sequence is about to be computed. `lengths` are the tokens that each has stored. Of `slots`,
+    those behind the sequences are empty.
+    """
 
     sequences: tuple[SequenceKV, ...]
     lengths: tuple[int, ...]
     groups: tuple[GroupRows, ...]
+    slots: int
 
     @classmethod
-    def of(cls, pool: KvPool, sequences: Sequence[SequenceKV]) -> "DecodeStep":
-        """Give each sequence a private page for its new row. Raises ResourceExhausted, and has changed nothing, if the
-        pool has no room.
+    def of(cls, pool: KvPool, sequences: Sequence[SequenceKV], slots: int = 0) -> "DecodeStep":
+        """Give each sequence a private page for its new row. `slots`: at least so many, empty ones too. Raises
+        ResourceExhausted, and has changed nothing, if the pool has no room.
         """
         lengths = tuple(kv.length for kv in sequences)
-        slots, groups = len(sequences), []
+        count, groups = len(sequences), []
+        slots = max(slots, count)
         pages = _writable_pages(pool, sequences)
         for number in range(len(pool.groups)):
             tables = [kv.tables[number] for kv in sequences]
-            groups.append(GroupRows(tables, lengths, pages[number * slots : (number + 1) * slots]))
-        return cls(tuple(sequences), lengths, tuple(groups))
+            groups.append(GroupRows(tables, lengths, pages[number * count : (number + 1) * count], slots))
+        return cls(tuple(sequences), lengths, tuple(groups), slots)
 
     @cached_property
     def offsets(self) -> mx.array:
-        """Tokens that each sequence has stored, int32 [slots]."""
-        return mx.array(list(self.lengths), dtype=mx.int32)
+        """Tokens that each sequence has stored, int32 [slots]; -1 in an empty slot, whose row is written nowhere."""
+        return mx.array([*self.lengths, *[-1] * (self.slots - len(self.lengths))], dtype=mx.int32)
+
+    @property
+    def places(self) -> mx.array:
+        """Where the new rows go: each behind its sequence."""
+        return self.offsets
 
 
 @dataclass(frozen=True)
@@ -92,14 +109,17 @@ class TracedGroup:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A step whose arrays stand for those of any step of the same shapes."""
+    """A step whose arrays stand for those of any step of the same shapes. `places` are those of new rows, one for each
+    slot or [slots, n]; rows at -1 are written nowhere.
+    """
 
     offsets: mx.array
+    places: mx.array
     groups: tuple[TracedGroup, ...]
 
     @classmethod
-    def of(cls, offsets: mx.array, block_tables: Sequence[mx.array]) -> "TracedStep":
-        return cls(offsets, tuple(TracedGroup(table) for table in block_tables))
+    def of(cls, offsets: mx.array, places: mx.array, block_tables: Sequence[mx.array]) -> "TracedStep":
+        return cls(offsets, places, tuple(TracedGroup(table) for table in block_tables))
 
 
 def _writable_pages(pool: KvPool, sequences: Sequence[SequenceKV]) -> list[int]:

@@ -1,10 +1,12 @@
-"""One layer of several sequences, decoded together, whose rows attention reads from the pages where they lie."""
+"""One layer of several sequences that are computed together, whose rows attention reads from the pages where they lie:
+one token each, or a few of a single one (`short_pass`).
+"""
 
 import mlx.core as mx
 
 from inference_svc.kv.attention.in_place import append_rows
 from inference_svc.kv.attention.paged import paged_attention
-from inference_svc.kv.batch.decode_step import DecodeStep
+from inference_svc.kv.batch.decode_step import DecodeStep, TracedStep
 from inference_svc.kv.pages.pool import KvPool
 
 
@@ -21,13 +23,13 @@ class FusedLayer:
         self._format = pool.formats[layer]
         self._group = pool.group_number(layer)
         self._window = pool.groups[self._group].window
-        self._step: DecodeStep | None = None
+        self._step: DecodeStep | TracedStep | None = None
         self._stored = mx.array(0)  # tokens of each sequence, the new one included, once it is written
 
     # --- what the batch calls ---
 
-    def begin(self, step: DecodeStep, *, keeps_decoded: bool) -> None:  # noqa: ARG002 - nothing is decoded here
-        """The next pass computes one token of each sequence of `step`."""
+    def begin(self, step: DecodeStep | TracedStep, *, keeps_decoded: bool) -> None:  # noqa: ARG002 - nothing is decoded here
+        """The next pass computes the tokens of `step`."""
         self._step = step
 
     def leave(self, slot: int, last: int, last_length: int) -> None:  # noqa: ARG002
@@ -59,15 +61,15 @@ class FusedLayer:
         """No mask: `attend` knows how long each sequence is, and the layer's window."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Store one new row [slots, kv_heads, 1, dim] behind each sequence, and return it: `attend` reads the rest."""
+        """Store new rows [slots, kv_heads, n, dim] at the step's places, and return them: `attend` reads the rest."""
         pool, now = self._pool, self._now
         array, table = pool.arrays[pool.slot_of(self._layer)], now.groups[self._group].block_table
         assert pool.dialect is not None
-        self._stored = append_rows(keys, values, array, self._format, table, now.offsets, pool.dialect)
+        self._stored = append_rows(keys, values, array, self._format, table, now.places, pool.dialect)
         return keys, values
 
     def attend(self, queries: mx.array, scale: float, mask: object, sinks: mx.array | None) -> mx.array:
-        """Attention of queries [slots, heads, 1, dim] over each sequence's rows, the new one among them. Raises
+        """Attention of queries [slots, heads, n, dim] over each sequence's rows, the new ones among them. Raises
         ValueError for a mask: it is not the one of `make_mask`, so the model adds scores of its own.
         """
         if mask is not None:
@@ -78,7 +80,7 @@ class FusedLayer:
             self._pool.arrays[self._pool.slot_of(self._layer)],
             self._format,
             now.groups[self._group].block_table,
-            self._stored,
+            self._stored if self._stored.ndim == 1 else self._stored[:, -1],
             scale=scale,
             window=self._window or None,
             sinks=sinks,
@@ -86,6 +88,6 @@ class FusedLayer:
         return attended
 
     @property
-    def _now(self) -> DecodeStep:
+    def _now(self) -> DecodeStep | TracedStep:
         assert self._step is not None
         return self._step

@@ -85,6 +85,22 @@ def test_a_kept_graph_is_told_the_tokens_lengths_and_pages_of_each_step(rows: in
     assert len(traced) == 2, "once for each number of rows"
 
 
+@pytest.mark.parametrize("rows", [1, 4, 6])
+def test_passes_of_a_fixed_number_of_rows_are_told_the_same(rows: int) -> None:
+    """Four rows a pass: the last one has empty rows, which have no length and no page."""
+    here = pool(40)
+    batch = DecodeBatch(here, logits_of, 0, FusedLayer, pass_rows=4)
+    for _ in range(rows):
+        batch.join(SequenceKV(here))
+    shapes = []
+    batch._compiled = lambda *given: shapes.append([each.shape[0] for each in given]) or batch._traced(*given)
+    for given in ([*range(5, 5 + rows)], mx.arange(rows)):
+        tokens = given if isinstance(given, list) else given.tolist()
+        logits = batch.step(given)
+        assert logits.tolist() == told(batch, tokens)
+    assert shapes == [[4] * 4] * (2 * -(-rows // 4))
+
+
 def asks_for_a_kept_graph(here: KvPool) -> bool:
     asked = []
     batch = batch_of(here, lambda tokens, _caches: mx.zeros((*tokens.shape, 4)))

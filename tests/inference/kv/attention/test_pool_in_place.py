@@ -17,12 +17,14 @@ from inference_svc.kv import attention_hook, prefill_layer
 from inference_svc.kv.attention import in_place, paged
 from inference_svc.kv.attention.kernels import Dialect
 from inference_svc.kv.attention.paged import Implementation
+from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import InPlaceLayer, PrefillLayer, commit, prefill_layers
 from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
+from inference_svc.model import model_runner
 from inference_svc.model.loading import load
 from inference_svc.model.model_runner import ModelRunner
 from tests.inference.engine.tiny_models import LLAMA, write_model
@@ -165,7 +167,7 @@ def test_files_go_from_one_kind_of_pool_to_the_other() -> None:
 
 def test_a_few_rows_behind_many_are_attended_to_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Over the borders of blocks and of windows, with windows shorter than the chunk, and with a shared tail."""
-    monkeypatch.setattr(prefill_layer, "_LONG_TOKENS", 200)
+    monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
     attended: list[int] = []
     attend = InPlaceLayer.attend
 
@@ -247,6 +249,41 @@ def test_a_pass_without_room_has_changed_nothing(runner: ModelRunner) -> None:
         runner.prefill(kv, TOKENS[:800])
     assert (stored(kv), kv.pool.allocator.used) == before
     assert page_bytes(kv.pool, memory.pages) == held
+
+
+def test_a_short_pass_computes_what_a_pass_layer_by_layer_does(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Filled up to a length, over a border of blocks, behind a shared tail; and without room it changes nothing."""
+    identity = identity_of(runner.layers, policy_of(Rung.Q4, "float32"))
+    here = PoisonedPool(identity, 24 * KvPool(identity, 1).page_bytes, is_allocated=True, dialect=Dialect.CUDA)
+    monkeypatch.setattr(model_runner, "LONG_TOKENS", 200)
+    monkeypatch.setattr(prefill_layer, "LONG_TOKENS", 200)
+    kv = SequenceKV(here)
+    runner.prefill(kv, TOKENS[:240])
+    assert runner._short is not None
+    counts: list[int] = []
+    traced = runner._short._traced
+    monkeypatch.setattr(runner._short, "_compiled", lambda *given: counts.append(given[0].size) or traced(*given))
+    for count in (3, 8, 20):
+        own = kv.fork()
+        with monkeypatch.context() as layer_by_layer:
+            layer_by_layer.setattr(ShortPass, "takes", lambda *_: False)
+            expected = runner.last_logits(own, TOKENS[kv.length :][:count])
+        memory, before = kv.fork(), stored(kv)
+        found = runner.last_logits(kv, TOKENS[kv.length :][:count])
+        assert mx.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        assert kv.length == own.length
+        assert stored(memory) == before
+        for one, other in zip(values(own), values(kv), strict=True):
+            np.testing.assert_allclose(other, one, atol=1e-2)
+    assert counts == [8, 8, 32]
+    before, memory = stored(kv), kv.fork()
+    taken = here.take(here.allocator.free)
+    with pytest.raises(ResourceExhausted):
+        runner.last_logits(kv, TOKENS[:5])
+    assert (stored(kv), here.allocator.free) == (before, 0)
+    here.release(taken)
 
 
 # --- decoding ---

@@ -117,6 +117,13 @@ def up(
         int | None,
         typer.Option(min=2, help="The most tokens of an agent's context. Left out, or more: the model's own."),
     ] = None,
+    batch_invariant: Annotated[
+        bool,
+        typer.Option(
+            "--batch-invariant",
+            help="On a GPU: a reply's tokens do not depend on the turns beside it. On a CPU they never do.",
+        ),
+    ] = False,
     store_quota_gib: Annotated[
         float | None,
         typer.Option(min=0.001, help="Disk for each namespace's memories, in GiB. Left out: as much as the disk has."),
@@ -171,6 +178,7 @@ def up(
                 *_given(("--metrics-listen", metrics_listen), ("--kv-policy", kv_policy and kv_policy.value)),
                 *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
                 *_given(("--context-tokens", context_tokens), ("--keep-alive-s", keep_alive_s)),
+                *(["--batch-invariant"] if batch_invariant else []),
                 *logging,
             )
             quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None

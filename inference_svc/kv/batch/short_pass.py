@@ -1,0 +1,65 @@
+"""A few tokens behind a long sequence, as a graph that MLX keeps: a turn's suffix then costs what its kernels cost.
+
+Without it the processor builds and enqueues the graph for longer than a GPU computes it. Suffixes are filled up in
+front to one of a few lengths, so that few graphs are kept: the tokens put there are written nowhere, and nobody reads
+them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from inference_svc.kv.attention.geometry import MAX_QUERIES
+from inference_svc.kv.batch.decode_step import TracedStep, table_width
+from inference_svc.kv.batch.fused_layer import FusedLayer
+from inference_svc.kv.pages.block_table import BlockTable
+from inference_svc.kv.pages.pool import KvPool
+from inference_svc.kv.sequence_kv import PassRoom, SequenceKV
+
+_LEAST_COUNT = 8
+
+
+class ShortPass:
+    """Passes over sequences of a pool whose layers all keep pages that kernels write. `forward` as in `DecodeBatch`."""
+
+    def __init__(self, pool: KvPool, forward: Any) -> None:
+        self.pool = pool
+        self._forward = forward
+        self._layers = [FusedLayer(pool, index) for index in sorted(pool.formats)]
+        self._compiled: Any = mx.compile(self._traced)
+
+    def takes(self, kv: SequenceKV, count: int, least_stored: int) -> bool:
+        """Whether it computes `count` tokens behind this sequence: all of them stay in every window."""
+        is_kept = self.pool.dialect is not None and self.pool.is_whole and not self.pool.has_states
+        in_windows = all(count < table.window for table in kv.tables if table.window)
+        return is_kept and in_windows and count <= MAX_QUERIES and kv.length >= max(least_stored, MAX_QUERIES)
+
+    def logits(self, kv: SequenceKV, token_ids: Sequence[int]) -> mx.array:
+        """Compute and store the KV of the next tokens; logits [1, vocabulary] for the token after them. Evaluates.
+        Raises ResourceExhausted, and has changed nothing, if the pool has no room.
+        """
+        count, start = len(token_ids), kv.length
+        spare = max(_LEAST_COUNT, 1 << (count - 1).bit_length()) - count
+        room = PassRoom(kv)
+        room.take(count)
+        try:
+            held = [table.pages | pages for table, pages in zip(kv.tables, room.pages, strict=True)]
+            width = table_width(start + count)
+            tables = [mx.array([BlockTable(0, pages).padded(width)], dtype=mx.int32) for pages in held]
+            tokens = mx.array([[0] * spare + list(token_ids)], dtype=mx.uint32)
+            places = mx.array([[-1] * spare + list(range(start, start + count))], dtype=mx.int32)
+            logits: mx.array = self._compiled(tokens, mx.array([start - spare], dtype=mx.int32), places, *tables)
+            mx.eval(logits)
+        except BaseException:
+            room.release()
+            raise
+        room.move_in()
+        kv.advanced(count)
+        return logits
+
+    def _traced(self, tokens: mx.array, offsets: mx.array, places: mx.array, *block_tables: mx.array) -> mx.array:
+        step = TracedStep.of(offsets, places, block_tables)
+        for layer in self._layers:
+            layer.begin(step, keeps_decoded=False)
+        return self._forward(tokens, self._layers)[:, -1]  # type: ignore[no-any-return]
