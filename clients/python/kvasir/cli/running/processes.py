@@ -88,11 +88,10 @@ class EngineProcess:
 
 @dataclass(frozen=True, slots=True)
 class GatewayProcess:
-    """An HTTP gateway to start, before an engine and its store. Callers' keys are the tokens of the credentials."""
+    """An HTTP gateway to start, before an engine. Callers' keys are the tokens of the credentials."""
 
     listen: str  # HOST:PORT of loopback
     engine: Endpoint
-    store: Endpoint
     log_file: Path
     state_dir: Path
     credentials_file: Path
@@ -100,10 +99,10 @@ class GatewayProcess:
     def argv(self) -> tuple[str, ...]:
         return (
             *(sys.executable, "-m", "kvasir_gateway", "--listen", self.listen),
-            *("--engine", self.engine.address, "--store", self.store.address),
+            *("--engine", self.engine.address),
             *("--state-dir", str(self.state_dir), "--credentials", str(self.credentials_file)),
-            *_option("--token-file", self.engine.token_file or self.store.token_file),
-            *_option("--ca-file", self.engine.ca_file or self.store.ca_file),
+            *_option("--token-file", self.engine.token_file),
+            *_option("--ca-file", self.engine.ca_file),
         )
 
     def service(self) -> Service:

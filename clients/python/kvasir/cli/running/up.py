@@ -288,7 +288,6 @@ def plan_of(
     gateway = GatewayProcess(
         listen=http,
         engine=engine_endpoint,
-        store=store_endpoint,
         log_file=home.logs / "http.log",
         state_dir=home.gateway_state,
         credentials_file=home.credentials_file,
