@@ -47,4 +47,14 @@ LANGUAGES = (
         example_file="examples/first/main.go",
         example=("build/first",),
     ),
+    Language(
+        name="typescript",
+        folder=CLIENTS / "typescript",
+        tools=("node", "npm"),
+        build=(("npm", "install", "--no-audit", "--no-fund", "--loglevel=error"), ("npm", "run", "--silent", "build")),
+        test=("npm", "test", "--silent"),
+        program=("node", "dist/conformance/program.js"),
+        example_file="examples/first.ts",
+        example=("node", "dist/examples/first.js"),
+    ),
 )

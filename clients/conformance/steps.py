@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,13 @@ WITHIN_S = 30.0
 
 def user(text: str) -> list[Message]:
     return [{"role": "user", "text": text}]
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + WITHIN_S
+    while not is_so():
+        assert time.monotonic() < give_up, f"it is not so after {WITHIN_S:.0f} s"
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -103,17 +111,20 @@ def a_cancelled_turn_leaves_nothing(program: Testee, world: World) -> None:
     )
     assert not told["is_finished"]
     assert told["deltas"] == 2
-    give_up = time.monotonic() + WITHIN_S
     with world.client() as look:
-        while look.get_stats().namespaces[0].running_turns:
-            assert time.monotonic() < give_up, "the turn is still under way"
-            time.sleep(0.05)
+        wait_until(lambda: look.get_stats().namespaces[0].running_turns == 0)
     assert program.call("get_agent", agent_id="ada")["version"] == 3
 
 
 def killed_and_started_again_it_goes_on(program: Testee, world: World) -> None:
     """The program keeps its client: it must find the services again by itself."""
-    world.kill()
+    long = {"prompt": "Once upon a time", "regex": "[a-z ]{470,480}", "max_tokens": 480}
+    with futures.ThreadPoolExecutor(1) as pool, world.client() as look:
+        turn = pool.submit(program.call, "stream", agent_id="ada", request_id="broken", **long)
+        wait_until(lambda: look.get_stats().namespaces[0].running_turns == 1)
+        world.kill()
+        with refusal("UNAVAILABLE", request_id="broken"):
+            turn.result()
     with refusal("UNAVAILABLE", "UNAVAILABLE"):
         program.call("count", prompt="Is anybody there?", timeout_s=20)
     world.start()

@@ -1,0 +1,170 @@
+// The conformance program of the TypeScript client: see clients/conformance/README.md for what each call takes and answers.
+import { createReadStream, createWriteStream, readFileSync } from "node:fs";
+import { createInterface } from "node:readline";
+import { pipeline } from "node:stream/promises";
+import {
+  CacheSource, Client, DigestHasher, FinishReason, KvasirError, Origin, Reply, assistant, system, user,
+  type CallOptions, type Turn,
+} from "@kvasir/client";
+
+interface Said {
+  role: string;
+  text: string;
+}
+
+interface Call {
+  id: number;
+  call: string;
+  timeout_s?: number;
+  address: string;
+  token?: string;
+  ca_file?: string;
+  server_name?: string;
+  agent_id: string;
+  source_agent_id: string;
+  local_agent_id?: string;
+  prompt?: string;
+  messages?: Said[];
+  append_messages?: Said[];
+  max_tokens?: number;
+  request_id?: string;
+  expected_version?: number;
+  model?: string;
+  regex?: string;
+  cancel_after?: number;
+  name_prefix?: string;
+  page_size?: number;
+  version?: number;
+  force?: boolean;
+  file: string;
+  replace?: boolean;
+  peer: string;
+}
+
+let client: Client | undefined;
+
+function connected(): Client {
+  if (client === undefined) throw new Error("the first call is connect");
+  return client;
+}
+
+const calls: Record<string, (call: Call, options: CallOptions) => Promise<object>> = {
+  async connect({ address, token, ca_file, server_name }) {
+    client?.close();
+    const tls = ca_file === undefined ? undefined : { ca: readFileSync(ca_file), ...(server_name && { serverName: server_name }) };
+    client = new Client(address, { token, tls });
+    return {};
+  },
+  async count(call, options) {
+    return { tokens: await connected().countTokens(turn(call), options) };
+  },
+  async reply(call, options) {
+    const { text, started, finished } = await connected().reply(turn(call), options);
+    return {
+      text,
+      prompt_tokens: started?.promptTokens,
+      cached_tokens: started?.cachedTokens,
+      source: `CACHE_SOURCE_${CacheSource[started?.source ?? 0]}`,
+      parent_version: started?.parentVersion,
+      version: finished?.snapshot?.version,
+      finish_reason: `FINISH_REASON_${FinishReason[finished?.reason ?? 0]}`,
+      request_id: started?.requestId,
+    };
+  },
+  async stream(call, options) {
+    const reply = new Reply();
+    let deltas = 0;
+    for await (const event of connected().generate(turn(call), options)) {
+      reply.add(event);
+      if (event.case === "delta" && ++deltas === call.cancel_after) break;
+    }
+    const { text, finished } = reply;
+    return { text, deltas, is_finished: finished !== undefined, version: finished?.snapshot?.version ?? 0 };
+  },
+  async warm({ agent_id }, options) {
+    const { tokens, cachedTokens, source, version } = await connected().warm(agent_id, {}, options);
+    return { tokens, cached_tokens: cachedTokens, source: `CACHE_SOURCE_${CacheSource[source]}`, version };
+  },
+  async list_agents({ name_prefix, page_size }, options) {
+    const agent_ids: string[] = [];
+    for await (const { agentId } of connected().listAgents({ namePrefix: name_prefix, pageSize: page_size }, options)) {
+      agent_ids.push(agentId);
+    }
+    return { agent_ids };
+  },
+  async get_agent({ agent_id }, options) {
+    const { agentId, lines } = await connected().getAgent(agent_id, options);
+    return { agent_id: agentId, version: lines[0]?.version, token_count: lines[0]?.tokenCount };
+  },
+  async fork({ source_agent_id, agent_id, version }, options) {
+    const { agentId, lines } = await connected().forkAgent(source_agent_id, agent_id, { version }, options);
+    return { agent_id: agentId, version: lines[0]?.version };
+  },
+  async rollback({ agent_id, version, expected_version }, options) {
+    const to = { version: version ?? 0 };
+    const made = await connected().rollbackAgent(agent_id, to, { ...options, expectedVersion: expected_version });
+    return { version: made.version };
+  },
+  async delete({ agent_id, force }, options) {
+    await connected().deleteAgent(agent_id, { ...options, force });
+    return {};
+  },
+  async export({ agent_id, version, file }, options) {
+    await pipeline(connected().exportAgent(agent_id, { version }, options), createWriteStream(file));
+    const hasher = new DigestHasher();
+    for await (const piece of createReadStream(file)) hasher.update(piece as Buffer);
+    const { hash, sizeBytes } = hasher.digest();
+    return { hash, size_bytes: sizeBytes };
+  },
+  async import({ agent_id, file, replace }, options) {
+    const archive = createReadStream(file) as AsyncIterable<Buffer>;
+    const { version, origin } = await connected().importAgent(agent_id, archive, { ...options, replace });
+    return { version, origin: `ORIGIN_${Origin[origin]}` };
+  },
+  async pull({ peer, agent_id, local_agent_id }, options) {
+    const given = { ...options, localAgentId: local_agent_id };
+    const { version, origin } = await connected().pullAgent(peer, agent_id, given);
+    return { version, origin: `ORIGIN_${Origin[origin]}` };
+  },
+};
+
+function turn(call: Call): Turn {
+  return {
+    prompt: call.prompt,
+    messages: messages(call.messages),
+    append: messages(call.append_messages),
+    agentId: call.agent_id,
+    expectedVersion: call.expected_version,
+    requestId: call.request_id,
+    model: call.model,
+    maxTokens: call.max_tokens,
+    regex: call.regex,
+  };
+}
+
+function messages(said: Said[] | undefined) {
+  const makers: Record<string, typeof user> = { system, user, assistant };
+  return said?.map(({ role, text }) => makers[role]!(text));
+}
+
+function refusal({ code, reasonName, field, retryAfterMs, metadata, message }: KvasirError) {
+  const retry_after_s = retryAfterMs === undefined ? null : retryAfterMs / 1000;
+  return { code, reason: reasonName, field, retry_after_s, metadata, message };
+}
+
+async function answer(call: Call): Promise<object> {
+  const options = call.timeout_s === undefined ? {} : { timeoutMs: call.timeout_s * 1000 };
+  try {
+    return { id: call.id, ok: await calls[call.call]!(call, options) };
+  } catch (error) {
+    if (!(error instanceof KvasirError)) throw error;
+    return { id: call.id, error: refusal(error) };
+  }
+}
+
+for await (const line of createInterface({ input: process.stdin })) {
+  const told = await answer(JSON.parse(line) as Call);
+  // Versions and counts are bigint.
+  process.stdout.write(`${JSON.stringify(told, (_, value: unknown) => (typeof value === "bigint" ? Number(value) : value))}\n`);
+}
+client?.close();

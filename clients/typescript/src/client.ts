@@ -1,0 +1,209 @@
+/** The client: turns of an engine, and agents of its store. */
+import type { Client as Stub } from "@connectrpc/connect";
+import type { MessageInitShape } from "@bufbuild/protobuf";
+import type {
+  Agent, AgentSchema, AgentService, DeleteAgentResponse, SnapshotVersion, TransferProgress,
+} from "./gen/kvasir/cachestore/v1/cachestore_pb.js";
+import type { InferenceService, WarmResponse } from "./gen/kvasir/inference/v1/inference_pb.js";
+import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
+import { KvasirError, toKvasirError } from "./errors.js";
+import { Reply, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
+
+/** Names a version of an agent. Absent: the newest, of the line that was used last. */
+export interface At {
+  version?: number | bigint;
+  /** Names a line, where the agent has several: one for each model and KV policy. */
+  kvIdentityHash?: string;
+}
+
+/** Which agents are listed. Absent: all of the namespace. */
+export interface WhichAgents {
+  namePrefix?: string;
+  /** All must match. */
+  labels?: Record<string, string>;
+  /** How many are asked for at once. Absent: the service's own. */
+  pageSize?: number;
+}
+
+export interface PullOptions extends CallOptions {
+  /** The agent's name here. Absent: the same. */
+  localAgentId?: string;
+  kvIdentityHash?: string;
+  onProgress?: (progress: TransferProgress) => void;
+}
+
+// A message of an archive; gRPC's usual limit is 4 MiB.
+const PIECE_BYTES = 1 << 20;
+
+/** A client; many calls may be under way at once. close() it. */
+export class Client {
+  readonly #connection: Connection;
+
+  /** Of the service at unix:/path, host:port or [v6 address]:port. It connects with the first call. */
+  constructor(address: string, options: ConnectOptions = {}) {
+    this.#connection = new Connection(address, options);
+  }
+
+  /** Ends the connection and what is under way on it. */
+  close(): void {
+    this.#connection.close();
+  }
+
+  /** The generated client of the inference service, for calls that have no method here: models, statistics. It throws ConnectError. */
+  get engine(): Stub<typeof InferenceService> {
+    return this.#connection.engine;
+  }
+
+  /** The generated client of the agents' service. */
+  get agents(): Stub<typeof AgentService> {
+    return this.#connection.agents;
+  }
+
+  // --- turns ---
+
+  /**
+   * Streams a turn's events: started, prefillProgress, deltas, finished. Leaving the loop, or the signal, cancels the turn. The error
+   * of a broken turn has its request_id in the metadata: ask again with it.
+   */
+  async *generate(turn: Turn, options: CallOptions = {}): AsyncGenerator<GenerateEvent, void, undefined> {
+    const request = generateRequest(turn);
+    try {
+      for await (const { event } of streamed(options, (given) => this.engine.generate(request, given))) {
+        if (event.case !== undefined) yield event;
+      }
+    } catch (thrown) {
+      throw toKvasirError(thrown).with({ request_id: request.requestId });
+    }
+  }
+
+  /** As generate, to its end. */
+  async reply(turn: Turn, options: CallOptions = {}): Promise<Reply> {
+    const reply = new Reply();
+    for await (const event of this.generate(turn, options)) reply.add(event);
+    return reply;
+  }
+
+  /** Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. It has no deadline. */
+  async warm(agentId: string, input: Input = {}, options: CallOptions = {}): Promise<WarmResponse> {
+    const request = warmRequest(agentId, input);
+    return this.#connection.call({ timeoutMs: undefined, ...options }, (given) => this.engine.warm(request, given));
+  }
+
+  /** The tokens of a prompt, or of messages after the chat template. */
+  async countTokens(input: Input, options: CallOptions = {}): Promise<number> {
+    const request = countRequest(input);
+    return Number((await this.#connection.read(options, (given) => this.engine.countTokens(request, given))).tokens);
+  }
+
+  // --- agents ---
+
+  /** Agents by name, page after page. */
+  async *listAgents(which: WhichAgents = {}, options: CallOptions = {}): AsyncGenerator<Agent, void, undefined> {
+    for (let pageToken = ""; ; ) {
+      const page = await this.#connection.read(options, (given) => this.agents.listAgents({ ...which, pageToken }, given));
+      yield* page.agents;
+      pageToken = page.nextPageToken;
+      if (pageToken === "") return;
+    }
+  }
+
+  /** The versions of an agent's lines, newest first, page after page. */
+  async *listVersions(agentId: string, options: CallOptions = {}): AsyncGenerator<SnapshotVersion, void, undefined> {
+    for (let pageToken = ""; ; ) {
+      const page = await this.#connection.read(options, (given) => this.agents.listSnapshots({ agentId, pageToken }, given));
+      yield* page.snapshots;
+      pageToken = page.nextPageToken;
+      if (pageToken === "") return;
+    }
+  }
+
+  /** An agent and the newest version of each of its lines, last used first. */
+  async getAgent(agentId: string, options: CallOptions = {}): Promise<Agent> {
+    return present((await this.#connection.read(options, (given) => this.agents.getAgent({ agentId }, given))).agent);
+  }
+
+  /** Changes the fields of an agent that paths name: "labels", "labels.KEY", "is_pinned", "retained_versions". */
+  async updateAgent(agent: MessageInitShape<typeof AgentSchema>, paths: string[], options: CallOptions = {}): Promise<Agent> {
+    const request = { agent, updateMask: { paths } };
+    return present((await this.#connection.call(options, (given) => this.agents.updateAgent(request, given))).agent);
+  }
+
+  /** Starts an agent whose first version is another's. Copies no memory. */
+  async forkAgent(sourceAgentId: string, agentId: string, from: At = {}, options: CallOptions = {}): Promise<Agent> {
+    const request = { sourceAgentId, agentId, ...at(from) };
+    return present((await this.#connection.call(options, (given) => this.agents.forkAgent(request, given))).agent);
+  }
+
+  /** Makes an old version the newest again, as a new version. ABORTED if the newest is not expectedVersion. */
+  async rollbackAgent(
+    agentId: string,
+    to: At & { version: number | bigint },
+    { expectedVersion, ...options }: CallOptions & { expectedVersion?: number | bigint } = {},
+  ): Promise<SnapshotVersion> {
+    const expected = expectedVersion === undefined ? undefined : BigInt(expectedVersion);
+    const request = { agentId, ...to, version: BigInt(to.version), expectedVersion: expected };
+    return present((await this.#connection.call(options, (given) => this.agents.rollbackAgent(request, given))).snapshot);
+  }
+
+  /** Forgets an agent, a pinned one only with force, and says when its bytes will be gone. */
+  async deleteAgent(agentId: string, { force, ...options }: CallOptions & { force?: boolean } = {}): Promise<DeleteAgentResponse> {
+    return this.#connection.call(options, (given) => this.agents.deleteAgent({ agentId, force }, given));
+  }
+
+  /** The archive of a version, piece by piece. After an error what came is no archive. */
+  async *exportAgent(agentId: string, which: At = {}, options: CallOptions = {}): AsyncGenerator<Uint8Array, void, undefined> {
+    const request = { agentId, ...at(which) };
+    for await (const { data } of streamed(options, (given) => this.agents.exportAgent(request, given))) yield data;
+  }
+
+  /** Reads an archive into a new version of an agent, which must be new unless replace is said. It has no deadline. */
+  async importAgent(
+    agentId: string,
+    archive: AsyncIterable<Uint8Array> | Iterable<Uint8Array>,
+    { replace, ...options }: CallOptions & { replace?: boolean } = {},
+  ): Promise<SnapshotVersion> {
+    async function* requests() {
+      yield { header: { agentId, replace } };
+      for await (const piece of archive) {
+        for (let start = 0; start < piece.length; start += PIECE_BYTES) {
+          yield { data: piece.subarray(start, start + PIECE_BYTES) };
+        }
+      }
+    }
+    const ask = (given: CallOptions) => this.agents.importAgent(requests(), given);
+    return present((await this.#connection.call({ timeoutMs: undefined, ...options }, ask)).snapshot);
+  }
+
+  /** Lets the store copy an agent's line from a peer of its configuration. Safe to repeat. */
+  async pullAgent(peer: string, agentId: string, options: PullOptions = {}): Promise<SnapshotVersion> {
+    const { localAgentId, kvIdentityHash, onProgress, ...given } = options;
+    const request = { peer, agentId, localAgentId, kvIdentityHash };
+    for await (const { event } of streamed(given, (each) => this.agents.pullAgent(request, each))) {
+      if (event.case === "done") return event.value;
+      if (event.case === "progress") onProgress?.(event.value);
+    }
+    throw new KvasirError("INTERNAL", "the pull ended without saying how");
+  }
+}
+
+/** A stream's messages, with typed errors. Leaving early cancels the call, so that the service stops too. */
+async function* streamed<T>(options: CallOptions, ask: (options: CallOptions) => AsyncIterable<T>): AsyncGenerator<T, void, undefined> {
+  const left = new AbortController();
+  const signal = options.signal ? AbortSignal.any([options.signal, left.signal]) : left.signal;
+  try {
+    yield* ask({ ...options, signal });
+  } catch (thrown) {
+    throw toKvasirError(thrown);
+  } finally {
+    left.abort();
+  }
+}
+
+function at({ version, kvIdentityHash }: At) {
+  return { kvIdentityHash, version: version === undefined ? undefined : BigInt(version) };
+}
+
+function present<T>(field: T | undefined): T {
+  if (field === undefined) throw new KvasirError("INTERNAL", "the service's answer lacks what was asked for");
+  return field;
+}

@@ -1,0 +1,57 @@
+// What the client refuses by itself, and what its errors have.
+import assert from "node:assert/strict";
+import { test } from "node:test";
+import { create } from "@bufbuild/protobuf";
+import { Code, ConnectError } from "@connectrpc/connect";
+import { Client, ErrorReason, KvasirError } from "@kvasir/client";
+import { ErrorInfoSchema, RetryInfoSchema } from "../src/gen/google/rpc/error_details_pb.js";
+import { toKvasirError } from "../src/errors.js";
+
+test("addresses that are refused", () => {
+  const refused = {
+    "": "address", nonsense: "address", "unix:relative": "address", "unix:/a%20b": "address", "1.2.3.4:99999": "address",
+    "::1:5": "address", "[::1": "address", "/tmp/x:1": "address", "192.0.2.1:443": "tls", "example.org:443": "tls",
+  };
+  for (const [address, field] of Object.entries(refused)) {
+    assert.throws(() => new Client(address), { name: "KvasirError", code: "INVALID_ARGUMENT", field }, address);
+  }
+  for (const address of ["unix:/tmp/x.sock", "127.0.0.1:50051", "[::1]:50051", "localhost:50051"]) new Client(address).close();
+  assert.throws(() => new Client("localhost:50051", { token: "two words" }), { code: "UNAUTHENTICATED" });
+});
+
+test("errors have what the service said", () => {
+  const metadata = { head_version: "7", field: "version" };
+  const error = toKvasirError(new ConnectError("moved", Code.Aborted, undefined, [
+    { desc: ErrorInfoSchema, value: create(ErrorInfoSchema, { domain: "kvasir", reason: "HEAD_MOVED", metadata }) },
+    { desc: RetryInfoSchema, value: { retryDelay: { seconds: 1n, nanos: 500_000_000 } } },
+  ]));
+  assert.equal(error.reason, ErrorReason.HEAD_MOVED);
+  assert.deepEqual(
+    [error.code, error.message, error.field, error.retryAfterMs, error.metadata],
+    ["ABORTED", "moved", "version", 1500, { head_version: "7" }],
+  );
+});
+
+test("errors of others have no reason of ours", () => {
+  const value = create(ErrorInfoSchema, { domain: "proxy.example", reason: "AGENT_NOT_FOUND" });
+  const error = toKvasirError(new ConnectError("?", Code.NotFound, undefined, [{ desc: ErrorInfoSchema, value }]));
+  assert.notEqual(error.reason, ErrorReason.AGENT_NOT_FOUND);
+});
+
+test("a socket that is not there is UNAVAILABLE, and an aborted signal CANCELLED", async () => {
+  const client = new Client("unix:/nowhere/at/all.sock");
+  await assert.rejects(client.forkAgent("a", "b"), { code: "UNAVAILABLE", reason: ErrorReason.UNAVAILABLE });
+  await assert.rejects(client.getAgent("ada", { signal: AbortSignal.abort() }), { code: "CANCELLED" });
+  client.close();
+});
+
+test("turns that are refused here", async () => {
+  const client = new Client("unix:/nowhere/at/all.sock");
+  const refused = async (turn: Parameters<Client["reply"]>[0], field: string) =>
+    assert.rejects(client.reply(turn), (error: unknown) => error instanceof KvasirError && error.field === field);
+  await refused({}, "input");
+  await refused({ prompt: "a", messages: [] }, "input");
+  await refused({ prompt: "a", regex: "b", jsonSchema: {} }, "response_format");
+  await refused({ prompt: "a", maxTokens: 2 ** 40 }, "request");
+  client.close();
+});
