@@ -92,5 +92,12 @@ hammer: install ## Many agents at once, each turn compared with the same turn al
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
 	$(BIN)/python -m tests.mutation $(MUTANTS)
 
+.PHONY: bench-http test-http-clients
+bench-http: install ## 200 streams through the gateway, then 500 readers who leave
+	$(BIN)/python -m tests.gateway.http_load $(HTTP)
+
+test-http-clients: install ## LangChain, LiteLLM, the AI SDK and curl before a gateway; installs them into out/
+	$(BIN)/python -m tests.gateway.clients out/http-clients
+
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out

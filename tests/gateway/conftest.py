@@ -1,6 +1,6 @@
 """A house of two namespaces with a gateway before it, shared by the tests of this folder that kill nothing."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,8 +46,8 @@ class Front:
 
 
 @contextmanager
-def running_front(root: Path) -> Iterator[Front]:
-    house = House(root)
+def running_front(root: Path, *, engine_options: Sequence[str] = ()) -> Iterator[Front]:
+    house = House(root, engine_options=engine_options)
     keys = write_keys(root / "credentials.toml")
     for service in (house.store, house.engine):
         service.options += ["--credentials-file", str(root / "credentials.toml")]

@@ -62,6 +62,13 @@ class GatewayProcess:
             self._program.wait()
             self._program = None
 
+    def stop(self) -> None:
+        """SIGTERM, and wait for its end."""
+        assert self._program is not None
+        self._program.terminate()
+        self._program.wait(30)
+        self._program = None
+
 
 def write_keys(path: Path) -> dict[str, str]:
     """Credentials of two namespaces, and each one's key."""

@@ -29,6 +29,14 @@ def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front) -> None:
         model=MODEL, instructions="Be kind.", input="My dog is called Rex.", previous_response_id=first.id
     )
     assert cached(branch) > 15
+    referring: Any = [
+        {"role": "user", "content": "Responses: my name is Anna."},
+        {"type": "item_reference", "id": first.output[0].id},
+        {"role": "user", "content": "What is my name?"},
+    ]
+    assert "Anna" in client.responses.create(model=MODEL, instructions="Be kind.", input=referring).output_text
+    with pytest.raises(openai.NotFoundError):
+        front.openai("eve").responses.create(model=MODEL, input=referring)
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model=MODEL, input="?", previous_response_id="resp_1bm90aGluZw")
     with pytest.raises(openai.NotFoundError):

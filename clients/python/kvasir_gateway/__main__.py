@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import logging
 import secrets
 import signal
 import socket
@@ -26,12 +27,13 @@ from kvasir.credentials import (
 )
 from kvasir.errors import InvalidArgument, KvasirError
 
-from kvasir_gateway.answering import Turns
+from kvasir_gateway.answering import Turns, WriteTimes
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.security import Gate
 
+_log = logging.getLogger("kvasir_gateway")
 DEFAULT_LISTEN = "127.0.0.1:8642"
 # Requests that wait or run; the engine's own queue is shorter.
 _MAX_CONNECTIONS = 2000
@@ -56,6 +58,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 2 for wrong usage, 3 when an address cannot be had."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return asyncio.run(serve(_options(arguments)))
     except (InvalidArgument, AddressError, CredentialFileError) as error:
@@ -92,7 +95,9 @@ async def serve(options: Options) -> int:
         gate=Gate(credentials, hosts=options.hosts, origins=options.origins),
         turns=Turns(conversations),
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
+        write_times=WriteTimes(),
         now=time.time,
+        clock=time.perf_counter,
         new_request_id=lambda: uuid.uuid4().hex,
     )
     listener = _listener(address.host, address.port)
@@ -101,6 +106,9 @@ async def serve(options: Options) -> int:
     finally:
         listener.close()
         await engine.close()
+        times = around.write_times
+        told = (times.count, 1000 * times.at_most_s(0.5), 1000 * times.at_most_s(0.99))
+        _log.info("gateway.stopped events=%d written_within_ms_p50=%.3g p99=%.3g", *told)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
@@ -112,6 +113,32 @@ async def gather(events: Events) -> Reply:
     return reply
 
 
+class WriteTimes:
+    """How long events of the engine took to be written to their readers, in buckets that double from 62.5 µs."""
+
+    _FIRST_S = 2.0**-14
+
+    def __init__(self) -> None:
+        self._counts = [0] * 24
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
+
+    def add(self, seconds: float) -> None:
+        bucket = max(0, math.ceil(math.log2(max(seconds, self._FIRST_S) / self._FIRST_S)))
+        self._counts[min(bucket, len(self._counts) - 1)] += 1
+
+    def at_most_s(self, share: float) -> float:
+        """The upper edge of the bucket below which this share of all events lies; 0 without events."""
+        left = share * self.count
+        for bucket, count in enumerate(self._counts):
+            left -= count
+            if left <= 0 < self.count:
+                return self._FIRST_S * 2.0**bucket
+        return 0.0
+
+
 class EventStream:
     """A turn's answer as server-sent events, once its first event has come. It ends the turn when its reader leaves."""
 
@@ -122,10 +149,14 @@ class EventStream:
         chunks: Chunks,
         *,
         memory: Memory,
+        times: WriteTimes,
+        clock: Callable[[], float],
         error_event: Callable[[KvasirError], str],
         headers: Mapping[str, str],
     ) -> None:
         self._memory = memory
+        self._times = times
+        self._clock = clock
         self._first = first
         self._events = events
         self._chunks = chunks
@@ -149,8 +180,10 @@ class EventStream:
         try:
             await _piece(send, chunks.frames(self._first))
             async for event in self._events:
+                received_s = self._clock()
                 if text := chunks.frames(event):
                     await _piece(send, text)
+                self._times.add(self._clock() - received_s)
             await _piece(send, chunks.end())
         except KvasirError as error:
             await _piece(send, self._error_event(error))

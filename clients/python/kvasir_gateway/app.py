@@ -29,7 +29,7 @@ from kvasir_gateway import (
     openai_responses,
     openapi,
 )
-from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
+from kvasir_gateway.answering import ClientLeft, EventStream, Turns, WriteTimes, gather, unless_left
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.security import Gate
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
@@ -54,7 +54,9 @@ class Surroundings:
     gate: Gate
     turns: Turns
     limits: GatewayLimits
-    now: Callable[[], float]
+    write_times: WriteTimes
+    now: Callable[[], float]  # Unix seconds
+    clock: Callable[[], float]
     new_request_id: Callable[[], str]
 
 
@@ -118,18 +120,16 @@ class Gateway:
         asked = await self._body(call, openai_responses.ResponsesRequest)
         before: Sequence[Said] = ()
         if asked.previous_response_id is not None:
-            before = await self._said_before(call, asked.previous_response_id)
+            place = openai_responses.place_of(asked.previous_response_id)
+            before = await _said_until(call, place, asked.previous_response_id)
+            before = before[1:] if place.had_instructions else before
+        for number, place in openai_responses.references(asked.input):
+            given = asked.input[number]["id"]  # type: ignore[index]  # it is a list: it has references
+            *_, reply = await _said_until(call, place, given)
+            asked.input[number] = openai_responses.referenced(given, place, reply)  # type: ignore[index]
         whole = partial(openai_responses.whole, request=asked)
-        return await self._answer(
-            call, asked.turn(before), whole, partial(openai_responses.ResponseEvents, request=asked)
-        )
-
-    async def _said_before(self, call: Call, response_id: str) -> Sequence[Said]:
-        previous = openai_responses.previous_of(response_id)
-        said = await call.caller.messages_of_turn(previous.agent_id, previous.request_id)
-        if not said:
-            raise openai_responses.lost(response_id)
-        return said[1:] if previous.had_instructions else said
+        chunks = partial(openai_responses.ResponseEvents, request=asked)
+        return await self._answer(call, asked.turn(before), whole, chunks)
 
     async def messages(self, call: Call) -> Answer:
         asked = await self._body(call, anthropic_messages.MessagesRequest)
@@ -198,7 +198,11 @@ class Gateway:
         turns = self._around.turns
         memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
         asked = Asked(
-            request_id=call.request_id, created=int(self._around.now()), model=turn.model, agent_id=memory.agent_id
+            request_id=call.request_id,
+            created=int(self._around.now()),
+            model=turn.model,
+            agent_id=memory.agent_id,
+            messages=len(turn.messages),
         )
         events = turns.events(turn, call.caller, memory, call.request_id)
         headers = {"x-request-id": call.request_id, "request-id": call.request_id}
@@ -218,6 +222,8 @@ class Gateway:
             events,
             chunks(asked),
             memory=memory,
+            times=self._around.write_times,
+            clock=self._around.clock,
             error_event=lambda error: tell(error, call.request_id),
             headers=headers,
         )
@@ -335,6 +341,14 @@ def _agent_of(request: Request) -> str:
     except UnicodeDecodeError:
         raise InvalidArgument("x-agent-id: expected UTF-8", field="x-agent-id") from None
     return check_agent_id(name, "x-agent-id")
+
+
+async def _said_until(call: Call, place: openai_responses.Place, given: str) -> Sequence[Said]:
+    """What was said until this reply, and the reply. Raises NotFound."""
+    said = await call.caller.said_until(place.agent_id, place.request_id, place.number)
+    if not said:
+        raise openai_responses.lost(given)
+    return said
 
 
 def _agent_in_path(call: Call) -> str:

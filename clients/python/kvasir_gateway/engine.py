@@ -12,7 +12,7 @@ from kvasir.errors import KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
-from kvasir_gateway.conversations import Kept
+from kvasir_gateway.conversations import PREFIX, Kept
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
 _PAGE = 1000
@@ -68,11 +68,14 @@ class CallerAtEngine:
         except KvasirError:
             return ()
 
-    async def messages_of_turn(self, agent_id: str, request_id: str) -> Sequence[Said]:
-        """What an agent remembered when a turn had ended; nothing when that version is not kept."""
+    async def said_until(self, agent_id: str, request_id: str, number: int) -> Sequence[Said]:
+        """What an agent remembered when a turn had ended: `number` messages and the reply. Nothing when that is not
+        kept any more; of a conversation's own agent all is kept, because it only ever grows."""
+        said = await self.messages(agent_id)
+        if agent_id.startswith(PREFIX) and len(said) > number and said[number].role == "assistant":
+            return said[: number + 1]
         try:
-            versions = await self.client.list_snapshots(agent_id)
-            for version in versions.snapshots:
+            for version in (await self.client.list_snapshots(agent_id)).snapshots:
                 _, data = await self.client.get_snapshot(agent_id, version=version.version)
                 parsed = manifest.parse(data)
                 if parsed.turn.request_id == request_id:

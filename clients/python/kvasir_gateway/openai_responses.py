@@ -1,7 +1,7 @@
 """OpenAI's responses: the request as a turn, and the turn's events as a response or as its stream.
 
-A response's id names its agent and its turn. So `previous_response_id` needs no memory of the gateway's own: the store
-knows what was said until then, also after a restart of everything.
+The ids of a response and of its items name its agent and its turn. So `previous_response_id` and references to items
+need no memory of the gateway's own: the store knows what was said, also after a restart of everything.
 """
 
 import base64
@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from kvasir.clients import Reply
+from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import InvalidArgument, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
@@ -34,7 +35,7 @@ from kvasir_gateway.turn import (
 )
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
-_ID = re.compile(r"resp_([01])([0-9A-Za-z_-]{1,600})")
+_ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
 
 Item = dict[str, Any]
 
@@ -128,35 +129,53 @@ class ResponsesRequest(Body):
 
 
 @dataclass(frozen=True, slots=True)
-class Previous:
-    """The turn that a response's id names."""
+class Place:
+    """The reply that an id names: its agent, its turn, and its place among the messages."""
 
     agent_id: str
     request_id: str
-    had_instructions: bool  # they began its messages, and are not carried over
+    number: int
+    had_instructions: bool = False  # of a response: they began its messages, and are not carried over
+    call: int = 0  # of an item: which of the reply's calls
 
 
-def previous_of(response_id: str) -> Previous:
+def place_of(given: str) -> Place:
     """Raises NotFound for an id that this gateway never gave, or that names a turn nobody remembers."""
-    match = _ID.fullmatch(response_id)
+    match = _ID.fullmatch(given)
     if match is None:
-        raise lost(response_id)
+        raise lost(given)
     try:
         names = base64.urlsafe_b64decode(match[2] + "=" * (-len(match[2]) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):
-        raise lost(response_id) from None
-    request_id, _, agent_id = names.partition("\n")
-    if not agent_id:
-        raise lost(response_id)
-    return Previous(agent_id, request_id, match[1] == "1")
+        raise lost(given) from None
+    number, _, rest = names.partition("\n")
+    request_id, _, agent_id = rest.partition("\n")
+    if not agent_id or not re.fullmatch("[0-9]{1,6}", number):
+        raise lost(given)
+    return Place(agent_id, request_id, int(number), match[1] == "resp_1", int(match[3] or 0))
 
 
-def lost(response_id: str) -> NotFound:
-    return NotFound(
-        f"previous_response_id: {response_id[:200]!r} is not remembered",
-        reason="PREVIOUS_RESPONSE_NOT_FOUND",
-        field="previous_response_id",
-    )
+def lost(given: str) -> NotFound:
+    return NotFound(f"{given[:200]!r} is not remembered", reason="RESPONSE_NOT_FOUND", field="previous_response_id")
+
+
+def references(items: str | list[Item]) -> Iterator[tuple[int, Place]]:
+    """The items that stand for one of an earlier response, by their places in the input."""
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        if item.get("type") == "item_reference":
+            yield number, place_of(_text(item, "id", f"input[{number}]"))
+
+
+def referenced(given: str, place: Place, reply: Said) -> Item:
+    """The item that a reference names: the reply's text, one of its calls, or what was thought, which is not kept."""
+    if given.startswith("msg_"):
+        return {"type": "message", "role": "assistant", "content": reply.content}
+    if given.startswith("rs_"):
+        return {"type": "reasoning"}
+    if place.call >= len(reply.tool_calls):
+        raise lost(given)
+    call = reply.tool_calls[place.call]
+    return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
 
 
 def said(items: Sequence[Item]) -> tuple[Said, ...]:
@@ -194,7 +213,7 @@ def whole(asked: Asked, reply: Reply, request: ResponsesRequest) -> dict[str, An
         output.append(_reasoning(asked, reply.reasoning_text))
     if reply.text or not reply.finished.tool_calls:
         output.append(_message(asked, reply.text, "completed"))
-    output += [_call(call.id, call.name, call.arguments_json, "completed") for call in reply.finished.tool_calls]
+    output += [_call(asked, number, call, "completed") for number, call in enumerate(reply.finished.tool_calls)]
     return _response(asked, request, reply.started, output, reply.finished)
 
 
@@ -242,10 +261,10 @@ class ResponseEvents:
     def _finished(self, finished: pb.Finished) -> str:
         frames = self._opened("message") if not (self._output or self._kind or finished.tool_calls) else ""
         frames += self._closed()
-        for call in finished.tool_calls:
+        for number, call in enumerate(finished.tool_calls):
             index = len(self._output)
-            begun = _call(call.id, call.name, "", "in_progress")
-            done = _call(call.id, call.name, call.arguments_json, "completed")
+            done = _call(self._asked, number, call, "completed")
+            begun = {**done, "arguments": "", "status": "in_progress"}
             place = {"item_id": done["id"], "output_index": index}
             frames += self._event("response.output_item.added", output_index=index, item=begun)
             frames += self._event("response.function_call_arguments.delta", **place, delta=call.arguments_json)
@@ -297,7 +316,6 @@ def _response(
     asked: Asked, request: ResponsesRequest, started: pb.Started, output: list[Item], finished: pb.Finished | None
 ) -> dict[str, Any]:
     is_cut = finished is not None and finished.reason == pb.FINISH_REASON_LENGTH
-    names = base64.urlsafe_b64encode(f"{asked.request_id}\n{asked.agent_id}".encode()).decode().rstrip("=")
     usage = None
     if finished is not None:
         usage = {
@@ -312,7 +330,7 @@ def _response(
     if request.text is not None and request.text.format is not None:
         text_format = request.text.format.model_dump(by_alias=True, exclude_none=True)
     return {
-        "id": f"resp_{int(bool(request.instructions))}{names}",
+        "id": f"resp_{int(bool(request.instructions))}{_names(asked)}",
         "object": "response",
         "created_at": asked.created,
         "status": "in_progress" if finished is None else "incomplete" if is_cut else "completed",
@@ -335,8 +353,13 @@ def _response(
     }
 
 
+def _names(asked: Asked) -> str:
+    names = f"{asked.messages}\n{asked.request_id}\n{asked.agent_id}"
+    return base64.urlsafe_b64encode(names.encode()).decode().rstrip("=")
+
+
 def _item_id(asked: Asked, kind: str) -> str:
-    return f"{'rs' if kind == 'reasoning' else 'msg'}_{asked.request_id}"
+    return f"{'rs' if kind == 'reasoning' else 'msg'}_{_names(asked)}"
 
 
 def _message(asked: Asked, text: str | None, status: str) -> Item:
@@ -354,9 +377,9 @@ def _reasoning(asked: Asked, text: str | None) -> Item:
     return {"id": _item_id(asked, "reasoning"), "type": "reasoning", "summary": [], "content": content}
 
 
-def _call(call_id: str, name: str, arguments: str, status: str) -> Item:
-    head = {"id": f"fc_{call_id}", "type": "function_call", "call_id": call_id}
-    return {**head, "name": name, "arguments": arguments, "status": status}
+def _call(asked: Asked, number: int, call: ToolCall, status: str) -> Item:
+    head = {"id": f"fc_{_names(asked)}.{number}", "type": "function_call", "call_id": call.id}
+    return {**head, "name": call.name, "arguments": call.arguments_json, "status": status}
 
 
 def _message_said(item: Item, where: str) -> Said:

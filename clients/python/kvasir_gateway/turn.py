@@ -62,6 +62,8 @@ class Asked:
     model: str
     # The agent that remembers the turn; empty: nobody.
     agent_id: str = ""
+    # Messages before the reply.
+    messages: int = 0
 
 
 class Chunks(Protocol):
