@@ -66,6 +66,8 @@ def main() -> int:
         front.gateway.stop()
         told = re.search(r"events=(\d+) written_within_ms_p50=(\S+) p99=(\S+)", front.gateway.log)
         assert told is not None, front.gateway.log
+        if refusals := Counter(re.findall(r"reason=(\w+)", front.gateway.log)):
+            print(f"refused: {dict(refusals)}")
         print(f"{told[1]} events, written within {told[2]} ms (p50), {told[3]} ms (p99)")
     is_met = set(ended) == {"whole"} and idle_s is not None and float(told[3]) <= WRITTEN_WITHIN_MS
     print("met" if is_met else "missed")
