@@ -41,6 +41,8 @@ _FOR_CALLERS = (
 _MODEL_STATES = {state: getattr(pb, f"MODEL_STATE_{state.name}") for state in ModelState}
 # How often a load's stage is looked at, and told again.
 _STAGE_S, _PROGRESS_S = 0.1, 1.0
+# Whoever asks for numbers waits no longer for a store that hangs.
+_STORE_ASKED_S = 0.2
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
     **{f"/{SERVICE_NAME}/{rpc}": _CALLERS for rpc in _FOR_CALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
@@ -218,9 +220,9 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        store = self._stores.get(current_principal().namespace)
-        is_reachable = store is not None and await store.answers()
-        return stats_messages.stats(self._status(), self._namespaces(), store_is_reachable=is_reachable)
+        status = self._status()  # of now, and not of when a store that hangs has been given up
+        is_reachable = await _answers(self._stores.get(current_principal().namespace))
+        return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
 
     async def _send(self, context: Any, response: pb.GenerateResponse | pb.LoadModelResponse) -> None:
         """Write a response. While its turn runs, the turn notices a reader that stops; after that, this method does."""
@@ -262,3 +264,11 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
                 "that --service-admin names",
                 metadata={"rpc": rpc},
             )
+
+
+async def _answers(store: RemoteCache | None) -> bool:
+    try:
+        async with asyncio.timeout(_STORE_ASKED_S):
+            return store is not None and await store.answers()
+    except TimeoutError:
+        return False

@@ -109,7 +109,6 @@ class TurnPlan:
     sampling: SamplingParams
     reuse: Reuse = field(default_factory=Cold)
     key: AgentKey | None = None  # None: the turn reads and leaves no memory
-    is_remembered: bool = True  # False: the key's memory is only read
     keep_partial: bool = False  # after a cancel, remember prompt and reply as far as they came
     priority: Priority = Priority.INTERACTIVE
     namespace: str | None = None  # turns of one namespace may share prefilled KV; None: it shares with none
@@ -119,6 +118,7 @@ class TurnPlan:
     # While another turn needs the room, the turn's KV may be given to its listener (`Preempted`). If the turn extends a
     # hot memory, that memory may be dropped then: the store has all of it.
     can_be_preempted: bool = False
+    is_remembered: bool = True  # False: the key's memory is only read
 
     @property
     def leaves_memory(self) -> bool:

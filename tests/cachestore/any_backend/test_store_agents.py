@@ -135,6 +135,11 @@ def test_listing_pages_through_names_by_prefix_and_labels(
             store.list_agents(NS, page_token=bad)
     with pytest.raises(InvalidArgument, match="page_size"):
         store.list_agents(NS, page_size=-1)
+    assert len(store.list_agents(NS, page_size=1_000_000).agents) == len(names)
+    token = store.list_agents(NS, page_size=1, name_prefix="beta-").next_page_token
+    for filters in ({}, {"name_prefix": "b"}, {"name_prefix": "beta-", "labels": {"role": "critic"}}):
+        with pytest.raises(InvalidArgument, match="another listing"):
+            store.list_agents(NS, page_token=token, **filters)  # type: ignore[arg-type]
 
 
 def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: Store) -> None:
@@ -154,6 +159,9 @@ def test_snapshots_are_listed_newest_first_over_pages_of_several_lines(store: St
     assert [each.version for each in store.list_snapshots(NS, "a", KV).snapshots] == [3, 2, 1]
     with pytest.raises(InvalidArgument):
         store.list_snapshots(NS, "a", page_token="eA==")
+    token = store.list_snapshots(NS, "a", page_size=1).next_page_token
+    with pytest.raises(InvalidArgument, match="another listing"):
+        store.list_snapshots(NS, "a", KV, page_token=token)
     with pytest.raises(NotFound):
         store.list_snapshots(NS, "b")
 

@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
+from google.protobuf import field_mask_pb2
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.clients import StoreClient
 from kvasir.errors import AlreadyExists, Conflict, FailedPrecondition, InvalidArgument, NotFound, Unavailable
@@ -148,6 +150,27 @@ def test_agents_are_listed_by_name_label_and_prefix(client: StoreClient) -> None
     assert (red.agent_id, red.is_pinned, red.retained_versions) == ("list/b", True, 3)
     assert client.update_agent("list/b", labels={"team": ""}).labels == {}
     assert client.get_agent("list/b").is_pinned
+
+
+def test_an_update_changes_what_its_mask_names_and_nothing_else(client: StoreClient) -> None:
+    publish(client, "masked", agent(29).turn(20), 0)
+
+    def update(paths: list[str], **fields: Any) -> pb.Agent:
+        mask = field_mask_pb2.FieldMask(paths=paths)
+        changed = pb.Agent(agent_id="masked", **fields)
+        response = client.call_rpc("UpdateAgent", pb.UpdateAgentRequest(agent=changed, update_mask=mask), 10)
+        return response.agent  # type: ignore[no-any-return]
+
+    assert update(["labels"], labels={"a": "1", "b.c": "2"}, is_pinned=True).labels == {"a": "1", "b.c": "2"}
+    assert not client.get_agent("masked").is_pinned
+    assert update(["labels.b.c", "is_pinned"], is_pinned=True).labels == {"a": "1"}
+    assert update(["labels"], labels={"d": "4"}).labels == {"d": "4"}
+    for paths, fields in (([], {}), (["used_at"], {}), (["labels"], {"labels": {"empty": ""}})):
+        with pytest.raises(InvalidArgument) as refused:
+            update(paths, **fields)
+        assert refused.value.field in ("update_mask", "agent.labels")
+    found = client.get_agent("masked")
+    assert (found.labels, found.is_pinned, found.retained_versions) == ({"d": "4"}, True, 8)
 
 
 def test_a_fork_starts_with_the_others_memory_and_goes_its_own_way(client: StoreClient) -> None:

@@ -99,6 +99,7 @@ class Driver:
         namespace: str | None = None,
         priority: Priority = Priority.INTERACTIVE,
         can_be_preempted: bool = False,
+        is_remembered: bool = True,
         **sampling: Any,
     ) -> Listener:
         listener = listener or Listener()
@@ -113,6 +114,7 @@ class Driver:
             priority,
             namespace,
             can_be_preempted=can_be_preempted,
+            is_remembered=is_remembered,
         )
         listener.handle.set_result(self.engine.submit(plan, listener))
         return listener

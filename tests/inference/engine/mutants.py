@@ -218,10 +218,24 @@ MUTANTS = (
         "preempted_turns",
     ),
     Mutant(
+        "a turn that only reads leaves its memory",
+        "engine_worker.py",
+        "if sequence.plan.key is None or not sequence.plan.is_remembered:",
+        "if sequence.plan.key is None:",
+        "turns",
+    ),
+    Mutant(
+        "the blocks of a turn that only reads are taken for its agent's",
+        "engine_worker.py",
+        "if each.plan.key == key and each.plan.is_remembered)",
+        "if each.plan.key == key)",
+        "turns",
+    ),
+    Mutant(
         "a key is idle while its turn is preempted",
         "engine_worker.py",
-        "if each.plan.key == key and each.status is not Status.WAITING)",
-        "if each.plan.key == key and each.kv is not None)",
+        "begun = (each for each in turns if each.status is not Status.WAITING)",
+        "begun = (each for each in turns if each.kv is not None)",
         "preempted_turns",
     ),
     Mutant(

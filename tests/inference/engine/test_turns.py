@@ -243,6 +243,26 @@ def test_the_narrowest_filter_is_greedy(driver: Driver, narrow: dict[str, Any]) 
     assert driver.reply(driver.turn(prompt, max_tokens=20, temperature=2.0, seed=3, **narrow)) == greedy
 
 
+def test_a_turn_that_only_reads_a_memory_begins_with_all_of_it_and_leaves_it_as_it_was(driver: Driver) -> None:
+    key, state = driver.remember(300)
+    prompt = (*state.token_ids, *tokens_of(20, seed=3))
+    files = driver.files(key)
+    listener = Listener()
+    seen: list[object] = []
+    # While it runs, what is published of the agent is the agent's.
+    listener.at(Tokens, 1, lambda: seen.append(driver.engine.snapshot(key, 0, blocks_only=True)))
+    driver.submit(prompt, Hot(len(state.token_ids)), key, listener, is_remembered=False)
+    ended = listener.end()
+    assert ended.cached_tokens == len(state.token_ids)
+    assert seen[0].result(60).state == state  # type: ignore[attr-defined]
+    hot = driver.engine.hot_memory(key)
+    assert hot is not None
+    assert hot.state == state
+    assert driver.files(key) == files
+    kept = driver.turn(prompt, Hot(len(state.token_ids)), key)
+    assert driver.reply(kept) == driver.reply(ended)
+
+
 def test_a_turn_whose_hot_memory_is_gone_fails_without_effect(driver: Driver) -> None:
     key, state = driver.remember(300)
     other = (5, *state.token_ids[1:], 7)

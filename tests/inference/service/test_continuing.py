@@ -97,6 +97,21 @@ def test_a_turn_goes_on_from_an_older_version_as_if_nothing_had_followed(
     assert nothing.value.reason == "VERSION_NOT_FOUND"
 
 
+def test_an_older_versions_own_files_serve_where_the_newest_shares_less(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent, twin = new_agent(), new_agent()
+    told = f"{agent} keeps bees, and they are busy."
+    said = [talk(client, name, [told]) for name in (agent, twin)]
+    assert said[0][0].token_ids == said[1][0].token_ids
+    client.reply(agent_id=agent, messages=user("Once upon a time."), replace_memory=True, sampling=GREEDY)
+    back = client.reply(agent_id=agent, append_messages=user("Who is?"), base_version=1, sampling=GREEDY)
+    expected = talk(client, twin, ["Who is?"])[0]
+    assert (back.started.source, back.started.cached_tokens) == (pb.CACHE_SOURCE_WARM, expected.started.cached_tokens)
+    assert back.token_ids == expected.token_ids
+    assert back.finished.snapshot.version == 3
+
+
 def test_another_conversation_is_a_branch_and_takes_the_place_only_if_asked(
     client: InferenceClient, new_agent: Callable[[], str]
 ) -> None:

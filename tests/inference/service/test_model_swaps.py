@@ -110,6 +110,26 @@ def test_a_model_that_cannot_be_loaded_leaves_the_one_before(house: House) -> No
         assert client.reply(prompt="hello", sampling=GREEDY).started.model == "first"
 
 
+def test_a_load_tells_its_stages_and_is_followed_by_who_asks_again(house: House) -> None:
+    with house.client() as client, house.client() as other, ThreadPoolExecutor() as pool:
+        client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
+        told: list[pb.LoadProgress] = []
+        loading = pool.submit(client.load_model, "second", on_progress=told.append)
+        while not told:
+            time.sleep(0.005)
+        followed = pool.submit(other.load_model, "second")
+        with pytest.raises(errors.Unavailable) as another:
+            client.load_model("broken")
+        assert another.value.reason == "MODEL_CHANGING"
+        assert followed.result(60) == loading.result(60)
+        assert loading.result().model.state == pb.MODEL_STATE_LOADED
+        assert told[-1].stage == pb.LOAD_STAGE_LOADING
+        stages = [each.stage for each in told]
+        assert stages == sorted(stages)
+        elapsed = [each.elapsed.ToNanoseconds() for each in told]
+        assert elapsed == sorted(elapsed)
+
+
 @pytest.mark.parametrize("house", ["60"], indirect=True)
 def test_a_swap_lets_running_turns_end_and_refuses_new_ones_meanwhile(house: House) -> None:
     replies: list[Reply] = []
