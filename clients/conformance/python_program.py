@@ -13,7 +13,10 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.status import answer_to
 
 Call = dict[str, Any]
-_TURN = ("agent_id", "max_tokens", "request_id", "expected_version", "model", "regex")
+_TURN = (
+    *("agent_id", "max_tokens", "request_id", "expected_version", "model", "regex"),
+    *("base_version", "memory_mode", "expect_existing", "replace_memory"),
+)
 
 
 class PythonProgram:
@@ -51,6 +54,7 @@ class PythonProgram:
             "prompt_tokens": started.prompt_tokens,
             "cached_tokens": started.cached_tokens,
             "source": pb.CacheSource.Name(started.source),
+            "continuation": pb.Continuation.Name(started.continuation),
             "parent_version": started.parent_version,
             "version": finished.snapshot.version,
             "finish_reason": pb.FinishReason.Name(finished.reason),
@@ -68,6 +72,19 @@ class PythonProgram:
         is_finished = reply.finished.reason != pb.FINISH_REASON_UNSPECIFIED
         version = reply.finished.snapshot.version
         return {"text": reply.text, "deltas": deltas, "is_finished": is_finished, "version": version}
+
+    def _list_turns(self, call: Call) -> Call:
+        turns = self._engine.list_turns()
+        names = pb.TurnState.Name
+        return {
+            "turns": [
+                {"request_id": turn.request_id, "agent_id": turn.agent_id, "state": names(turn.state)} for turn in turns
+            ]
+        }
+
+    def _cancel_turn(self, call: Call) -> Call:
+        ended = self._engine.cancel_turn(call["request_id"])
+        return {"finish_reasons": [pb.FinishReason.Name(finished.reason) for finished in ended]}
 
     def _warm(self, call: Call) -> Call:
         warm = self._engine.warm(agent_id=call["agent_id"], timeout_s=call.get("timeout_s"))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import inference_pb2
 
 from clients.conformance.flaky_engine import flaky_engine
 from clients.conformance.testee import Refused, Testee
@@ -172,6 +173,40 @@ def a_rewind_is_a_new_version(program: Testee, world: World) -> None:
         program.call("reply", agent_id="ada", append_messages=user("Hm?"), max_tokens=4, expected_version=3)
 
 
+def a_turn_says_where_it_goes_on(program: Testee, world: World) -> None:
+    told = {"agent_id": "ada", "append_messages": user("What is my name?"), "max_tokens": 4}
+    before = program.call("get_agent", agent_id="ada")
+    only = program.call("reply", memory_mode="MEMORY_MODE_READ_ONLY", **told)
+    assert (only["version"], only["continuation"]) == (before["version"], "CONTINUATION_EXTENDED"), only
+    assert only["cached_tokens"] > 0
+    race = {"agent_id": "ada", "messages": user("Who won the race?"), "max_tokens": 4}
+    none = program.call("reply", memory_mode="MEMORY_MODE_NONE", **race)
+    assert (none["continuation"], none["parent_version"]) == ("CONTINUATION_UNSPECIFIED", 0), none
+    branch = program.call("reply", **race)
+    assert (branch["version"], branch["continuation"]) == (before["version"], "CONTINUATION_BRANCHED"), branch
+    assert program.call("get_agent", agent_id="ada") == before
+    back = program.call("reply", base_version=1, **told)
+    assert (back["version"], back["continuation"]) == (before["version"] + 1, "CONTINUATION_REWOUND"), back
+    replaced = program.call("reply", agent_id="ada", messages=user("I am Ben."), max_tokens=4, replace_memory=True)
+    assert (replaced["version"], replaced["continuation"]) == (before["version"] + 2, "CONTINUATION_REPLACED"), replaced
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND"):
+        program.call("reply", agent_id="nobody", append_messages=user("Hi"), max_tokens=4, expect_existing=True)
+
+
+def a_turn_is_ended_by_its_request_id(program: Testee, world: World) -> None:
+    long = {"regex": "[a-z ]{470,480}", "max_tokens": 480}
+    with futures.ThreadPoolExecutor(1) as pool, world.client() as other:
+        turn = pool.submit(other.reply, prompt="Once upon a time", request_id="theirs", **long)
+        wait_until(lambda: len(program.call("list_turns")["turns"]) == 1)
+        listed = program.call("list_turns")["turns"][0]
+        assert listed["request_id"] == "theirs"
+        assert listed["state"] in ("TURN_STATE_WAITING", "TURN_STATE_RUNNING")
+        assert program.call("cancel_turn", request_id="theirs") == {"finish_reasons": ["FINISH_REASON_CANCELLED"]}
+        assert turn.result().finished.reason == inference_pb2.FINISH_REASON_CANCELLED
+    with refusal("NOT_FOUND", "TURN_NOT_FOUND", request_id="theirs"):
+        program.call("cancel_turn", request_id="theirs")
+
+
 def lists_are_read_to_their_end(program: Testee, world: World) -> None:
     for name in ("list-1", "list-2", "list-ö"):
         program.call("fork", source_agent_id="ada", agent_id=name)
@@ -253,6 +288,8 @@ STEPS: tuple[Step, ...] = (
     killed_and_started_again_it_goes_on,
     a_fork_is_an_agent_of_its_own,
     a_rewind_is_a_new_version,
+    a_turn_says_where_it_goes_on,
+    a_turn_is_ended_by_its_request_id,
     lists_are_read_to_their_end,
     an_archive_leaves_and_comes_back,
     an_agent_is_pulled_from_a_peer,
@@ -268,6 +305,6 @@ def run(program: Testee, world: World, say: Callable[[str], Any]) -> None:
         began = time.monotonic()
         try:
             step(program, world)
-        except AssertionError as error:
+        except (AssertionError, LookupError, Refused) as error:
             raise AssertionError(f"step {number}, {step.__name__}: {error}") from error
         say(f"  {number:2d} {step.__name__.replace('_', ' ')} ({time.monotonic() - began:.1f} s)")

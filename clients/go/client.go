@@ -33,6 +33,7 @@ const serviceConfig = `{"methodConfig": [{
   "name": [
     {"service": "kvasir.inference.v1.InferenceService", "method": "CountTokens"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "ListModels"},
+    {"service": "kvasir.inference.v1.InferenceService", "method": "ListTurns"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "GetModel"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "GetCapabilities"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "GetStats"},

@@ -29,6 +29,15 @@ type Turn struct {
 	Agent string
 	// ExpectedVersion is the newest version of the agent as the caller knows it (0: the agent must be new); nil: whatever it is.
 	ExpectedVersion *int64
+	// ExpectExisting refuses an agent that remembers nothing yet.
+	ExpectExisting bool
+	// MemoryMode is what the turn does with the memory: READ_WRITE with an Agent, if it is not said.
+	MemoryMode inferencev1.MemoryMode
+	// BaseVersion is the version to go on from: a rewind. 0: the newest.
+	BaseVersion int64
+	// ReplaceMemory lets Messages that begin another conversation take the place of the agent's. Else they are answered as a
+	// branch, which is not remembered.
+	ReplaceMemory bool
 	// RequestID names the turn, so that it can be asked for again without being done twice; empty: a new one.
 	RequestID string
 	// Model is one that configuration names; empty: the loaded one.
@@ -150,6 +159,22 @@ func (c *Client) Reply(ctx context.Context, turn Turn) (*Reply, error) {
 	return reply, nil
 }
 
+// ListTurns gives the turns of the caller's namespace that wait or run, the oldest first.
+func (c *Client) ListTurns(ctx context.Context) ([]*inferencev1.Turn, error) {
+	ctx, cancel := c.withDeadline(ctx)
+	defer cancel()
+	response, err := c.engine.ListTurns(ctx, &inferencev1.ListTurnsRequest{})
+	return response.GetTurns(), typed(err)
+}
+
+// CancelTurn ends the turns of a request, whoever reads them, and tells how each choice ended.
+func (c *Client) CancelTurn(ctx context.Context, requestID string) ([]*inferencev1.Finished, error) {
+	ctx, cancel := c.withDeadline(ctx)
+	defer cancel()
+	response, err := c.engine.CancelTurn(ctx, &inferencev1.CancelTurnRequest{RequestId: requestID})
+	return response.GetFinished(), typed(err)
+}
+
 // Warm puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. Of the turn
 // only Agent, Model, Tools and the input are looked at. Only ctx ends it: it may take long.
 func (c *Client) Warm(ctx context.Context, turn Turn) (*inferencev1.WarmResponse, error) {
@@ -197,6 +222,10 @@ func (t *Turn) request() (*inferencev1.GenerateRequest, error) {
 	request := &inferencev1.GenerateRequest{
 		RequestId: t.RequestID, Model: t.Model, AgentId: t.Agent, ExpectedVersion: t.ExpectedVersion,
 		Tools: t.Tools, KeepPartial: t.KeepPartial, Priority: t.Priority,
+		ExpectExisting: t.ExpectExisting, MemoryMode: t.MemoryMode, ReplaceMemory: t.ReplaceMemory,
+	}
+	if t.BaseVersion != 0 {
+		request.BaseVersion = &t.BaseVersion
 	}
 	if request.RequestId == "" {
 		request.RequestId = rand.Text()

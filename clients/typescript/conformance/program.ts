@@ -3,7 +3,8 @@ import { createReadStream, createWriteStream, readFileSync } from "node:fs";
 import { createInterface } from "node:readline";
 import { pipeline } from "node:stream/promises";
 import {
-  CacheSource, Client, DigestHasher, FinishReason, KvasirError, Origin, Reply, assistant, system, user,
+  CacheSource, Client, Continuation, DigestHasher, FinishReason, KvasirError, MemoryMode, Origin, Reply, TurnState, assistant,
+  system, user,
   type CallOptions, type Turn,
 } from "@kvasir/client";
 
@@ -39,6 +40,10 @@ interface Call {
   file: string;
   replace?: boolean;
   peer: string;
+  base_version?: number;
+  memory_mode?: string;
+  expect_existing?: boolean;
+  replace_memory?: boolean;
 }
 
 let client: Client | undefined;
@@ -65,6 +70,7 @@ const calls: Record<string, (call: Call, options: CallOptions) => Promise<object
       prompt_tokens: started?.promptTokens,
       cached_tokens: started?.cachedTokens,
       source: `CACHE_SOURCE_${CacheSource[started?.source ?? 0]}`,
+      continuation: `CONTINUATION_${Continuation[started?.continuation ?? 0]}`,
       parent_version: started?.parentVersion,
       version: finished?.snapshot?.version,
       finish_reason: `FINISH_REASON_${FinishReason[finished?.reason ?? 0]}`,
@@ -80,6 +86,14 @@ const calls: Record<string, (call: Call, options: CallOptions) => Promise<object
     }
     const { text, finished } = reply;
     return { text, deltas, is_finished: finished !== undefined, version: finished?.snapshot?.version ?? 0 };
+  },
+  async list_turns(_, options) {
+    const turns = await connected().listTurns(options);
+    return { turns: turns.map(({ requestId, agentId, state }) => ({ request_id: requestId, agent_id: agentId, state: `TURN_STATE_${TurnState[state]}` })) };
+  },
+  async cancel_turn({ request_id }, options) {
+    const ended = await connected().cancelTurn(request_id ?? "", options);
+    return { finish_reasons: ended.map(({ reason }) => `FINISH_REASON_${FinishReason[reason]}`) };
   },
   async warm({ agent_id }, options) {
     const { tokens, cachedTokens, source, version } = await connected().warm(agent_id, {}, options);
@@ -139,7 +153,11 @@ function turn(call: Call): Turn {
     model: call.model,
     maxTokens: call.max_tokens,
     regex: call.regex,
-  };
+    baseVersion: call.base_version,
+    memoryMode: call.memory_mode && MemoryMode[call.memory_mode.replace("MEMORY_MODE_", "") as keyof typeof MemoryMode],
+    expectExisting: call.expect_existing,
+    replaceMemory: call.replace_memory,
+  } as Turn;
 }
 
 function messages(said: Said[] | undefined) {

@@ -4,7 +4,7 @@ import type { MessageInitShape } from "@bufbuild/protobuf";
 import type {
   Agent, AgentSchema, AgentService, DeleteAgentResponse, SnapshotVersion, TransferProgress,
 } from "./gen/kvasir/cachestore/v1/cachestore_pb.js";
-import type { InferenceService, WarmResponse } from "./gen/kvasir/inference/v1/inference_pb.js";
+import type { Finished, InferenceService, Turn as TurnUnderWay, WarmResponse } from "./gen/kvasir/inference/v1/inference_pb.js";
 import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
 import { KvasirError, toKvasirError } from "./errors.js";
 import { Reply, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
@@ -81,6 +81,16 @@ export class Client {
     const reply = new Reply();
     for await (const event of this.generate(turn, options)) reply.add(event);
     return reply;
+  }
+
+  /** The turns of the caller's namespace that wait or run, the oldest first. */
+  async listTurns(options: CallOptions = {}): Promise<TurnUnderWay[]> {
+    return (await this.#connection.read(options, (given) => this.engine.listTurns({}, given))).turns;
+  }
+
+  /** Ends the turns of a request, whoever reads them, and tells how each choice ended. */
+  async cancelTurn(requestId: string, options: CallOptions = {}): Promise<Finished[]> {
+    return (await this.#connection.call(options, (given) => this.engine.cancelTurn({ requestId }, given))).finished;
   }
 
   /** Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. It has no deadline. */

@@ -17,5 +17,5 @@ export {
   type ContentDigest,
 } from "./hashes.js";
 export { ErrorReason } from "./gen/kvasir/common/v1/error_reason_pb.js";
-export { CacheSource, FinishReason, Priority, SnapshotState } from "./gen/kvasir/inference/v1/inference_pb.js";
+export { CacheSource, Continuation, FinishReason, MemoryMode, Priority, SnapshotState, TurnState } from "./gen/kvasir/inference/v1/inference_pb.js";
 export { Origin } from "./gen/kvasir/cachestore/v1/cachestore_pb.js";

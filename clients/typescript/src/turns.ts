@@ -5,7 +5,7 @@ import { MessageSchema, Role, type Message } from "./gen/kvasir/common/v1/messag
 import {
   CountTokensRequestSchema, GenerateRequestSchema, WarmRequestSchema,
   type CountTokensRequest, type Finished, type GenerateRequest, type GenerateResponse, type SamplingSchema, type Started,
-  type TokenLogprobs, type ToolSchema, type WarmRequest, type Priority,
+  type TokenLogprobs, type ToolSchema, type WarmRequest, type MemoryMode, type Priority,
 } from "./gen/kvasir/inference/v1/inference_pb.js";
 import { KvasirError, invalid } from "./errors.js";
 
@@ -32,6 +32,14 @@ export interface Turn extends Input {
   agentId?: string;
   /** The newest version of the agent as the caller knows it; 0: the agent must be new. Absent: whatever it is. */
   expectedVersion?: number | bigint;
+  /** Refuse an agent that remembers nothing yet. */
+  expectExisting?: boolean;
+  /** What the turn does with the memory. Absent: READ_WRITE with an agentId. */
+  memoryMode?: MemoryMode;
+  /** The version to go on from: a rewind. Absent: the newest. */
+  baseVersion?: number | bigint;
+  /** Messages that begin another conversation take the agent's place. Else they are a branch, which is not remembered. */
+  replaceMemory?: boolean;
   /** Names the turn, so that it can be asked for again without being done twice. Absent: a new one. */
   requestId?: string;
   /** The longest reply, here or in `sampling`. */
@@ -111,6 +119,10 @@ export function generateRequest(turn: Turn): GenerateRequest {
     requestId: turn.requestId ?? randomUUID(),
     agentId: turn.agentId,
     expectedVersion: turn.expectedVersion === undefined ? undefined : BigInt(turn.expectedVersion),
+    expectExisting: turn.expectExisting,
+    memoryMode: turn.memoryMode,
+    baseVersion: turn.baseVersion === undefined ? undefined : BigInt(turn.baseVersion),
+    replaceMemory: turn.replaceMemory,
     sampling: sampling(turn),
     keepPartial: turn.keepPartial,
     priority: turn.priority,

@@ -50,6 +50,10 @@ type call struct {
 	File            string  `json:"file"`
 	Replace         bool    `json:"replace"`
 	Peer            string  `json:"peer"`
+	BaseVersion     int64   `json:"base_version"`
+	MemoryMode      string  `json:"memory_mode"`
+	ExpectExisting  bool    `json:"expect_existing"`
+	ReplaceMemory   bool    `json:"replace_memory"`
 }
 
 type values = map[string]any
@@ -76,7 +80,7 @@ func (p *program) answer(told call) values {
 	calls := map[string]func(context.Context, call) (values, error){
 		"connect": p.connect, "count": p.count, "reply": p.reply, "stream": p.stream, "warm": p.warm,
 		"list_agents": p.listAgents, "get_agent": p.getAgent, "fork": p.fork, "rollback": p.rollback, "delete": p.delete,
-		"export": p.export, "import": p.importAgent, "pull": p.pull,
+		"export": p.export, "import": p.importAgent, "pull": p.pull, "list_turns": p.listTurns, "cancel_turn": p.cancelTurn,
 	}
 	ctx := context.Background()
 	if told.TimeoutS != 0 {
@@ -136,6 +140,7 @@ func (p *program) reply(ctx context.Context, told call) (values, error) {
 		"prompt_tokens":  reply.Started.GetPromptTokens(),
 		"cached_tokens":  reply.Started.GetCachedTokens(),
 		"source":         reply.Started.GetSource().String(),
+		"continuation":   reply.Started.GetContinuation().String(),
 		"parent_version": reply.Started.GetParentVersion(),
 		"version":        reply.Finished().GetSnapshot().GetVersion(),
 		"finish_reason":  reply.Finished().GetReason().String(),
@@ -163,6 +168,24 @@ func (p *program) stream(ctx context.Context, told call) (values, error) {
 		"text": reply.Text(), "deltas": deltas, "is_finished": reply.Finished() != nil,
 		"version": reply.Finished().GetSnapshot().GetVersion(),
 	}, nil
+}
+
+func (p *program) listTurns(ctx context.Context, _ call) (values, error) {
+	turns := []values{}
+	found, err := p.client.ListTurns(ctx)
+	for _, each := range found {
+		turns = append(turns, values{"request_id": each.GetRequestId(), "agent_id": each.GetAgentId(), "state": each.GetState().String()})
+	}
+	return values{"turns": turns}, err
+}
+
+func (p *program) cancelTurn(ctx context.Context, told call) (values, error) {
+	reasons := []string{}
+	ended, err := p.client.CancelTurn(ctx, told.RequestID)
+	for _, each := range ended {
+		reasons = append(reasons, each.GetReason().String())
+	}
+	return values{"finish_reasons": reasons}, err
 }
 
 func (p *program) warm(ctx context.Context, told call) (values, error) {
@@ -256,6 +279,8 @@ func turn(told call) kvasir.Turn {
 	made := kvasir.Turn{
 		Prompt: told.Prompt, Messages: messages(told.Messages), Append: messages(told.AppendMessages), Agent: told.AgentID,
 		ExpectedVersion: told.ExpectedVersion, RequestID: told.RequestID, Model: told.Model, Regex: told.Regex,
+		BaseVersion: told.BaseVersion, ExpectExisting: told.ExpectExisting, ReplaceMemory: told.ReplaceMemory,
+		MemoryMode: inferencev1.MemoryMode(inferencev1.MemoryMode_value[told.MemoryMode]),
 	}
 	if told.MaxTokens != nil {
 		made.Sampling = &inferencev1.Sampling{MaxTokens: told.MaxTokens}

@@ -24,7 +24,7 @@ import type { Message } from "@bufbuild/protobuf";
  * Describes the file kvasir/inference/v1/inference.proto.
  */
 export const file_kvasir_inference_v1_inference: GenFile = /*@__PURE__*/
-  fileDesc("CiNrdmFzaXIvaW5mZXJlbmNlL3YxL2luZmVyZW5jZS5wcm90bxITa3Zhc2lyLmluZmVyZW5jZS52MSLlAwoPR2VuZXJhdGVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSEAoIYWdlbnRfaWQYAyABKAkSHQoQZXhwZWN0ZWRfdmVyc2lvbhgEIAEoA0gCiAEBEhAKBnByb21wdBgFIAEoCUgAEjQKCG1lc3NhZ2VzGAYgASgLMiAua3Zhc2lyLmluZmVyZW5jZS52MS5NZXNzYWdlTGlzdEgAEjsKD2FwcGVuZF9tZXNzYWdlcxgHIAEoCzIgLmt2YXNpci5pbmZlcmVuY2UudjEuTWVzc2FnZUxpc3RIABIvCghzYW1wbGluZxgIIAEoCzIdLmt2YXNpci5pbmZlcmVuY2UudjEuU2FtcGxpbmcSKAoFdG9vbHMYCSADKAsyGS5rdmFzaXIuaW5mZXJlbmNlLnYxLlRvb2wSFAoMa2VlcF9wYXJ0aWFsGAogASgIEi8KCHByaW9yaXR5GAsgASgOMh0ua3Zhc2lyLmluZmVyZW5jZS52MS5Qcmlvcml0eRIVCgtqc29uX3NjaGVtYRgMIAEoCUgBEg8KBXJlZ2V4GA0gASgJSAFCBwoFaW5wdXRCEQoPcmVzcG9uc2VfZm9ybWF0QhMKEV9leHBlY3RlZF92ZXJzaW9uIjoKC01lc3NhZ2VMaXN0EisKCG1lc3NhZ2VzGAEgAygLMhkua3Zhc2lyLmNvbW1vbi52MS5NZXNzYWdlIkIKBFRvb2wSDAoEbmFtZRgBIAEoCRITCgtkZXNjcmlwdGlvbhgCIAEoCRIXCg9wYXJhbWV0ZXJzX2pzb24YAyABKAkimAQKCFNhbXBsaW5nEhcKCm1heF90b2tlbnMYASABKAVIAIgBARIYCgt0ZW1wZXJhdHVyZRgCIAEoAkgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFdG9wX2sYBCABKAVIA4gBARISCgVtaW5fcBgFIAEoAkgEiAEBEhEKBHNlZWQYBiABKARIBYgBARIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgJIAEoAkgGiAEBEh4KEXJlcGV0aXRpb25fdG9rZW5zGAogASgFSAeIAQESQAoKbG9naXRfYmlhcxgLIAMoCzIsLmt2YXNpci5pbmZlcmVuY2UudjEuU2FtcGxpbmcuTG9naXRCaWFzRW50cnkSEAoIbG9ncHJvYnMYDCABKAgSFAoMdG9wX2xvZ3Byb2JzGA0gASgFEg4KAW4YDiABKAVICIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg0KC19tYXhfdG9rZW5zQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQggKBl9taW5fcEIHCgVfc2VlZEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhQKEl9yZXBldGl0aW9uX3Rva2Vuc0IECgJfbiLuAQoQR2VuZXJhdGVSZXNwb25zZRIvCgdzdGFydGVkGAEgASgLMhwua3Zhc2lyLmluZmVyZW5jZS52MS5TdGFydGVkSAASQAoQcHJlZmlsbF9wcm9ncmVzcxgCIAEoCzIkLmt2YXNpci5pbmZlcmVuY2UudjEuUHJlZmlsbFByb2dyZXNzSAASKwoFZGVsdGEYAyABKAsyGi5rdmFzaXIuaW5mZXJlbmNlLnYxLkRlbHRhSAASMQoIZmluaXNoZWQYBCABKAsyHS5rdmFzaXIuaW5mZXJlbmNlLnYxLkZpbmlzaGVkSABCBwoFZXZlbnQilAIKB1N0YXJ0ZWQSEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRIVCg1wcm9tcHRfdG9rZW5zGAMgASgDEhUKDWNhY2hlZF90b2tlbnMYBCABKAMSMAoGc291cmNlGAUgASgOMiAua3Zhc2lyLmluZmVyZW5jZS52MS5DYWNoZVNvdXJjZRIOCgZyZWFzb24YBiABKAkSLQoEbWlzcxgHIAEoDjIfLmt2YXNpci5pbmZlcmVuY2UudjEuTWlzc1JlYXNvbhIvCgVtYXRjaBgIIAEoDjIgLmt2YXNpci5pbmZlcmVuY2UudjEuUHJlZml4TWF0Y2gSFgoOcGFyZW50X3ZlcnNpb24YCSABKAMiPAoPUHJlZmlsbFByb2dyZXNzEhMKC3Rva2Vuc19kb25lGAEgASgDEhQKDHRva2Vuc190b3RhbBgCIAEoAyKGAQoFRGVsdGESDAoEdGV4dBgBIAEoCRIRCgl0b2tlbl9pZHMYAiADKA0SDgoGY2hvaWNlGAMgASgFEjQKCGxvZ3Byb2JzGAQgAygLMiIua3Zhc2lyLmluZmVyZW5jZS52MS5Ub2tlbkxvZ3Byb2JzEhYKDnJlYXNvbmluZ190ZXh0GAUgASgJImIKDVRva2VuTG9ncHJvYnMSDwoHbG9ncHJvYhgBIAEoAhIuCgN0b3AYAiADKAsyIS5rdmFzaXIuaW5mZXJlbmNlLnYxLlRva2VuTG9ncHJvYhIQCghzcGVsbGluZxgDIAEoDCJDCgxUb2tlbkxvZ3Byb2ISEAoIdG9rZW5faWQYASABKA0SDwoHbG9ncHJvYhgCIAEoAhIQCghzcGVsbGluZxgDIAEoDCKlAgoIRmluaXNoZWQSMQoGcmVhc29uGAEgASgOMiEua3Zhc2lyLmluZmVyZW5jZS52MS5GaW5pc2hSZWFzb24SFAoMbWF0Y2hlZF9zdG9wGAIgASgJEikKBXVzYWdlGAMgASgLMhoua3Zhc2lyLmluZmVyZW5jZS52MS5Vc2FnZRItCgd0aW1pbmdzGAQgASgLMhwua3Zhc2lyLmluZmVyZW5jZS52MS5UaW1pbmdzEjYKCHNuYXBzaG90GAUgASgLMiQua3Zhc2lyLmluZmVyZW5jZS52MS5TbmFwc2hvdE91dGNvbWUSLgoKdG9vbF9jYWxscxgGIAMoCzIaLmt2YXNpci5jb21tb24udjEuVG9vbENhbGwSDgoGY2hvaWNlGAcgASgFIlAKBVVzYWdlEhUKDXByb21wdF90b2tlbnMYASABKAMSFQoNY2FjaGVkX3Rva2VucxgCIAEoAxIZChFjb21wbGV0aW9uX3Rva2VucxgDIAEoAyLmAQoHVGltaW5ncxIoCgVxdWV1ZRgBIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIqCgdyZXN0b3JlGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3ByZWZpbGwYAyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SLgoLZmlyc3RfdG9rZW4YBCABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKQoGZGVjb2RlGAUgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIqwBCg9TbmFwc2hvdE91dGNvbWUSMQoFc3RhdGUYASABKA4yIi5rdmFzaXIuaW5mZXJlbmNlLnYxLlNuYXBzaG90U3RhdGUSDwoHdmVyc2lvbhgCIAEoAxIOCgZyZWFzb24YAyABKAkSLgoIbWFuaWZlc3QYBCABKAsyHC5rdmFzaXIuY2FjaGVzdG9yZS52MS5EaWdlc3QSFQoNd3JpdHRlbl9ieXRlcxgFIAEoAyLmAQoLV2FybVJlcXVlc3QSDQoFbW9kZWwYASABKAkSEAoIYWdlbnRfaWQYAiABKAkSEAoGcHJvbXB0GAMgASgJSAASNAoIbWVzc2FnZXMYBCABKAsyIC5rdmFzaXIuaW5mZXJlbmNlLnYxLk1lc3NhZ2VMaXN0SAASOwoPYXBwZW5kX21lc3NhZ2VzGAUgASgLMiAua3Zhc2lyLmluZmVyZW5jZS52MS5NZXNzYWdlTGlzdEgAEigKBXRvb2xzGAYgAygLMhkua3Zhc2lyLmluZmVyZW5jZS52MS5Ub29sQgcKBWlucHV0IugCCgxXYXJtUmVzcG9uc2USDQoFbW9kZWwYASABKAkSDgoGdG9rZW5zGAIgASgDEhUKDWNhY2hlZF90b2tlbnMYAyABKAMSFwoPY29tcHV0ZWRfdG9rZW5zGAQgASgDEjAKBnNvdXJjZRgFIAEoDjIgLmt2YXNpci5pbmZlcmVuY2UudjEuQ2FjaGVTb3VyY2USDgoGcmVhc29uGAYgASgJEi0KBG1pc3MYByABKA4yHy5rdmFzaXIuaW5mZXJlbmNlLnYxLk1pc3NSZWFzb24SLwoFbWF0Y2gYCCABKA4yIC5rdmFzaXIuaW5mZXJlbmNlLnYxLlByZWZpeE1hdGNoEg8KB3ZlcnNpb24YCSABKAMSKgoHcmVzdG9yZRgKIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIqCgdwcmVmaWxsGAsgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uIp4BChJDb3VudFRva2Vuc1JlcXVlc3QSDQoFbW9kZWwYASABKAkSEAoGcHJvbXB0GAIgASgJSAASNAoIbWVzc2FnZXMYAyABKAsyIC5rdmFzaXIuaW5mZXJlbmNlLnYxLk1lc3NhZ2VMaXN0SAASKAoFdG9vbHMYBCADKAsyGS5rdmFzaXIuaW5mZXJlbmNlLnYxLlRvb2xCBwoFaW5wdXQiPQoTQ291bnRUb2tlbnNSZXNwb25zZRIOCgZ0b2tlbnMYASABKAMSFgoOY29udGV4dF90b2tlbnMYAiABKAMiOAoQTG9hZE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIVCg1kcm9wX3Vuc3RvcmVkGAIgASgIIoUBChFMb2FkTW9kZWxSZXNwb25zZRI1Cghwcm9ncmVzcxgBIAEoCzIhLmt2YXNpci5pbmZlcmVuY2UudjEuTG9hZFByb2dyZXNzSAASMAoEZG9uZRgCIAEoCzIgLmt2YXNpci5pbmZlcmVuY2UudjEuTG9hZGVkTW9kZWxIAEIHCgVldmVudCJpCgxMb2FkUHJvZ3Jlc3MSLQoFc3RhZ2UYASABKA4yHi5rdmFzaXIuaW5mZXJlbmNlLnYxLkxvYWRTdGFnZRIqCgdlbGFwc2VkGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uImkKC0xvYWRlZE1vZGVsEikKBW1vZGVsGAEgASgLMhoua3Zhc2lyLmluZmVyZW5jZS52MS5Nb2RlbBIvCgRsZWZ0GAIgASgLMiEua3Zhc2lyLmluZmVyZW5jZS52MS5NZW1vcmllc0xlZnQiOgoSVW5sb2FkTW9kZWxSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhUKDWRyb3BfdW5zdG9yZWQYAiABKAgiRgoTVW5sb2FkTW9kZWxSZXNwb25zZRIvCgRsZWZ0GAEgASgLMiEua3Zhc2lyLmluZmVyZW5jZS52MS5NZW1vcmllc0xlZnQiLwoMTWVtb3JpZXNMZWZ0Eg4KBnN0b3JlZBgBIAEoAxIPCgdkcm9wcGVkGAIgASgDIhMKEUxpc3RNb2RlbHNSZXF1ZXN0IkAKEkxpc3RNb2RlbHNSZXNwb25zZRIqCgZtb2RlbHMYASADKAsyGi5rdmFzaXIuaW5mZXJlbmNlLnYxLk1vZGVsIiAKD0dldE1vZGVsUmVxdWVzdBINCgVtb2RlbBgBIAEoCSI9ChBHZXRNb2RlbFJlc3BvbnNlEikKBW1vZGVsGAEgASgLMhoua3Zhc2lyLmluZmVyZW5jZS52MS5Nb2RlbCKnAwoFTW9kZWwSDAoEbmFtZRgBIAEoCRI1Cgtrdl9pZGVudGl0eRgCIAEoCzIgLmt2YXNpci5jYWNoZXN0b3JlLnYxLkt2SWRlbnRpdHkSGAoQa3ZfaWRlbnRpdHlfaGFzaBgDIAEoCRIYChB0b2tlbml6ZXJfZGlnZXN0GAQgASgJEhcKD3RlbXBsYXRlX2RpZ2VzdBgFIAEoCRIWCg5jb250ZXh0X3Rva2VucxgGIAEoAxIaChJrdl9ieXRlc19wZXJfdG9rZW4YByABKAMSHwoXa3ZfYnl0ZXNfcGVyX3Rva2VuX2ZwMTYYCCABKAMSHQoVcG9saWN5X2FwcGxpZWRfbGF5ZXJzGAkgASgFEhMKC2xheWVyX2NvdW50GAogASgFEhMKC2NlbGxfdG9rZW5zGAsgASgFEhQKDGNvbXB1dGVfdHlwZRgMIAEoCRIuCgVzdGF0ZRgNIAEoDjIfLmt2YXNpci5pbmZlcmVuY2UudjEuTW9kZWxTdGF0ZRIRCglrdl9wb2xpY3kYDiABKAkSFQoNa3ZfcG9saWN5X3doeRgPIAEoCSIYChZHZXRDYXBhYmlsaXRpZXNSZXF1ZXN0IocBChdHZXRDYXBhYmlsaXRpZXNSZXNwb25zZRIPCgd2ZXJzaW9uGAEgASgJEg4KBmRldmljZRgCIAEoCRIMCgRibGFzGAMgASgJEisKBmxpbWl0cxgEIAEoCzIbLmt2YXNpci5pbmZlcmVuY2UudjEuTGltaXRzEhAKCGZlYXR1cmVzGAUgAygJIsIBCgZMaW1pdHMSGAoQbWF4X3Byb21wdF9ieXRlcxgBIAEoAxIZChFtYXhfcmVxdWVzdF9ieXRlcxgCIAEoAxIYChBtYXhfdW5yZWFkX2J5dGVzGAMgASgDEhEKCW1heF90dXJucxgEIAEoAxIfChdtYXhfdHVybnNfcGVyX25hbWVzcGFjZRgFIAEoAxIcChRtYXhfdHVybnNfcGVyX2NhbGxlchgGIAEoAxIXCg9rdl9tZW1vcnlfYnl0ZXMYByABKAMiEQoPR2V0U3RhdHNSZXF1ZXN0ItMBChBHZXRTdGF0c1Jlc3BvbnNlEg0KBW1vZGVsGAEgASgJEikKBnVwdGltZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhI3CgpuYW1lc3BhY2VzGAMgAygLMiMua3Zhc2lyLmluZmVyZW5jZS52MS5OYW1lc3BhY2VTdGF0cxIwCgZlbmdpbmUYBCABKAsyIC5rdmFzaXIuaW5mZXJlbmNlLnYxLkVuZ2luZVN0YXRzEhoKEnN0b3JlX2lzX3JlYWNoYWJsZRgFIAEoCCKyBgoOTmFtZXNwYWNlU3RhdHMSEQoJbmFtZXNwYWNlGAEgASgJEg0KBXR1cm5zGAIgASgDEkQKCXR1cm5fZW5kcxgDIAMoCzIxLmt2YXNpci5pbmZlcmVuY2UudjEuTmFtZXNwYWNlU3RhdHMuVHVybkVuZHNFbnRyeRJDCghyZWZ1c2FscxgEIAMoCzIxLmt2YXNpci5pbmZlcmVuY2UudjEuTmFtZXNwYWNlU3RhdHMuUmVmdXNhbHNFbnRyeRIYChBwcmVmaWxsZWRfdG9rZW5zGAUgASgDEhUKDWNhY2hlZF90b2tlbnMYBiABKAMSFgoOZGVjb2RlZF90b2tlbnMYByABKAMSQQoHc291cmNlcxgIIAMoCzIwLmt2YXNpci5pbmZlcmVuY2UudjEuTmFtZXNwYWNlU3RhdHMuU291cmNlc0VudHJ5Ej8KBm1pc3NlcxgJIAMoCzIvLmt2YXNpci5pbmZlcmVuY2UudjEuTmFtZXNwYWNlU3RhdHMuTWlzc2VzRW50cnkSSwoMcHVibGljYXRpb25zGAogAygLMjUua3Zhc2lyLmluZmVyZW5jZS52MS5OYW1lc3BhY2VTdGF0cy5QdWJsaWNhdGlvbnNFbnRyeRIXCg9wdWJsaXNoZWRfYnl0ZXMYCyABKAMSFQoNd2FpdGluZ190dXJucxgMIAEoAxIVCg1ydW5uaW5nX3R1cm5zGA0gASgDEhwKFGt2X21lbW9yeV91c2VkX2J5dGVzGA4gASgDGi8KDVR1cm5FbmRzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ARovCg1SZWZ1c2Fsc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEaLgoMU291cmNlc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEaLQoLTWlzc2VzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ARozChFQdWJsaWNhdGlvbnNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBIuYBCgtFbmdpbmVTdGF0cxIXCg9rdl9tZW1vcnlfYnl0ZXMYASABKAMSHAoUa3ZfbWVtb3J5X3VzZWRfYnl0ZXMYAiABKAMSFAoMaG90X21lbW9yaWVzGAMgASgDEhcKD3Jlc3RvcmluZ19ieXRlcxgEIAEoAxIYChBwdWJsaXNoaW5nX2J5dGVzGAUgASgDEhQKDHByb21wdF9ieXRlcxgGIAEoAxIXCg9jb21wdXRlZF90b2tlbnMYByABKAMSEwoLcHJlZW1wdGlvbnMYCCABKAMSEwoLbW9kZWxfbG9hZHMYCSABKAMqVwoIUHJpb3JpdHkSGAoUUFJJT1JJVFlfVU5TUEVDSUZJRUQQABIYChRQUklPUklUWV9JTlRFUkFDVElWRRABEhcKE1BSSU9SSVRZX0JBQ0tHUk9VTkQQAiqhAQoLQ2FjaGVTb3VyY2USHAoYQ0FDSEVfU09VUkNFX1VOU1BFQ0lGSUVEEAASFQoRQ0FDSEVfU09VUkNFX0NPTEQQARIUChBDQUNIRV9TT1VSQ0VfSE9UEAISFQoRQ0FDSEVfU09VUkNFX1dBUk0QAxIXChNDQUNIRV9TT1VSQ0VfU0hBUkVEEAQSFwoTQ0FDSEVfU09VUkNFX1JFUExBWRAFKo0BCgtQcmVmaXhNYXRjaBIcChhQUkVGSVhfTUFUQ0hfVU5TUEVDSUZJRUQQABIVChFQUkVGSVhfTUFUQ0hfTk9ORRABEhYKElBSRUZJWF9NQVRDSF9FWEFDVBACEhcKE1BSRUZJWF9NQVRDSF9FWFRFTkQQAxIYChRQUkVGSVhfTUFUQ0hfRElWRVJHRRAEKoEDCgpNaXNzUmVhc29uEhsKF01JU1NfUkVBU09OX1VOU1BFQ0lGSUVEEAASGQoVTUlTU19SRUFTT05fTkVXX0FHRU5UEAESHAoYTUlTU19SRUFTT05fVEVYVF9ESUZGRVJTEAISIwofTUlTU19SRUFTT05fS1ZfSURFTlRJVFlfRElGRkVSUxADEiEKHU1JU1NfUkVBU09OX1NUT1JFX1VOUkVBQ0hBQkxFEAQSHQoZTUlTU19SRUFTT05fU1RPUkVfVElNRU9VVBAFEh0KGU1JU1NfUkVBU09OX1NUT1JFX1JFRlVTRUQQBhIcChhNSVNTX1JFQVNPTl9CTE9CX01JU1NJTkcQBxIcChhNSVNTX1JFQVNPTl9CTE9CX0RBTUFHRUQQCBIgChxNSVNTX1JFQVNPTl9NQU5JRkVTVF9JTlZBTElEEAkSGQoVTUlTU19SRUFTT05fTk9fTUVNT1JZEAoSHgoaTUlTU19SRUFTT05fTk9fU1RBVEVfUE9JTlQQCyqeAQoMRmluaXNoUmVhc29uEh0KGUZJTklTSF9SRUFTT05fVU5TUEVDSUZJRUQQABIWChJGSU5JU0hfUkVBU09OX1NUT1AQARIYChRGSU5JU0hfUkVBU09OX0xFTkdUSBACEh8KG0ZJTklTSF9SRUFTT05fU1RPUF9TRVFVRU5DRRADEhwKGEZJTklTSF9SRUFTT05fVE9PTF9DQUxMUxAEKp0BCg1TbmFwc2hvdFN0YXRlEh4KGlNOQVBTSE9UX1NUQVRFX1VOU1BFQ0lGSUVEEAASFwoTU05BUFNIT1RfU1RBVEVfTk9ORRABEhwKGFNOQVBTSE9UX1NUQVRFX0NPTU1JVFRFRBACEhoKFlNOQVBTSE9UX1NUQVRFX1BFTkRJTkcQAxIZChVTTkFQU0hPVF9TVEFURV9GQUlMRUQQBCpYCglMb2FkU3RhZ2USGgoWTE9BRF9TVEFHRV9VTlNQRUNJRklFRBAAEhcKE0xPQURfU1RBR0VfUkVUSVJJTkcQARIWChJMT0FEX1NUQUdFX0xPQURJTkcQAiqQAQoKTW9kZWxTdGF0ZRIbChdNT0RFTF9TVEFURV9VTlNQRUNJRklFRBAAEhoKFk1PREVMX1NUQVRFX05PVF9MT0FERUQQARIXChNNT0RFTF9TVEFURV9MT0FESU5HEAISFgoSTU9ERUxfU1RBVEVfTE9BREVEEAMSGAoUTU9ERUxfU1RBVEVfUkVUSVJJTkcQBDLbBgoQSW5mZXJlbmNlU2VydmljZRJZCghHZW5lcmF0ZRIkLmt2YXNpci5pbmZlcmVuY2UudjEuR2VuZXJhdGVSZXF1ZXN0GiUua3Zhc2lyLmluZmVyZW5jZS52MS5HZW5lcmF0ZVJlc3BvbnNlMAESSwoEV2FybRIgLmt2YXNpci5pbmZlcmVuY2UudjEuV2FybVJlcXVlc3QaIS5rdmFzaXIuaW5mZXJlbmNlLnYxLldhcm1SZXNwb25zZRJgCgtDb3VudFRva2VucxInLmt2YXNpci5pbmZlcmVuY2UudjEuQ291bnRUb2tlbnNSZXF1ZXN0Gigua3Zhc2lyLmluZmVyZW5jZS52MS5Db3VudFRva2Vuc1Jlc3BvbnNlEl0KCkxpc3RNb2RlbHMSJi5rdmFzaXIuaW5mZXJlbmNlLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gicua3Zhc2lyLmluZmVyZW5jZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USXAoJTG9hZE1vZGVsEiUua3Zhc2lyLmluZmVyZW5jZS52MS5Mb2FkTW9kZWxSZXF1ZXN0GiYua3Zhc2lyLmluZmVyZW5jZS52MS5Mb2FkTW9kZWxSZXNwb25zZTABEmAKC1VubG9hZE1vZGVsEicua3Zhc2lyLmluZmVyZW5jZS52MS5VbmxvYWRNb2RlbFJlcXVlc3QaKC5rdmFzaXIuaW5mZXJlbmNlLnYxLlVubG9hZE1vZGVsUmVzcG9uc2USVwoIR2V0TW9kZWwSJC5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldE1vZGVsUmVxdWVzdBolLmt2YXNpci5pbmZlcmVuY2UudjEuR2V0TW9kZWxSZXNwb25zZRJsCg9HZXRDYXBhYmlsaXRpZXMSKy5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldENhcGFiaWxpdGllc1JlcXVlc3QaLC5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldENhcGFiaWxpdGllc1Jlc3BvbnNlElcKCEdldFN0YXRzEiQua3Zhc2lyLmluZmVyZW5jZS52MS5HZXRTdGF0c1JlcXVlc3QaJS5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldFN0YXRzUmVzcG9uc2VCegoXb3JnLmt2YXNpci5pbmZlcmVuY2UudjFQAVo1a3Zhc2lyLm9yZy9jbGllbnQvZ2VuL2t2YXNpci9pbmZlcmVuY2UvdjE7aW5mZXJlbmNldjGqAhNLdmFzaXIuSW5mZXJlbmNlLlYxugIPS3Zhc2lySW5mZXJlbmNlYgZwcm90bzM", [file_google_protobuf_duration, file_kvasir_cachestore_v1_identity, file_kvasir_cachestore_v1_manifest, file_kvasir_common_v1_message]);
+  fileDesc("CiNrdmFzaXIvaW5mZXJlbmNlL3YxL2luZmVyZW5jZS5wcm90bxITa3Zhc2lyLmluZmVyZW5jZS52MSL4BAoPR2VuZXJhdGVSZXF1ZXN0EhIKCnJlcXVlc3RfaWQYASABKAkSDQoFbW9kZWwYAiABKAkSEAoIYWdlbnRfaWQYAyABKAkSHQoQZXhwZWN0ZWRfdmVyc2lvbhgEIAEoA0gCiAEBEhAKBnByb21wdBgFIAEoCUgAEjQKCG1lc3NhZ2VzGAYgASgLMiAua3Zhc2lyLmluZmVyZW5jZS52MS5NZXNzYWdlTGlzdEgAEjsKD2FwcGVuZF9tZXNzYWdlcxgHIAEoCzIgLmt2YXNpci5pbmZlcmVuY2UudjEuTWVzc2FnZUxpc3RIABIvCghzYW1wbGluZxgIIAEoCzIdLmt2YXNpci5pbmZlcmVuY2UudjEuU2FtcGxpbmcSKAoFdG9vbHMYCSADKAsyGS5rdmFzaXIuaW5mZXJlbmNlLnYxLlRvb2wSFAoMa2VlcF9wYXJ0aWFsGAogASgIEi8KCHByaW9yaXR5GAsgASgOMh0ua3Zhc2lyLmluZmVyZW5jZS52MS5Qcmlvcml0eRIVCgtqc29uX3NjaGVtYRgMIAEoCUgBEg8KBXJlZ2V4GA0gASgJSAESFwoPZXhwZWN0X2V4aXN0aW5nGA4gASgIEjQKC21lbW9yeV9tb2RlGA8gASgOMh8ua3Zhc2lyLmluZmVyZW5jZS52MS5NZW1vcnlNb2RlEhkKDGJhc2VfdmVyc2lvbhgQIAEoA0gDiAEBEhYKDnJlcGxhY2VfbWVtb3J5GBEgASgIQgcKBWlucHV0QhEKD3Jlc3BvbnNlX2Zvcm1hdEITChFfZXhwZWN0ZWRfdmVyc2lvbkIPCg1fYmFzZV92ZXJzaW9uIjoKC01lc3NhZ2VMaXN0EisKCG1lc3NhZ2VzGAEgAygLMhkua3Zhc2lyLmNvbW1vbi52MS5NZXNzYWdlIkIKBFRvb2wSDAoEbmFtZRgBIAEoCRITCgtkZXNjcmlwdGlvbhgCIAEoCRIXCg9wYXJhbWV0ZXJzX2pzb24YAyABKAkimAQKCFNhbXBsaW5nEhcKCm1heF90b2tlbnMYASABKAVIAIgBARIYCgt0ZW1wZXJhdHVyZRgCIAEoAkgBiAEBEhIKBXRvcF9wGAMgASgCSAKIAQESEgoFdG9wX2sYBCABKAVIA4gBARISCgVtaW5fcBgFIAEoAkgEiAEBEhEKBHNlZWQYBiABKARIBYgBARIMCgRzdG9wGAcgAygJEhYKDnN0b3BfdG9rZW5faWRzGAggAygNEh8KEnJlcGV0aXRpb25fcGVuYWx0eRgJIAEoAkgGiAEBEh4KEXJlcGV0aXRpb25fdG9rZW5zGAogASgFSAeIAQESQAoKbG9naXRfYmlhcxgLIAMoCzIsLmt2YXNpci5pbmZlcmVuY2UudjEuU2FtcGxpbmcuTG9naXRCaWFzRW50cnkSEAoIbG9ncHJvYnMYDCABKAgSFAoMdG9wX2xvZ3Byb2JzGA0gASgFEg4KAW4YDiABKAVICIgBARowCg5Mb2dpdEJpYXNFbnRyeRILCgNrZXkYASABKA0SDQoFdmFsdWUYAiABKAI6AjgBQg0KC19tYXhfdG9rZW5zQg4KDF90ZW1wZXJhdHVyZUIICgZfdG9wX3BCCAoGX3RvcF9rQggKBl9taW5fcEIHCgVfc2VlZEIVChNfcmVwZXRpdGlvbl9wZW5hbHR5QhQKEl9yZXBldGl0aW9uX3Rva2Vuc0IECgJfbiLuAQoQR2VuZXJhdGVSZXNwb25zZRIvCgdzdGFydGVkGAEgASgLMhwua3Zhc2lyLmluZmVyZW5jZS52MS5TdGFydGVkSAASQAoQcHJlZmlsbF9wcm9ncmVzcxgCIAEoCzIkLmt2YXNpci5pbmZlcmVuY2UudjEuUHJlZmlsbFByb2dyZXNzSAASKwoFZGVsdGEYAyABKAsyGi5rdmFzaXIuaW5mZXJlbmNlLnYxLkRlbHRhSAASMQoIZmluaXNoZWQYBCABKAsyHS5rdmFzaXIuaW5mZXJlbmNlLnYxLkZpbmlzaGVkSABCBwoFZXZlbnQi4wIKB1N0YXJ0ZWQSEgoKcmVxdWVzdF9pZBgBIAEoCRINCgVtb2RlbBgCIAEoCRIVCg1wcm9tcHRfdG9rZW5zGAMgASgDEhUKDWNhY2hlZF90b2tlbnMYBCABKAMSMAoGc291cmNlGAUgASgOMiAua3Zhc2lyLmluZmVyZW5jZS52MS5DYWNoZVNvdXJjZRIOCgZyZWFzb24YBiABKAkSLQoEbWlzcxgHIAEoDjIfLmt2YXNpci5pbmZlcmVuY2UudjEuTWlzc1JlYXNvbhIvCgVtYXRjaBgIIAEoDjIgLmt2YXNpci5pbmZlcmVuY2UudjEuUHJlZml4TWF0Y2gSFgoOcGFyZW50X3ZlcnNpb24YCSABKAMSNwoMY29udGludWF0aW9uGAogASgOMiEua3Zhc2lyLmluZmVyZW5jZS52MS5Db250aW51YXRpb24SFAoMYmFzZV92ZXJzaW9uGAsgASgDIjwKD1ByZWZpbGxQcm9ncmVzcxITCgt0b2tlbnNfZG9uZRgBIAEoAxIUCgx0b2tlbnNfdG90YWwYAiABKAMihgEKBURlbHRhEgwKBHRleHQYASABKAkSEQoJdG9rZW5faWRzGAIgAygNEg4KBmNob2ljZRgDIAEoBRI0Cghsb2dwcm9icxgEIAMoCzIiLmt2YXNpci5pbmZlcmVuY2UudjEuVG9rZW5Mb2dwcm9icxIWCg5yZWFzb25pbmdfdGV4dBgFIAEoCSJiCg1Ub2tlbkxvZ3Byb2JzEg8KB2xvZ3Byb2IYASABKAISLgoDdG9wGAIgAygLMiEua3Zhc2lyLmluZmVyZW5jZS52MS5Ub2tlbkxvZ3Byb2ISEAoIc3BlbGxpbmcYAyABKAwiQwoMVG9rZW5Mb2dwcm9iEhAKCHRva2VuX2lkGAEgASgNEg8KB2xvZ3Byb2IYAiABKAISEAoIc3BlbGxpbmcYAyABKAwipQIKCEZpbmlzaGVkEjEKBnJlYXNvbhgBIAEoDjIhLmt2YXNpci5pbmZlcmVuY2UudjEuRmluaXNoUmVhc29uEhQKDG1hdGNoZWRfc3RvcBgCIAEoCRIpCgV1c2FnZRgDIAEoCzIaLmt2YXNpci5pbmZlcmVuY2UudjEuVXNhZ2USLQoHdGltaW5ncxgEIAEoCzIcLmt2YXNpci5pbmZlcmVuY2UudjEuVGltaW5ncxI2CghzbmFwc2hvdBgFIAEoCzIkLmt2YXNpci5pbmZlcmVuY2UudjEuU25hcHNob3RPdXRjb21lEi4KCnRvb2xfY2FsbHMYBiADKAsyGi5rdmFzaXIuY29tbW9uLnYxLlRvb2xDYWxsEg4KBmNob2ljZRgHIAEoBSJQCgVVc2FnZRIVCg1wcm9tcHRfdG9rZW5zGAEgASgDEhUKDWNhY2hlZF90b2tlbnMYAiABKAMSGQoRY29tcGxldGlvbl90b2tlbnMYAyABKAMi5gEKB1RpbWluZ3MSKAoFcXVldWUYASABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24SKgoHcmVzdG9yZRgCIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbhIqCgdwcmVmaWxsGAMgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEi4KC2ZpcnN0X3Rva2VuGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEikKBmRlY29kZRgFIAEoCzIZLmdvb2dsZS5wcm90b2J1Zi5EdXJhdGlvbiKsAQoPU25hcHNob3RPdXRjb21lEjEKBXN0YXRlGAEgASgOMiIua3Zhc2lyLmluZmVyZW5jZS52MS5TbmFwc2hvdFN0YXRlEg8KB3ZlcnNpb24YAiABKAMSDgoGcmVhc29uGAMgASgJEi4KCG1hbmlmZXN0GAQgASgLMhwua3Zhc2lyLmNhY2hlc3RvcmUudjEuRGlnZXN0EhUKDXdyaXR0ZW5fYnl0ZXMYBSABKAMiEgoQTGlzdFR1cm5zUmVxdWVzdCI9ChFMaXN0VHVybnNSZXNwb25zZRIoCgV0dXJucxgBIAMoCzIZLmt2YXNpci5pbmZlcmVuY2UudjEuVHVybiLcAQoEVHVybhISCgpyZXF1ZXN0X2lkGAEgASgJEhAKCGFnZW50X2lkGAIgASgJEi0KBXN0YXRlGAMgASgOMh4ua3Zhc2lyLmluZmVyZW5jZS52MS5UdXJuU3RhdGUSJgoDYWdlGAQgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEhUKDXByb21wdF90b2tlbnMYBSABKAMSFQoNY2FjaGVkX3Rva2VucxgGIAEoAxIZChFjb21wbGV0aW9uX3Rva2VucxgHIAEoAxIOCgZjaG9pY2UYCCABKAUiJwoRQ2FuY2VsVHVyblJlcXVlc3QSEgoKcmVxdWVzdF9pZBgBIAEoCSJFChJDYW5jZWxUdXJuUmVzcG9uc2USLwoIZmluaXNoZWQYASADKAsyHS5rdmFzaXIuaW5mZXJlbmNlLnYxLkZpbmlzaGVkIuYBCgtXYXJtUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIQCghhZ2VudF9pZBgCIAEoCRIQCgZwcm9tcHQYAyABKAlIABI0CghtZXNzYWdlcxgEIAEoCzIgLmt2YXNpci5pbmZlcmVuY2UudjEuTWVzc2FnZUxpc3RIABI7Cg9hcHBlbmRfbWVzc2FnZXMYBSABKAsyIC5rdmFzaXIuaW5mZXJlbmNlLnYxLk1lc3NhZ2VMaXN0SAASKAoFdG9vbHMYBiADKAsyGS5rdmFzaXIuaW5mZXJlbmNlLnYxLlRvb2xCBwoFaW5wdXQi6AIKDFdhcm1SZXNwb25zZRINCgVtb2RlbBgBIAEoCRIOCgZ0b2tlbnMYAiABKAMSFQoNY2FjaGVkX3Rva2VucxgDIAEoAxIXCg9jb21wdXRlZF90b2tlbnMYBCABKAMSMAoGc291cmNlGAUgASgOMiAua3Zhc2lyLmluZmVyZW5jZS52MS5DYWNoZVNvdXJjZRIOCgZyZWFzb24YBiABKAkSLQoEbWlzcxgHIAEoDjIfLmt2YXNpci5pbmZlcmVuY2UudjEuTWlzc1JlYXNvbhIvCgVtYXRjaBgIIAEoDjIgLmt2YXNpci5pbmZlcmVuY2UudjEuUHJlZml4TWF0Y2gSDwoHdmVyc2lvbhgJIAEoAxIqCgdyZXN0b3JlGAogASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEioKB3ByZWZpbGwYCyABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24ingEKEkNvdW50VG9rZW5zUmVxdWVzdBINCgVtb2RlbBgBIAEoCRIQCgZwcm9tcHQYAiABKAlIABI0CghtZXNzYWdlcxgDIAEoCzIgLmt2YXNpci5pbmZlcmVuY2UudjEuTWVzc2FnZUxpc3RIABIoCgV0b29scxgEIAMoCzIZLmt2YXNpci5pbmZlcmVuY2UudjEuVG9vbEIHCgVpbnB1dCI9ChNDb3VudFRva2Vuc1Jlc3BvbnNlEg4KBnRva2VucxgBIAEoAxIWCg5jb250ZXh0X3Rva2VucxgCIAEoAyI4ChBMb2FkTW9kZWxSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJEhUKDWRyb3BfdW5zdG9yZWQYAiABKAgihQEKEUxvYWRNb2RlbFJlc3BvbnNlEjUKCHByb2dyZXNzGAEgASgLMiEua3Zhc2lyLmluZmVyZW5jZS52MS5Mb2FkUHJvZ3Jlc3NIABIwCgRkb25lGAIgASgLMiAua3Zhc2lyLmluZmVyZW5jZS52MS5Mb2FkZWRNb2RlbEgAQgcKBWV2ZW50ImkKDExvYWRQcm9ncmVzcxItCgVzdGFnZRgBIAEoDjIeLmt2YXNpci5pbmZlcmVuY2UudjEuTG9hZFN0YWdlEioKB2VsYXBzZWQYAiABKAsyGS5nb29nbGUucHJvdG9idWYuRHVyYXRpb24iaQoLTG9hZGVkTW9kZWwSKQoFbW9kZWwYASABKAsyGi5rdmFzaXIuaW5mZXJlbmNlLnYxLk1vZGVsEi8KBGxlZnQYAiABKAsyIS5rdmFzaXIuaW5mZXJlbmNlLnYxLk1lbW9yaWVzTGVmdCI6ChJVbmxvYWRNb2RlbFJlcXVlc3QSDQoFbW9kZWwYASABKAkSFQoNZHJvcF91bnN0b3JlZBgCIAEoCCJGChNVbmxvYWRNb2RlbFJlc3BvbnNlEi8KBGxlZnQYASABKAsyIS5rdmFzaXIuaW5mZXJlbmNlLnYxLk1lbW9yaWVzTGVmdCIvCgxNZW1vcmllc0xlZnQSDgoGc3RvcmVkGAEgASgDEg8KB2Ryb3BwZWQYAiABKAMiEwoRTGlzdE1vZGVsc1JlcXVlc3QiQAoSTGlzdE1vZGVsc1Jlc3BvbnNlEioKBm1vZGVscxgBIAMoCzIaLmt2YXNpci5pbmZlcmVuY2UudjEuTW9kZWwiIAoPR2V0TW9kZWxSZXF1ZXN0Eg0KBW1vZGVsGAEgASgJIj0KEEdldE1vZGVsUmVzcG9uc2USKQoFbW9kZWwYASABKAsyGi5rdmFzaXIuaW5mZXJlbmNlLnYxLk1vZGVsIqcDCgVNb2RlbBIMCgRuYW1lGAEgASgJEjUKC2t2X2lkZW50aXR5GAIgASgLMiAua3Zhc2lyLmNhY2hlc3RvcmUudjEuS3ZJZGVudGl0eRIYChBrdl9pZGVudGl0eV9oYXNoGAMgASgJEhgKEHRva2VuaXplcl9kaWdlc3QYBCABKAkSFwoPdGVtcGxhdGVfZGlnZXN0GAUgASgJEhYKDmNvbnRleHRfdG9rZW5zGAYgASgDEhoKEmt2X2J5dGVzX3Blcl90b2tlbhgHIAEoAxIfChdrdl9ieXRlc19wZXJfdG9rZW5fZnAxNhgIIAEoAxIdChVwb2xpY3lfYXBwbGllZF9sYXllcnMYCSABKAUSEwoLbGF5ZXJfY291bnQYCiABKAUSEwoLY2VsbF90b2tlbnMYCyABKAUSFAoMY29tcHV0ZV90eXBlGAwgASgJEi4KBXN0YXRlGA0gASgOMh8ua3Zhc2lyLmluZmVyZW5jZS52MS5Nb2RlbFN0YXRlEhEKCWt2X3BvbGljeRgOIAEoCRIVCg1rdl9wb2xpY3lfd2h5GA8gASgJIhgKFkdldENhcGFiaWxpdGllc1JlcXVlc3QihwEKF0dldENhcGFiaWxpdGllc1Jlc3BvbnNlEg8KB3ZlcnNpb24YASABKAkSDgoGZGV2aWNlGAIgASgJEgwKBGJsYXMYAyABKAkSKwoGbGltaXRzGAQgASgLMhsua3Zhc2lyLmluZmVyZW5jZS52MS5MaW1pdHMSEAoIZmVhdHVyZXMYBSADKAkiwgEKBkxpbWl0cxIYChBtYXhfcHJvbXB0X2J5dGVzGAEgASgDEhkKEW1heF9yZXF1ZXN0X2J5dGVzGAIgASgDEhgKEG1heF91bnJlYWRfYnl0ZXMYAyABKAMSEQoJbWF4X3R1cm5zGAQgASgDEh8KF21heF90dXJuc19wZXJfbmFtZXNwYWNlGAUgASgDEhwKFG1heF90dXJuc19wZXJfY2FsbGVyGAYgASgDEhcKD2t2X21lbW9yeV9ieXRlcxgHIAEoAyIRCg9HZXRTdGF0c1JlcXVlc3Qi0wEKEEdldFN0YXRzUmVzcG9uc2USDQoFbW9kZWwYASABKAkSKQoGdXB0aW1lGAIgASgLMhkuZ29vZ2xlLnByb3RvYnVmLkR1cmF0aW9uEjcKCm5hbWVzcGFjZXMYAyADKAsyIy5rdmFzaXIuaW5mZXJlbmNlLnYxLk5hbWVzcGFjZVN0YXRzEjAKBmVuZ2luZRgEIAEoCzIgLmt2YXNpci5pbmZlcmVuY2UudjEuRW5naW5lU3RhdHMSGgoSc3RvcmVfaXNfcmVhY2hhYmxlGAUgASgIIrIGCg5OYW1lc3BhY2VTdGF0cxIRCgluYW1lc3BhY2UYASABKAkSDQoFdHVybnMYAiABKAMSRAoJdHVybl9lbmRzGAMgAygLMjEua3Zhc2lyLmluZmVyZW5jZS52MS5OYW1lc3BhY2VTdGF0cy5UdXJuRW5kc0VudHJ5EkMKCHJlZnVzYWxzGAQgAygLMjEua3Zhc2lyLmluZmVyZW5jZS52MS5OYW1lc3BhY2VTdGF0cy5SZWZ1c2Fsc0VudHJ5EhgKEHByZWZpbGxlZF90b2tlbnMYBSABKAMSFQoNY2FjaGVkX3Rva2VucxgGIAEoAxIWCg5kZWNvZGVkX3Rva2VucxgHIAEoAxJBCgdzb3VyY2VzGAggAygLMjAua3Zhc2lyLmluZmVyZW5jZS52MS5OYW1lc3BhY2VTdGF0cy5Tb3VyY2VzRW50cnkSPwoGbWlzc2VzGAkgAygLMi8ua3Zhc2lyLmluZmVyZW5jZS52MS5OYW1lc3BhY2VTdGF0cy5NaXNzZXNFbnRyeRJLCgxwdWJsaWNhdGlvbnMYCiADKAsyNS5rdmFzaXIuaW5mZXJlbmNlLnYxLk5hbWVzcGFjZVN0YXRzLlB1YmxpY2F0aW9uc0VudHJ5EhcKD3B1Ymxpc2hlZF9ieXRlcxgLIAEoAxIVCg13YWl0aW5nX3R1cm5zGAwgASgDEhUKDXJ1bm5pbmdfdHVybnMYDSABKAMSHAoUa3ZfbWVtb3J5X3VzZWRfYnl0ZXMYDiABKAMaLwoNVHVybkVuZHNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBGi8KDVJlZnVzYWxzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ARouCgxTb3VyY2VzRW50cnkSCwoDa2V5GAEgASgJEg0KBXZhbHVlGAIgASgDOgI4ARotCgtNaXNzZXNFbnRyeRILCgNrZXkYASABKAkSDQoFdmFsdWUYAiABKAM6AjgBGjMKEVB1YmxpY2F0aW9uc0VudHJ5EgsKA2tleRgBIAEoCRINCgV2YWx1ZRgCIAEoAzoCOAEi5gEKC0VuZ2luZVN0YXRzEhcKD2t2X21lbW9yeV9ieXRlcxgBIAEoAxIcChRrdl9tZW1vcnlfdXNlZF9ieXRlcxgCIAEoAxIUCgxob3RfbWVtb3JpZXMYAyABKAMSFwoPcmVzdG9yaW5nX2J5dGVzGAQgASgDEhgKEHB1Ymxpc2hpbmdfYnl0ZXMYBSABKAMSFAoMcHJvbXB0X2J5dGVzGAYgASgDEhcKD2NvbXB1dGVkX3Rva2VucxgHIAEoAxITCgtwcmVlbXB0aW9ucxgIIAEoAxITCgttb2RlbF9sb2FkcxgJIAEoAyp2CgpNZW1vcnlNb2RlEhsKF01FTU9SWV9NT0RFX1VOU1BFQ0lGSUVEEAASGgoWTUVNT1JZX01PREVfUkVBRF9XUklURRABEhkKFU1FTU9SWV9NT0RFX1JFQURfT05MWRACEhQKEE1FTU9SWV9NT0RFX05PTkUQAypXCghQcmlvcml0eRIYChRQUklPUklUWV9VTlNQRUNJRklFRBAAEhgKFFBSSU9SSVRZX0lOVEVSQUNUSVZFEAESFwoTUFJJT1JJVFlfQkFDS0dST1VORBACKq0BCgxDb250aW51YXRpb24SHAoYQ09OVElOVUFUSU9OX1VOU1BFQ0lGSUVEEAASFAoQQ09OVElOVUFUSU9OX05FVxABEhkKFUNPTlRJTlVBVElPTl9FWFRFTkRFRBACEhgKFENPTlRJTlVBVElPTl9SRVdPVU5EEAMSGQoVQ09OVElOVUFUSU9OX1JFUExBQ0VEEAQSGQoVQ09OVElOVUFUSU9OX0JSQU5DSEVEEAUqoQEKC0NhY2hlU291cmNlEhwKGENBQ0hFX1NPVVJDRV9VTlNQRUNJRklFRBAAEhUKEUNBQ0hFX1NPVVJDRV9DT0xEEAESFAoQQ0FDSEVfU09VUkNFX0hPVBACEhUKEUNBQ0hFX1NPVVJDRV9XQVJNEAMSFwoTQ0FDSEVfU09VUkNFX1NIQVJFRBAEEhcKE0NBQ0hFX1NPVVJDRV9SRVBMQVkQBSqNAQoLUHJlZml4TWF0Y2gSHAoYUFJFRklYX01BVENIX1VOU1BFQ0lGSUVEEAASFQoRUFJFRklYX01BVENIX05PTkUQARIWChJQUkVGSVhfTUFUQ0hfRVhBQ1QQAhIXChNQUkVGSVhfTUFUQ0hfRVhURU5EEAMSGAoUUFJFRklYX01BVENIX0RJVkVSR0UQBCqBAwoKTWlzc1JlYXNvbhIbChdNSVNTX1JFQVNPTl9VTlNQRUNJRklFRBAAEhkKFU1JU1NfUkVBU09OX05FV19BR0VOVBABEhwKGE1JU1NfUkVBU09OX1RFWFRfRElGRkVSUxACEiMKH01JU1NfUkVBU09OX0tWX0lERU5USVRZX0RJRkZFUlMQAxIhCh1NSVNTX1JFQVNPTl9TVE9SRV9VTlJFQUNIQUJMRRAEEh0KGU1JU1NfUkVBU09OX1NUT1JFX1RJTUVPVVQQBRIdChlNSVNTX1JFQVNPTl9TVE9SRV9SRUZVU0VEEAYSHAoYTUlTU19SRUFTT05fQkxPQl9NSVNTSU5HEAcSHAoYTUlTU19SRUFTT05fQkxPQl9EQU1BR0VEEAgSIAocTUlTU19SRUFTT05fTUFOSUZFU1RfSU5WQUxJRBAJEhkKFU1JU1NfUkVBU09OX05PX01FTU9SWRAKEh4KGk1JU1NfUkVBU09OX05PX1NUQVRFX1BPSU5UEAsquwEKDEZpbmlzaFJlYXNvbhIdChlGSU5JU0hfUkVBU09OX1VOU1BFQ0lGSUVEEAASFgoSRklOSVNIX1JFQVNPTl9TVE9QEAESGAoURklOSVNIX1JFQVNPTl9MRU5HVEgQAhIfChtGSU5JU0hfUkVBU09OX1NUT1BfU0VRVUVOQ0UQAxIcChhGSU5JU0hfUkVBU09OX1RPT0xfQ0FMTFMQBBIbChdGSU5JU0hfUkVBU09OX0NBTkNFTExFRBAFKp0BCg1TbmFwc2hvdFN0YXRlEh4KGlNOQVBTSE9UX1NUQVRFX1VOU1BFQ0lGSUVEEAASFwoTU05BUFNIT1RfU1RBVEVfTk9ORRABEhwKGFNOQVBTSE9UX1NUQVRFX0NPTU1JVFRFRBACEhoKFlNOQVBTSE9UX1NUQVRFX1BFTkRJTkcQAxIZChVTTkFQU0hPVF9TVEFURV9GQUlMRUQQBCpXCglUdXJuU3RhdGUSGgoWVFVSTl9TVEFURV9VTlNQRUNJRklFRBAAEhYKElRVUk5fU1RBVEVfV0FJVElORxABEhYKElRVUk5fU1RBVEVfUlVOTklORxACKlgKCUxvYWRTdGFnZRIaChZMT0FEX1NUQUdFX1VOU1BFQ0lGSUVEEAASFwoTTE9BRF9TVEFHRV9SRVRJUklORxABEhYKEkxPQURfU1RBR0VfTE9BRElORxACKpABCgpNb2RlbFN0YXRlEhsKF01PREVMX1NUQVRFX1VOU1BFQ0lGSUVEEAASGgoWTU9ERUxfU1RBVEVfTk9UX0xPQURFRBABEhcKE01PREVMX1NUQVRFX0xPQURJTkcQAhIWChJNT0RFTF9TVEFURV9MT0FERUQQAxIYChRNT0RFTF9TVEFURV9SRVRJUklORxAEMpYIChBJbmZlcmVuY2VTZXJ2aWNlElkKCEdlbmVyYXRlEiQua3Zhc2lyLmluZmVyZW5jZS52MS5HZW5lcmF0ZVJlcXVlc3QaJS5rdmFzaXIuaW5mZXJlbmNlLnYxLkdlbmVyYXRlUmVzcG9uc2UwARJaCglMaXN0VHVybnMSJS5rdmFzaXIuaW5mZXJlbmNlLnYxLkxpc3RUdXJuc1JlcXVlc3QaJi5rdmFzaXIuaW5mZXJlbmNlLnYxLkxpc3RUdXJuc1Jlc3BvbnNlEl0KCkNhbmNlbFR1cm4SJi5rdmFzaXIuaW5mZXJlbmNlLnYxLkNhbmNlbFR1cm5SZXF1ZXN0Gicua3Zhc2lyLmluZmVyZW5jZS52MS5DYW5jZWxUdXJuUmVzcG9uc2USSwoEV2FybRIgLmt2YXNpci5pbmZlcmVuY2UudjEuV2FybVJlcXVlc3QaIS5rdmFzaXIuaW5mZXJlbmNlLnYxLldhcm1SZXNwb25zZRJgCgtDb3VudFRva2VucxInLmt2YXNpci5pbmZlcmVuY2UudjEuQ291bnRUb2tlbnNSZXF1ZXN0Gigua3Zhc2lyLmluZmVyZW5jZS52MS5Db3VudFRva2Vuc1Jlc3BvbnNlEl0KCkxpc3RNb2RlbHMSJi5rdmFzaXIuaW5mZXJlbmNlLnYxLkxpc3RNb2RlbHNSZXF1ZXN0Gicua3Zhc2lyLmluZmVyZW5jZS52MS5MaXN0TW9kZWxzUmVzcG9uc2USXAoJTG9hZE1vZGVsEiUua3Zhc2lyLmluZmVyZW5jZS52MS5Mb2FkTW9kZWxSZXF1ZXN0GiYua3Zhc2lyLmluZmVyZW5jZS52MS5Mb2FkTW9kZWxSZXNwb25zZTABEmAKC1VubG9hZE1vZGVsEicua3Zhc2lyLmluZmVyZW5jZS52MS5VbmxvYWRNb2RlbFJlcXVlc3QaKC5rdmFzaXIuaW5mZXJlbmNlLnYxLlVubG9hZE1vZGVsUmVzcG9uc2USVwoIR2V0TW9kZWwSJC5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldE1vZGVsUmVxdWVzdBolLmt2YXNpci5pbmZlcmVuY2UudjEuR2V0TW9kZWxSZXNwb25zZRJsCg9HZXRDYXBhYmlsaXRpZXMSKy5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldENhcGFiaWxpdGllc1JlcXVlc3QaLC5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldENhcGFiaWxpdGllc1Jlc3BvbnNlElcKCEdldFN0YXRzEiQua3Zhc2lyLmluZmVyZW5jZS52MS5HZXRTdGF0c1JlcXVlc3QaJS5rdmFzaXIuaW5mZXJlbmNlLnYxLkdldFN0YXRzUmVzcG9uc2VCegoXb3JnLmt2YXNpci5pbmZlcmVuY2UudjFQAVo1a3Zhc2lyLm9yZy9jbGllbnQvZ2VuL2t2YXNpci9pbmZlcmVuY2UvdjE7aW5mZXJlbmNldjGqAhNLdmFzaXIuSW5mZXJlbmNlLlYxugIPS3Zhc2lySW5mZXJlbmNlYgZwcm90bzM", [file_google_protobuf_duration, file_kvasir_cachestore_v1_identity, file_kvasir_cachestore_v1_manifest, file_kvasir_common_v1_message]);
 
 /**
  * @generated from message kvasir.inference.v1.GenerateRequest
@@ -71,7 +71,8 @@ export type GenerateRequest = Message<"kvasir.inference.v1.GenerateRequest"> & {
     case: "prompt";
   } | {
     /**
-     * The whole conversation; the model's chat template is applied. Special tokens are the template's own: what spells one in
+     * The whole conversation; the model's chat template is applied. One that does not begin as the agent's does (its first message but the system's is
+     * another) is a branch: it is answered, and the agent's memory stays as it is, unless replace_memory is said. Special tokens are the template's own: what spells one in
      * messages or tools is text. All JSON of messages and tools together, remembered messages' too: at most 1 MiB, 32,768 values
      * and 64 levels of nesting.
      *
@@ -81,7 +82,7 @@ export type GenerateRequest = Message<"kvasir.inference.v1.GenerateRequest"> & {
     case: "messages";
   } | {
     /**
-     * Only what is new: it follows the messages that the agent remembers.
+     * Only what is new: it follows the messages that the agent remembers. Of a new agent it is the first turn.
      *
      * @generated from field: kvasir.inference.v1.MessageList append_messages = 7;
      */
@@ -137,6 +138,32 @@ export type GenerateRequest = Message<"kvasir.inference.v1.GenerateRequest"> & {
     value: string;
     case: "regex";
   } | { case: undefined; value?: undefined };
+
+  /**
+   * Refuse a turn of an agent that remembers nothing yet: NOT_FOUND, AGENT_NOT_FOUND.
+   *
+   * @generated from field: bool expect_existing = 14;
+   */
+  expectExisting: boolean;
+
+  /**
+   * @generated from field: kvasir.inference.v1.MemoryMode memory_mode = 15;
+   */
+  memoryMode: MemoryMode;
+
+  /**
+   * Go on from this version instead of the newest; the turn still becomes the next version, after the newest. 1 or more; NOT_FOUND if it is not kept.
+   *
+   * @generated from field: optional int64 base_version = 16;
+   */
+  baseVersion?: bigint | undefined;
+
+  /**
+   * Messages that begin another conversation take the place of the agent's.
+   *
+   * @generated from field: bool replace_memory = 17;
+   */
+  replaceMemory: boolean;
 };
 
 /**
@@ -348,6 +375,7 @@ export const GenerateResponseSchema: GenMessage<GenerateResponse> = /*@__PURE__*
 
 /**
  * Started says what was reused, once it is known; always the first event, and one for all choices (of the first to begin).
+ * A turn that CancelTurn ended before it began has none.
  *
  * @generated from message kvasir.inference.v1.Started
  */
@@ -397,11 +425,25 @@ export type Started = Message<"kvasir.inference.v1.Started"> & {
   match: PrefixMatch;
 
   /**
-   * The version that this turn extends; 0 if none.
+   * The agent's newest version when the turn began; 0 if none. What the turn leaves is the next one.
    *
    * @generated from field: int64 parent_version = 9;
    */
   parentVersion: bigint;
+
+  /**
+   * What the turn does to the agent's line.
+   *
+   * @generated from field: kvasir.inference.v1.Continuation continuation = 10;
+   */
+  continuation: Continuation;
+
+  /**
+   * The version whose conversation goes on: base_version, or the newest; 0 if none.
+   *
+   * @generated from field: int64 base_version = 11;
+   */
+  baseVersion: bigint;
 };
 
 /**
@@ -673,6 +715,8 @@ export type SnapshotOutcome = Message<"kvasir.inference.v1.SnapshotOutcome"> & {
   state: SnapshotState;
 
   /**
+   * The agent's newest version then; 0 if there is none, or it is not known yet.
+   *
    * @generated from field: int64 version = 2;
    */
   version: bigint;
@@ -703,6 +747,138 @@ export type SnapshotOutcome = Message<"kvasir.inference.v1.SnapshotOutcome"> & {
  */
 export const SnapshotOutcomeSchema: GenMessage<SnapshotOutcome> = /*@__PURE__*/
   messageDesc(file_kvasir_inference_v1_inference, 13);
+
+/**
+ * @generated from message kvasir.inference.v1.ListTurnsRequest
+ */
+export type ListTurnsRequest = Message<"kvasir.inference.v1.ListTurnsRequest"> & {
+};
+
+/**
+ * Describes the message kvasir.inference.v1.ListTurnsRequest.
+ * Use `create(ListTurnsRequestSchema)` to create a new message.
+ */
+export const ListTurnsRequestSchema: GenMessage<ListTurnsRequest> = /*@__PURE__*/
+  messageDesc(file_kvasir_inference_v1_inference, 14);
+
+/**
+ * @generated from message kvasir.inference.v1.ListTurnsResponse
+ */
+export type ListTurnsResponse = Message<"kvasir.inference.v1.ListTurnsResponse"> & {
+  /**
+   * Never more than Limits.max_turns_per_namespace.
+   *
+   * @generated from field: repeated kvasir.inference.v1.Turn turns = 1;
+   */
+  turns: Turn[];
+};
+
+/**
+ * Describes the message kvasir.inference.v1.ListTurnsResponse.
+ * Use `create(ListTurnsResponseSchema)` to create a new message.
+ */
+export const ListTurnsResponseSchema: GenMessage<ListTurnsResponse> = /*@__PURE__*/
+  messageDesc(file_kvasir_inference_v1_inference, 15);
+
+/**
+ * Turn is one turn under way: of a request for several choices, one of them.
+ *
+ * @generated from message kvasir.inference.v1.Turn
+ */
+export type Turn = Message<"kvasir.inference.v1.Turn"> & {
+  /**
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+
+  /**
+   * Empty: none.
+   *
+   * @generated from field: string agent_id = 2;
+   */
+  agentId: string;
+
+  /**
+   * @generated from field: kvasir.inference.v1.TurnState state = 3;
+   */
+  state: TurnState;
+
+  /**
+   * Since the request arrived.
+   *
+   * @generated from field: google.protobuf.Duration age = 4;
+   */
+  age?: Duration | undefined;
+
+  /**
+   * 0 until it runs.
+   *
+   * @generated from field: int64 prompt_tokens = 5;
+   */
+  promptTokens: bigint;
+
+  /**
+   * @generated from field: int64 cached_tokens = 6;
+   */
+  cachedTokens: bigint;
+
+  /**
+   * Tokens of the reply so far.
+   *
+   * @generated from field: int64 completion_tokens = 7;
+   */
+  completionTokens: bigint;
+
+  /**
+   * Which of the replies that were asked for, from 0.
+   *
+   * @generated from field: int32 choice = 8;
+   */
+  choice: number;
+};
+
+/**
+ * Describes the message kvasir.inference.v1.Turn.
+ * Use `create(TurnSchema)` to create a new message.
+ */
+export const TurnSchema: GenMessage<Turn> = /*@__PURE__*/
+  messageDesc(file_kvasir_inference_v1_inference, 16);
+
+/**
+ * @generated from message kvasir.inference.v1.CancelTurnRequest
+ */
+export type CancelTurnRequest = Message<"kvasir.inference.v1.CancelTurnRequest"> & {
+  /**
+   * @generated from field: string request_id = 1;
+   */
+  requestId: string;
+};
+
+/**
+ * Describes the message kvasir.inference.v1.CancelTurnRequest.
+ * Use `create(CancelTurnRequestSchema)` to create a new message.
+ */
+export const CancelTurnRequestSchema: GenMessage<CancelTurnRequest> = /*@__PURE__*/
+  messageDesc(file_kvasir_inference_v1_inference, 17);
+
+/**
+ * @generated from message kvasir.inference.v1.CancelTurnResponse
+ */
+export type CancelTurnResponse = Message<"kvasir.inference.v1.CancelTurnResponse"> & {
+  /**
+   * How each choice ended; one that failed otherwise has none.
+   *
+   * @generated from field: repeated kvasir.inference.v1.Finished finished = 1;
+   */
+  finished: Finished[];
+};
+
+/**
+ * Describes the message kvasir.inference.v1.CancelTurnResponse.
+ * Use `create(CancelTurnResponseSchema)` to create a new message.
+ */
+export const CancelTurnResponseSchema: GenMessage<CancelTurnResponse> = /*@__PURE__*/
+  messageDesc(file_kvasir_inference_v1_inference, 18);
 
 /**
  * @generated from message kvasir.inference.v1.WarmRequest
@@ -760,7 +936,7 @@ export type WarmRequest = Message<"kvasir.inference.v1.WarmRequest"> & {
  * Use `create(WarmRequestSchema)` to create a new message.
  */
 export const WarmRequestSchema: GenMessage<WarmRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 14);
+  messageDesc(file_kvasir_inference_v1_inference, 19);
 
 /**
  * @generated from message kvasir.inference.v1.WarmResponse
@@ -837,7 +1013,7 @@ export type WarmResponse = Message<"kvasir.inference.v1.WarmResponse"> & {
  * Use `create(WarmResponseSchema)` to create a new message.
  */
 export const WarmResponseSchema: GenMessage<WarmResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 15);
+  messageDesc(file_kvasir_inference_v1_inference, 20);
 
 /**
  * @generated from message kvasir.inference.v1.CountTokensRequest
@@ -878,7 +1054,7 @@ export type CountTokensRequest = Message<"kvasir.inference.v1.CountTokensRequest
  * Use `create(CountTokensRequestSchema)` to create a new message.
  */
 export const CountTokensRequestSchema: GenMessage<CountTokensRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 16);
+  messageDesc(file_kvasir_inference_v1_inference, 21);
 
 /**
  * @generated from message kvasir.inference.v1.CountTokensResponse
@@ -902,7 +1078,7 @@ export type CountTokensResponse = Message<"kvasir.inference.v1.CountTokensRespon
  * Use `create(CountTokensResponseSchema)` to create a new message.
  */
 export const CountTokensResponseSchema: GenMessage<CountTokensResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 17);
+  messageDesc(file_kvasir_inference_v1_inference, 22);
 
 /**
  * @generated from message kvasir.inference.v1.LoadModelRequest
@@ -928,7 +1104,7 @@ export type LoadModelRequest = Message<"kvasir.inference.v1.LoadModelRequest"> &
  * Use `create(LoadModelRequestSchema)` to create a new message.
  */
 export const LoadModelRequestSchema: GenMessage<LoadModelRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 18);
+  messageDesc(file_kvasir_inference_v1_inference, 23);
 
 /**
  * @generated from message kvasir.inference.v1.LoadModelResponse
@@ -957,7 +1133,7 @@ export type LoadModelResponse = Message<"kvasir.inference.v1.LoadModelResponse">
  * Use `create(LoadModelResponseSchema)` to create a new message.
  */
 export const LoadModelResponseSchema: GenMessage<LoadModelResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 19);
+  messageDesc(file_kvasir_inference_v1_inference, 24);
 
 /**
  * @generated from message kvasir.inference.v1.LoadProgress
@@ -981,7 +1157,7 @@ export type LoadProgress = Message<"kvasir.inference.v1.LoadProgress"> & {
  * Use `create(LoadProgressSchema)` to create a new message.
  */
 export const LoadProgressSchema: GenMessage<LoadProgress> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 20);
+  messageDesc(file_kvasir_inference_v1_inference, 25);
 
 /**
  * @generated from message kvasir.inference.v1.LoadedModel
@@ -1005,7 +1181,7 @@ export type LoadedModel = Message<"kvasir.inference.v1.LoadedModel"> & {
  * Use `create(LoadedModelSchema)` to create a new message.
  */
 export const LoadedModelSchema: GenMessage<LoadedModel> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 21);
+  messageDesc(file_kvasir_inference_v1_inference, 26);
 
 /**
  * @generated from message kvasir.inference.v1.UnloadModelRequest
@@ -1031,7 +1207,7 @@ export type UnloadModelRequest = Message<"kvasir.inference.v1.UnloadModelRequest
  * Use `create(UnloadModelRequestSchema)` to create a new message.
  */
 export const UnloadModelRequestSchema: GenMessage<UnloadModelRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 22);
+  messageDesc(file_kvasir_inference_v1_inference, 27);
 
 /**
  * @generated from message kvasir.inference.v1.UnloadModelResponse
@@ -1048,7 +1224,7 @@ export type UnloadModelResponse = Message<"kvasir.inference.v1.UnloadModelRespon
  * Use `create(UnloadModelResponseSchema)` to create a new message.
  */
 export const UnloadModelResponseSchema: GenMessage<UnloadModelResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 23);
+  messageDesc(file_kvasir_inference_v1_inference, 28);
 
 /**
  * What became of hot memories when their model was unloaded.
@@ -1076,7 +1252,7 @@ export type MemoriesLeft = Message<"kvasir.inference.v1.MemoriesLeft"> & {
  * Use `create(MemoriesLeftSchema)` to create a new message.
  */
 export const MemoriesLeftSchema: GenMessage<MemoriesLeft> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 24);
+  messageDesc(file_kvasir_inference_v1_inference, 29);
 
 /**
  * @generated from message kvasir.inference.v1.ListModelsRequest
@@ -1089,7 +1265,7 @@ export type ListModelsRequest = Message<"kvasir.inference.v1.ListModelsRequest">
  * Use `create(ListModelsRequestSchema)` to create a new message.
  */
 export const ListModelsRequestSchema: GenMessage<ListModelsRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 25);
+  messageDesc(file_kvasir_inference_v1_inference, 30);
 
 /**
  * @generated from message kvasir.inference.v1.ListModelsResponse
@@ -1106,7 +1282,7 @@ export type ListModelsResponse = Message<"kvasir.inference.v1.ListModelsResponse
  * Use `create(ListModelsResponseSchema)` to create a new message.
  */
 export const ListModelsResponseSchema: GenMessage<ListModelsResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 26);
+  messageDesc(file_kvasir_inference_v1_inference, 31);
 
 /**
  * @generated from message kvasir.inference.v1.GetModelRequest
@@ -1125,7 +1301,7 @@ export type GetModelRequest = Message<"kvasir.inference.v1.GetModelRequest"> & {
  * Use `create(GetModelRequestSchema)` to create a new message.
  */
 export const GetModelRequestSchema: GenMessage<GetModelRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 27);
+  messageDesc(file_kvasir_inference_v1_inference, 32);
 
 /**
  * @generated from message kvasir.inference.v1.GetModelResponse
@@ -1142,7 +1318,7 @@ export type GetModelResponse = Message<"kvasir.inference.v1.GetModelResponse"> &
  * Use `create(GetModelResponseSchema)` to create a new message.
  */
 export const GetModelResponseSchema: GenMessage<GetModelResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 28);
+  messageDesc(file_kvasir_inference_v1_inference, 33);
 
 /**
  * @generated from message kvasir.inference.v1.Model
@@ -1238,7 +1414,7 @@ export type Model = Message<"kvasir.inference.v1.Model"> & {
  * Use `create(ModelSchema)` to create a new message.
  */
 export const ModelSchema: GenMessage<Model> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 29);
+  messageDesc(file_kvasir_inference_v1_inference, 34);
 
 /**
  * @generated from message kvasir.inference.v1.GetCapabilitiesRequest
@@ -1251,7 +1427,7 @@ export type GetCapabilitiesRequest = Message<"kvasir.inference.v1.GetCapabilitie
  * Use `create(GetCapabilitiesRequestSchema)` to create a new message.
  */
 export const GetCapabilitiesRequestSchema: GenMessage<GetCapabilitiesRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 30);
+  messageDesc(file_kvasir_inference_v1_inference, 35);
 
 /**
  * @generated from message kvasir.inference.v1.GetCapabilitiesResponse
@@ -1292,7 +1468,7 @@ export type GetCapabilitiesResponse = Message<"kvasir.inference.v1.GetCapabiliti
  * Use `create(GetCapabilitiesResponseSchema)` to create a new message.
  */
 export const GetCapabilitiesResponseSchema: GenMessage<GetCapabilitiesResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 31);
+  messageDesc(file_kvasir_inference_v1_inference, 36);
 
 /**
  * Limits never change while the service runs.
@@ -1349,7 +1525,7 @@ export type Limits = Message<"kvasir.inference.v1.Limits"> & {
  * Use `create(LimitsSchema)` to create a new message.
  */
 export const LimitsSchema: GenMessage<Limits> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 32);
+  messageDesc(file_kvasir_inference_v1_inference, 37);
 
 /**
  * @generated from message kvasir.inference.v1.GetStatsRequest
@@ -1362,7 +1538,7 @@ export type GetStatsRequest = Message<"kvasir.inference.v1.GetStatsRequest"> & {
  * Use `create(GetStatsRequestSchema)` to create a new message.
  */
 export const GetStatsRequestSchema: GenMessage<GetStatsRequest> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 33);
+  messageDesc(file_kvasir_inference_v1_inference, 38);
 
 /**
  * @generated from message kvasir.inference.v1.GetStatsResponse
@@ -1407,7 +1583,7 @@ export type GetStatsResponse = Message<"kvasir.inference.v1.GetStatsResponse"> &
  * Use `create(GetStatsResponseSchema)` to create a new message.
  */
 export const GetStatsResponseSchema: GenMessage<GetStatsResponse> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 34);
+  messageDesc(file_kvasir_inference_v1_inference, 39);
 
 /**
  * NamespaceStats counts what was done for one namespace since the start, and what is under way.
@@ -1507,7 +1683,7 @@ export type NamespaceStats = Message<"kvasir.inference.v1.NamespaceStats"> & {
  * Use `create(NamespaceStatsSchema)` to create a new message.
  */
 export const NamespaceStatsSchema: GenMessage<NamespaceStats> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 35);
+  messageDesc(file_kvasir_inference_v1_inference, 40);
 
 /**
  * EngineStats is what the namespaces share.
@@ -1578,7 +1754,46 @@ export type EngineStats = Message<"kvasir.inference.v1.EngineStats"> & {
  * Use `create(EngineStatsSchema)` to create a new message.
  */
 export const EngineStatsSchema: GenMessage<EngineStats> = /*@__PURE__*/
-  messageDesc(file_kvasir_inference_v1_inference, 36);
+  messageDesc(file_kvasir_inference_v1_inference, 41);
+
+/**
+ * MemoryMode says what a turn does with its agent's memory.
+ *
+ * @generated from enum kvasir.inference.v1.MemoryMode
+ */
+export enum MemoryMode {
+  /**
+   * READ_WRITE with an agent_id, NONE without.
+   *
+   * @generated from enum value: MEMORY_MODE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * @generated from enum value: MEMORY_MODE_READ_WRITE = 1;
+   */
+  READ_WRITE = 1,
+
+  /**
+   * The memory is read and nothing of it changes: no version, no bytes, not what is hot.
+   *
+   * @generated from enum value: MEMORY_MODE_READ_ONLY = 2;
+   */
+  READ_ONLY = 2,
+
+  /**
+   * The memory is neither read nor changed, as if no agent_id was given.
+   *
+   * @generated from enum value: MEMORY_MODE_NONE = 3;
+   */
+  NONE = 3,
+}
+
+/**
+ * Describes the enum kvasir.inference.v1.MemoryMode.
+ */
+export const MemoryModeSchema: GenEnum<MemoryMode> = /*@__PURE__*/
+  enumDesc(file_kvasir_inference_v1_inference, 0);
 
 /**
  * Waiting raises a turn of either kind: nobody waits for ever.
@@ -1608,7 +1823,62 @@ export enum Priority {
  * Describes the enum kvasir.inference.v1.Priority.
  */
 export const PrioritySchema: GenEnum<Priority> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 0);
+  enumDesc(file_kvasir_inference_v1_inference, 1);
+
+/**
+ * Continuation says how a turn's input stands to what its agent remembers.
+ *
+ * @generated from enum kvasir.inference.v1.Continuation
+ */
+export enum Continuation {
+  /**
+   * No agent's memory was looked at.
+   *
+   * @generated from enum value: CONTINUATION_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * The agent remembered nothing.
+   *
+   * @generated from enum value: CONTINUATION_NEW = 1;
+   */
+  NEW = 1,
+
+  /**
+   * All that it remembers goes on.
+   *
+   * @generated from enum value: CONTINUATION_EXTENDED = 2;
+   */
+  EXTENDED = 2,
+
+  /**
+   * An earlier point of it goes on. Later versions stay until they are retired.
+   *
+   * @generated from enum value: CONTINUATION_REWOUND = 3;
+   */
+  REWOUND = 3,
+
+  /**
+   * Another text or conversation takes its place.
+   *
+   * @generated from enum value: CONTINUATION_REPLACED = 4;
+   */
+  REPLACED = 4,
+
+  /**
+   * Another conversation is answered beside it, and nothing of it is remembered.
+   *
+   * @generated from enum value: CONTINUATION_BRANCHED = 5;
+   */
+  BRANCHED = 5,
+}
+
+/**
+ * Describes the enum kvasir.inference.v1.Continuation.
+ */
+export const ContinuationSchema: GenEnum<Continuation> = /*@__PURE__*/
+  enumDesc(file_kvasir_inference_v1_inference, 2);
 
 /**
  * @generated from enum kvasir.inference.v1.CacheSource
@@ -1657,7 +1927,7 @@ export enum CacheSource {
  * Describes the enum kvasir.inference.v1.CacheSource.
  */
 export const CacheSourceSchema: GenEnum<CacheSource> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 1);
+  enumDesc(file_kvasir_inference_v1_inference, 3);
 
 /**
  * @generated from enum kvasir.inference.v1.PrefixMatch
@@ -1693,7 +1963,7 @@ export enum PrefixMatch {
  * Describes the enum kvasir.inference.v1.PrefixMatch.
  */
 export const PrefixMatchSchema: GenEnum<PrefixMatch> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 2);
+  enumDesc(file_kvasir_inference_v1_inference, 4);
 
 /**
  * @generated from enum kvasir.inference.v1.MissReason
@@ -1766,7 +2036,7 @@ export enum MissReason {
  * Describes the enum kvasir.inference.v1.MissReason.
  */
 export const MissReasonSchema: GenEnum<MissReason> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 3);
+  enumDesc(file_kvasir_inference_v1_inference, 5);
 
 /**
  * @generated from enum kvasir.inference.v1.FinishReason
@@ -1798,13 +2068,20 @@ export enum FinishReason {
    * @generated from enum value: FINISH_REASON_TOOL_CALLS = 4;
    */
   TOOL_CALLS = 4,
+
+  /**
+   * CancelTurn ended it. `snapshot` says what is kept: the reply so far with keep_partial, else the version before.
+   *
+   * @generated from enum value: FINISH_REASON_CANCELLED = 5;
+   */
+  CANCELLED = 5,
 }
 
 /**
  * Describes the enum kvasir.inference.v1.FinishReason.
  */
 export const FinishReasonSchema: GenEnum<FinishReason> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 4);
+  enumDesc(file_kvasir_inference_v1_inference, 6);
 
 /**
  * @generated from enum kvasir.inference.v1.SnapshotState
@@ -1816,7 +2093,7 @@ export enum SnapshotState {
   UNSPECIFIED = 0,
 
   /**
-   * No agent, or no store.
+   * Nothing is kept of the turn: no agent, no store, a memory that was only read, a branch, or a cancelled turn.
    *
    * @generated from enum value: SNAPSHOT_STATE_NONE = 1;
    */
@@ -1846,7 +2123,35 @@ export enum SnapshotState {
  * Describes the enum kvasir.inference.v1.SnapshotState.
  */
 export const SnapshotStateSchema: GenEnum<SnapshotState> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 5);
+  enumDesc(file_kvasir_inference_v1_inference, 7);
+
+/**
+ * @generated from enum kvasir.inference.v1.TurnState
+ */
+export enum TurnState {
+  /**
+   * @generated from enum value: TURN_STATE_UNSPECIFIED = 0;
+   */
+  UNSPECIFIED = 0,
+
+  /**
+   * For its agent's turn before, for the store, or for room.
+   *
+   * @generated from enum value: TURN_STATE_WAITING = 1;
+   */
+  WAITING = 1,
+
+  /**
+   * @generated from enum value: TURN_STATE_RUNNING = 2;
+   */
+  RUNNING = 2,
+}
+
+/**
+ * Describes the enum kvasir.inference.v1.TurnState.
+ */
+export const TurnStateSchema: GenEnum<TurnState> = /*@__PURE__*/
+  enumDesc(file_kvasir_inference_v1_inference, 8);
 
 /**
  * @generated from enum kvasir.inference.v1.LoadStage
@@ -1876,7 +2181,7 @@ export enum LoadStage {
  * Describes the enum kvasir.inference.v1.LoadStage.
  */
 export const LoadStageSchema: GenEnum<LoadStage> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 6);
+  enumDesc(file_kvasir_inference_v1_inference, 9);
 
 /**
  * @generated from enum kvasir.inference.v1.ModelState
@@ -1914,7 +2219,7 @@ export enum ModelState {
  * Describes the enum kvasir.inference.v1.ModelState.
  */
 export const ModelStateSchema: GenEnum<ModelState> = /*@__PURE__*/
-  enumDesc(file_kvasir_inference_v1_inference, 7);
+  enumDesc(file_kvasir_inference_v1_inference, 10);
 
 /**
  * @generated from service kvasir.inference.v1.InferenceService
@@ -1929,9 +2234,9 @@ export const InferenceService: GenService<{
    * is held) is refused: UNAVAILABLE, MEMORY_UNREADABLE. An agent whose line another service holds is refused before anything is computed:
    * UNAVAILABLE, AGENT_HELD_ELSEWHERE. Both are safe to retry.
    * A caller that takes nothing of the stream for too long, or leaves too much of it, is ended like one that went away.
-   * Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
+   * Errors: INVALID_ARGUMENT (field named), NOT_FOUND (model; base_version; an agent that expect_existing asks for), RESOURCE_EXHAUSTED (context, memory, queue, the caller's share, or
    * READER_TOO_SLOW; with numbers), ABORTED (the agent's newest version is not expected_version), FAILED_PRECONDITION (append to an agent
-   * that remembers no messages; a model that is not loaded).
+   * that remembers a text and no messages; a model that is not loaded).
    *
    * @generated from rpc kvasir.inference.v1.InferenceService.Generate
    */
@@ -1939,6 +2244,28 @@ export const InferenceService: GenService<{
     methodKind: "server_streaming";
     input: typeof GenerateRequestSchema;
     output: typeof GenerateResponseSchema;
+  },
+  /**
+   * Lists the turns of the caller's namespace that wait or run, the oldest first. No side effect. Errors: none of its own.
+   *
+   * @generated from rpc kvasir.inference.v1.InferenceService.ListTurns
+   */
+  listTurns: {
+    methodKind: "unary";
+    input: typeof ListTurnsRequestSchema;
+    output: typeof ListTurnsResponseSchema;
+  },
+  /**
+   * Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
+   * remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
+   * NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
+   *
+   * @generated from rpc kvasir.inference.v1.InferenceService.CancelTurn
+   */
+  cancelTurn: {
+    methodKind: "unary";
+    input: typeof CancelTurnRequestSchema;
+    output: typeof CancelTurnResponseSchema;
   },
   /**
    * Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt; generates nothing and makes
