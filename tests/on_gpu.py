@@ -1,7 +1,8 @@
 """`python -m tests.on_gpu [arguments of pytest]`: the conformance suites of KV and engine on the GPU that MLX finds.
 
 `make test-gpu` runs it; a host that has nothing but Python and wheels runs it with PYTHONPATH. fp32 products are exact
-only without TF32, so that is switched off before MLX is loaded. Without a GPU it ends with 69, and says so.
+only without TF32, so that is switched off before MLX is loaded. Without a GPU it ends with 69, and says so. Not in
+several processes (`-n`): they share MLX's cache of compiled kernels on disk, and read what another has half written.
 """
 
 import os
