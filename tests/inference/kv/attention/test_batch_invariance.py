@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 
+from inference_svc.config import read_settings
 from inference_svc.kv.few_rows import take_few_rows
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
@@ -71,3 +72,8 @@ def test_a_row_alone_gives_the_bits_that_it_gives_among_others(dtype: mx.Dtype) 
     for rows in ([4, 0], [1, 2, 0, 3, 4], list(range(8)), list(range(16)), list(range(18))):
         for row, logits in zip(rows, decoded(runner, pool, rows), strict=True):
             assert row not in alone or mx.array_equal(logits, alone[row]), (row, len(rows))
+
+
+def test_it_is_an_option_of_the_engine_and_off_unless_asked_for() -> None:
+    assert not read_settings(["--listen", "unix:/engine"]).batch_invariant
+    assert read_settings(["--listen", "unix:/engine", "--batch-invariant"]).batch_invariant
