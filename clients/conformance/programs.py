@@ -57,4 +57,14 @@ LANGUAGES = (
         example_file="examples/first.ts",
         example=("node", "dist/examples/first.js"),
     ),
+    Language(
+        name="rust",
+        folder=CLIENTS / "rust",
+        tools=("cargo",),
+        build=(("cargo", "build", "--quiet", "--examples"),),
+        test=("cargo", "test", "--quiet", "--tests"),
+        program=("target/debug/examples/conformance",),
+        example_file="examples/first.rs",
+        example=("target/debug/examples/first",),
+    ),
 )
