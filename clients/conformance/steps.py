@@ -1,6 +1,7 @@
 """The numbered steps: what each program is told, and what must come of it. Step n may rest on the steps before it."""
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ Step = Callable[[Testee, World], None]
 Message = dict[str, str]
 
 WITHIN_S = 30.0
+# A turn that lasts: it may not end before many z. One letter a state, since a busy machine refuses dear formats.
+LONG = {"prompt": "Once upon a time", "regex": "[a-y ]*z{450}", "max_tokens": 480}
 
 
 def user(text: str) -> list[Message]:
@@ -107,9 +110,7 @@ def a_second_turn_streams_and_reuses_the_first(program: Testee, world: World) ->
 
 
 def a_cancelled_turn_leaves_nothing(program: Testee, world: World) -> None:
-    told = program.call(
-        "stream", agent_id="ada", prompt="Once upon a time", max_tokens=400, regex="[a-z ]{390,400}", cancel_after=2
-    )
+    told = program.call("stream", agent_id="ada", cancel_after=2, **LONG)
     assert not told["is_finished"]
     assert told["deltas"] == 2
     with world.client() as look:
@@ -119,9 +120,8 @@ def a_cancelled_turn_leaves_nothing(program: Testee, world: World) -> None:
 
 def killed_and_started_again_it_goes_on(program: Testee, world: World) -> None:
     """The program keeps its client: it must find the services again by itself."""
-    long = {"prompt": "Once upon a time", "regex": "[a-z ]{470,480}", "max_tokens": 480}
     with futures.ThreadPoolExecutor(1) as pool, world.client() as look:
-        turn = pool.submit(program.call, "stream", agent_id="ada", request_id="broken", **long)
+        turn = pool.submit(program.call, "stream", agent_id="ada", request_id="broken", **LONG)
         wait_until(lambda: look.get_stats().namespaces[0].running_turns == 1)
         world.kill()
         with refusal("UNAVAILABLE", request_id="broken"):
@@ -194,9 +194,8 @@ def a_turn_says_where_it_goes_on(program: Testee, world: World) -> None:
 
 
 def a_turn_is_ended_by_its_request_id(program: Testee, world: World) -> None:
-    long = {"regex": "[a-z ]{470,480}", "max_tokens": 480}
     with futures.ThreadPoolExecutor(1) as pool, world.client() as other:
-        turn = pool.submit(other.reply, prompt="Once upon a time", request_id="theirs", **long)
+        turn = pool.submit(other.reply, request_id="theirs", **LONG)
         wait_until(lambda: len(program.call("list_turns")["turns"]) == 1)
         listed = program.call("list_turns")["turns"][0]
         assert listed["request_id"] == "theirs"
@@ -263,7 +262,7 @@ def refusals_name_the_field_and_the_reason(program: Testee, world: World) -> Non
     with refusal("INVALID_ARGUMENT"):
         program.call("reply", agent_id="ada")  # no input
     with refusal("DEADLINE_EXCEEDED", "DEADLINE_EXCEEDED"):
-        program.call("reply", prompt="Once upon a time", max_tokens=480, regex="[a-z ]{470,480}", timeout_s=0.3)
+        program.call("reply", timeout_s=0.3, **LONG)
 
 
 def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> None:
@@ -306,5 +305,6 @@ def run(program: Testee, world: World, say: Callable[[str], Any]) -> None:
         try:
             step(program, world)
         except (AssertionError, LookupError, Refused) as error:
-            raise AssertionError(f"step {number}, {step.__name__}: {error}") from error
+            line = traceback.extract_tb(error.__traceback__)[-1].line if not str(error) else ""
+            raise AssertionError(f"step {number}, {step.__name__}: {error}{line}") from error
         say(f"  {number:2d} {step.__name__.replace('_', ' ')} ({time.monotonic() - began:.1f} s)")

@@ -66,13 +66,13 @@ type Choice struct {
 	Finished *inferencev1.Finished
 }
 
-// Reply is a turn as far as its events have arrived. There is always a first choice.
+// Reply is a turn as far as its events have arrived.
 type Reply struct {
 	Started *inferencev1.Started
 	Choices []Choice
 }
 
-// Text of the first choice.
+// Text of the first choice, as far as it has arrived.
 func (r *Reply) Text() string { return r.first().Text }
 
 // Finished is how the first choice ended; nil until it did.
