@@ -208,7 +208,7 @@ class EdgeServer:
 
 def _add_reflection(names: Sequence[str], server: grpc.aio.Server) -> None:
     """Reflection as v1alpha and as v1. grpcio has the first alone; their messages are the same bytes."""
-    names = (*names, reflection.SERVICE_NAME, _REFLECTION_V1)
+    names = (*names, reflection.SERVICE_NAME)  # v1 has no descriptor here, and what is listed is asked for by name
     reflection.enable_server_reflection(names, server)
     handler = grpc.stream_stream_rpc_method_handler(
         reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
