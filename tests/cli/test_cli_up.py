@@ -19,7 +19,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from kvasir.cli import doctor
+from kvasir.cli.caller import Caller
 from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
+from kvasir.cli.running.group import service_states
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
@@ -363,6 +366,17 @@ def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> 
         assert other.poll() is None
         assert holders(home.services_lock_file) == [], reader
         other.kill()
+
+
+def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:
+    caller = Caller(Home(tmp_path))
+    caller.home.make()
+    gone = Running(pid=1, store=f"unix:{tmp_path}/s", engine=f"unix:{tmp_path}/e", http=f"127.0.0.1:{_free_port()}")
+    caller.home.write_running(gone)
+    states = service_states(caller)
+    assert [(each.name, each.state) for each in states] == [(name, "stopped") for name in ("store", "engine", "http")]
+    [problem] = doctor.service_problems(caller, states)
+    assert "(pid 1) was killed here" in problem
 
 
 WRONG = {

@@ -74,7 +74,7 @@ def examined(caller: Caller, model: str, options: Sequence[str]) -> dict[str, An
     problems: list[str] = []
     home = caller.home.root
     services = {state.name: state for state in service_states(caller)}
-    problems += _service_problems(caller, services.values())
+    problems += service_problems(caller, services.values())
     # The home's engine may have measured the model before. No home is made for this.
     remembered = ["--cache-dir", str(caller.home.engine_state)] if caller.home.engine_state.is_dir() else []
     with caller.busy("loading the model"):
@@ -124,7 +124,7 @@ def _service(state: ServiceState) -> dict[str, Any]:
     return {"address": state.address, "is_ready": state.state == Health.READY, "state": state.state, "pid": state.pid}
 
 
-def _service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator[str]:
+def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator[str]:
     """What is wrong with the services. That nothing runs is no problem; that what should run does not is one."""
     running, is_up = caller.home.running(), is_led(caller.home)
     if running is not None and not is_up:
@@ -137,7 +137,7 @@ def _service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterato
         if each.state == "hangs":
             remedy = f"; kill -9 {each.pid}, and `kvasir up` starts it again" if each.pid else ""
             yield f"the {each.name} hangs: something listens at {each.address} and does not answer{remedy}"
-        elif each.state != Health.READY and (is_up or named[each.name]):
+        elif each.state != Health.READY and (is_up or named.get(each.name)):
             yield f"the {each.name} should run at {each.address}: {each.state}; look at `kvasir logs {each.name}`"
 
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -78,7 +78,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
     value: dict[str, Any] = {
         "home": str(home.root),
         "pid": next(iter(holders(home.up_lock_file)), 0),
-        "services": [{"name": s.name, "state": s.state, "pid": s.pid, "address": s.address} for s in states],
+        "services": [asdict(each) for each in states],
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
     }
