@@ -21,7 +21,7 @@ from kvasir.cli.talking import typed
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, message
 from kvasir.common.v1 import message_pb2
-from kvasir.errors import Conflict, FailedPrecondition, KvasirError, Unavailable
+from kvasir.errors import Conflict, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
 
@@ -112,26 +112,17 @@ class Conversation:
     def say(self, text: str) -> None:
         """One turn, shown."""
         asked = message("user", text)
-        self._show_reuse(self._begun(asked) if self.system else self._continued(asked))
+        self._show_reuse(self._begun(asked) if self.system else self._run_turn(append=[asked]))
         self.system = ""
 
     def _begun(self, asked: message_pb2.Message) -> TurnResult:
         """The first turn of a new agent, with its system message."""
-        first = [message("system", self.system)] if self.system else []
         try:
             # Version 0: an agent that remembers other things is not overwritten.
-            return self._run_turn(whole=[*first, asked])
+            return self._run_turn(whole=[message("system", self.system), asked])
         except Conflict:
             self.caller.say(f"{self.agent} is no new agent: --system is not used")
-            return self._continued(asked)
-
-    def _continued(self, asked: message_pb2.Message) -> TurnResult:
-        try:
             return self._run_turn(append=[asked])
-        except FailedPrecondition as error:
-            if error.reason != "NO_MESSAGES":
-                raise
-            return self._run_turn(whole=[asked])  # nothing to append to
 
     def _run_turn(
         self, *, append: list[message_pb2.Message] | None = None, whole: list[message_pb2.Message] | None = None
@@ -165,7 +156,8 @@ class Conversation:
                     if not self._comes_back(error):
                         raise
                     began = time.monotonic()
-                    self.caller.say("\nthe engine is away; waiting for it, to ask again …")
+                    what = "the engine is away" if error.reason == Unavailable.reason else error.message
+                    self.caller.say(f"\n{what}; waiting, to ask again …")
                 if time.monotonic() - began > _RESTART_S or not self._comes_back(error):
                     raise
                 time.sleep(min(error.retry_after_s or _RETRY_S, _LONGEST_RETRY_S))
