@@ -23,6 +23,8 @@ def test_an_agent_is_talked_to_forked_rolled_back_and_deleted(front: Front) -> N
     assert "started" in events[0]
     assert "Anna" in "".join(event.get("delta", {}).get("text", "") for event in events)
     assert events[-1]["finished"]["snapshot"]["version"] == "2"
+    aside = {"messages": [{"role": "user", "content": "A title?"}], "memory_mode": "READ_ONLY"}
+    assert call(front, "POST", "/v1/agents/http%2Fone/generate", aside).status_code == 200
     versions = call(front, "GET", "/v1/agents/http%2Fone/versions").json()["snapshots"]
     assert [version["version"] for version in versions] == ["2", "1"]
     forked = call(front, "POST", "/v1/agents/http%2Fone/fork", {"agent_id": "http/two", "version": 1})

@@ -28,7 +28,7 @@ class Records:
     async def kept(self, name_prefix: str) -> list[Kept]:
         if self.is_down:
             raise Unavailable("down")
-        return [Kept(name, self.used.get(name, START), 1) for name in self.remembered if name.startswith(name_prefix)]
+        return [Kept(name, self.used.get(name, START)) for name in self.remembered if name.startswith(name_prefix)]
 
     async def messages(self, agent_id: str) -> Sequence[Said]:
         return self.remembered.get(agent_id, ())

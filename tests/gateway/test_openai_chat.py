@@ -10,7 +10,6 @@ from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
 
 NAME = "My name is Anna."
-LONG_SYSTEM = "You live in a small town. " + "The market was full of people this morning. " * 12
 
 
 def ask(client: openai.OpenAI, messages: list[ChatCompletionMessageParam], **options: Any) -> ChatCompletion:

@@ -1,6 +1,6 @@
 """Kvasir's own API over HTTP: agents by name, as JSON of the contract's messages, and their turns."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
 from google.protobuf.json_format import MessageToDict
@@ -40,6 +40,10 @@ class AgentTurn(Body):
         None, description="What is new; it follows what the agent remembers."
     )
     expected_version: Annotated[int, Ge(0), Le(_MAX_INT64)] | None = None
+    base_version: Version | None = Field(None, description="Go on from this version instead of the newest.")
+    expect_existing: bool = Field(False, description="Refuse an agent that remembers nothing yet.")
+    replace_memory: bool = Field(False, description="Messages of another conversation replace the agent's.")
+    memory_mode: Literal["READ_WRITE", "READ_ONLY", "NONE"] | None = None
     sampling: AgentSampling | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
     json_schema: dict[str, Any] | None = None
@@ -60,8 +64,14 @@ class AgentTurn(Body):
             prompt=self.prompt or "",
             messages=said(self.messages or self.append_messages or ()),
             is_append=self.append_messages is not None,
-            expected_version=self.expected_version,
-            keep_partial=self.keep_partial,
+            memory={
+                "expected_version": self.expected_version,
+                "base_version": self.base_version,
+                "expect_existing": self.expect_existing,
+                "replace_memory": self.replace_memory,
+                "keep_partial": self.keep_partial,
+                "memory_mode": pb.MemoryMode.Value(f"MEMORY_MODE_{self.memory_mode or 'UNSPECIFIED'}"),
+            },
             sampling=given(**self.sampling.model_dump()) if self.sampling is not None else {},
             tools=tuple(function_tool(each.name, each.description, each.parameters) for each in functions),
             json_schema=self.json_schema,

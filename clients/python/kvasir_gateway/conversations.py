@@ -33,7 +33,6 @@ class Kept:
 
     agent_id: str
     used_at: datetime
-    version: int
 
 
 class AgentRecords(Protocol):

@@ -33,9 +33,8 @@ class CallerAtEngine:
             json_schema=turn.json_schema,
             regex=turn.regex,
             tools=turn.tools,
-            expected_version=turn.expected_version,
-            keep_partial=turn.keep_partial,
             request_id=request_id,
+            **turn.memory,
         )
         messages = [mapping(message) for message in turn.messages]
         given: dict[str, Any] = {"append_messages" if turn.is_append else "messages": messages}
@@ -136,8 +135,7 @@ def mapping(message: Said) -> dict[str, Any]:
 
 
 def _kept(agent: cachestore_pb2.Agent) -> Kept:
-    newest = agent.lines[0].version if agent.lines else 0
-    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC), newest)
+    return Kept(agent.agent_id, agent.used_at.ToDatetime(tzinfo=UTC))
 
 
 def _said(message: Any) -> Said:

@@ -1,6 +1,5 @@
 """Refusals in each API's shape: status, body and headers. Of a request they repeat field names and nothing else."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ from google.protobuf.json_format import MessageToDict
 from kvasir.errors import (
     InvalidArgument,
     KvasirError,
-    NotFound,
     PermissionDenied,
     ResourceExhausted,
     Unauthenticated,
@@ -19,8 +17,6 @@ from kvasir.status import answer_to, to_status
 from pydantic import ValidationError
 
 from kvasir_gateway.turn import sse
-
-_RENAMED = {"max_tokens_is_default": "max_tokens"}
 
 
 class BodyTooLarge(InvalidArgument):
@@ -118,10 +114,7 @@ def kvasir_event(error: KvasirError, request_id: str) -> str:
 
 def param(error: KvasirError) -> str | None:
     """The field as HTTP's callers know it."""
-    if error.field is None:
-        return None
-    name = error.field.removeprefix("sampling.")
-    return _RENAMED.get(name, name)
+    return error.field.removeprefix("sampling.") if error.field is not None else None
 
 
 def malformed(error: ValidationError) -> InvalidArgument:
@@ -132,10 +125,6 @@ def malformed(error: ValidationError) -> InvalidArgument:
     if first["type"] == "json_invalid":
         return InvalidArgument(f"the body is no JSON: {first['msg']}", reason="INVALID_JSON")
     return InvalidArgument(f"{field}: {first['msg']}", reason=reason, field=field)
-
-
-def missing_model(name: str) -> NotFound:
-    return NotFound(f"there is no model {json.dumps(name[:100])}", reason="MODEL_NOT_FOUND", field="model")
 
 
 def _path(location: tuple[int | str, ...]) -> str:

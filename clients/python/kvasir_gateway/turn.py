@@ -41,8 +41,8 @@ class Turn:
     prompt: str = ""
     # The messages follow those that the agent remembers.
     is_append: bool = False
-    expected_version: int | None = None
-    keep_partial: bool = False
+    # Fields of GenerateOptions that say how an agent's memory is used.
+    memory: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[pb.Tool, ...] = ()
     # Fields of pb.Sampling; what is absent takes the engine's default.
     sampling: Mapping[str, Any] = field(default_factory=dict)
