@@ -90,7 +90,8 @@ async def _read(client: httpx.AsyncClient, number: int, tokens: int, leaves_afte
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
             if answer.status_code != 200:
-                return f"status {answer.status_code}"
+                await answer.aread()
+                return f"{answer.status_code} {answer.json()['error']['message'][:200]}"
             lines = 0
             last = ""
             async for line in answer.aiter_lines():

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from datetime import UTC
+from itertools import cycle
 from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2
@@ -16,6 +17,8 @@ from kvasir_gateway.conversations import PREFIX, Kept
 from kvasir_gateway.turn import Said, ToolUse, Turn
 
 _PAGE = 1000
+# An engine allows 128 calls on a connection; what is beyond would wait, or be refused. Idle ones are not opened.
+_CONNECTIONS = 16
 
 
 class CallerAtEngine:
@@ -91,33 +94,34 @@ class CallerAtEngine:
 
 
 class EngineLink:
-    """One channel to the engine, for all callers."""
+    """The connections to the engine, for all callers in turn."""
 
-    def __init__(self, own: AioInferenceClient) -> None:
-        self._own = CallerAtEngine(own)
+    def __init__(self, own: Sequence[AioInferenceClient]) -> None:
+        self._own = own
+        self._next = cycle(own)
 
     @classmethod
     def connect(cls, address: str, *, token: str | None = None, tls: Tls | None = None) -> "EngineLink":
         """`token`: the gateway's own, for its health and for callers without a key. Raises InvalidArgument."""
-        return cls(AioInferenceClient.connect(address, token=token, tls=tls))
+        return cls([AioInferenceClient.connect(address, token=token, tls=tls) for _ in range(_CONNECTIONS)])
 
     def of(self, token: str | None) -> CallerAtEngine:
         """The engine for the caller with this token; None: for the gateway itself."""
-        if token is None:
-            return self._own
-        return CallerAtEngine(self._own.client.with_token(token))
+        client = next(self._next)
+        return CallerAtEngine(client if token is None else client.with_token(token))
 
     async def health(self, within_s: float = 2.0) -> dict[str, bool]:
         """Whether the engine answers, and whether it reaches its store."""
         try:
             async with asyncio.timeout(within_s):
-                stats = await self._own.client.get_stats()
+                stats = await self._own[0].get_stats()
         except (KvasirError, TimeoutError):
             return {"engine": False, "store": False}
         return {"engine": True, "store": stats.store_is_reachable}
 
     async def close(self) -> None:
-        await self._own.client.close()
+        for client in self._own:
+            await client.close()
 
 
 def mapping(message: Said) -> dict[str, Any]:
