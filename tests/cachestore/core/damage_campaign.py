@@ -300,12 +300,12 @@ def _sweep_away(path: Path) -> None:
         path.unlink()
 
 
-def campaign(root: Path, stores: int, seed: int = 0) -> Report:
-    """Damage so many stores, each in one way."""
+def campaign(root: Path, stores: int, seed: int = 0, of_each_kind: int = 2) -> Report:
+    """Damage so many stores, each in one way; copies of so many young, old and closed ones."""
     root.mkdir(parents=True, exist_ok=True)
     chance, report = random.Random(seed), Report()
     # A seed of its own for each: two stores never have one name.
-    kinds = enumerate(("young", "old", "closed") * 2)
+    kinds = enumerate(("young", "old", "closed") * of_each_kind)
     templates = [make(root, kind, seed * 10 + number) for number, kind in kinds]
     for number in range(stores):
         template = templates[number % len(templates)]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tests.cachestore.core.kill_campaign import campaign
 
-KILLS = int(os.environ.get("KVASIR_KILLS", "50"))
+KILLS = int(os.environ.get("KVASIR_KILLS", "30"))
 
 
 def test_kills_lose_no_acknowledged_snapshot_and_mix_none(memory_directory: Path) -> None:
