@@ -143,10 +143,10 @@ class TurnService:
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
         running = TurnTask(outbox, request.choice)
         turn = TurnState(request, running, arrived=self._clock())
-        running.task = asyncio.create_task(self._run(turn))
-        self._running[running.task] = turn
-        running.task.add_done_callback(self._running.pop)
-        running.task.add_done_callback(lambda _: place.close())
+        task = asyncio.create_task(self._run(turn))
+        self._running[task] = turn
+        task.add_done_callback(self._running.pop)
+        task.add_done_callback(lambda _: place.close())
         return running
 
     @property
@@ -227,7 +227,10 @@ class TurnService:
         counters.turns += 1
         counters.waiting_turns += 1
         end = "failed"
+        running.task = asyncio.current_task()
         try:
+            if running.is_cancelled:  # before this began: a task that is cancelled then would tell its reader no end
+                raise errors.Cancelled("the turn was cancelled")
             async with self._in_order(request):
                 await self._prompting.read(request.namespace, request.objects)
                 turn.queue_s = self._clock() - turn.arrived

@@ -30,7 +30,7 @@ class TurnTask:
     def __init__(self, outbox: Outbox, choice: int = 0) -> None:
         self.outbox = outbox
         self._choice = choice
-        self.task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None  # once it runs
         self.handle: TurnHandle | None = None
         self.is_ending = False
         self.ended_by: errors.KvasirError | None = None  # the reader's error, if the turn was cancelled

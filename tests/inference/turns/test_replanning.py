@@ -17,7 +17,7 @@ from inference_svc.config import EngineSettings
 from inference_svc.engine.api import Cold, Ended, Event, Failed, FinishReason, SamplingParams, Started, Timings
 from inference_svc.formats.constraint import Constraint, ConstraintKind
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState
-from inference_svc.memory.outcomes import Miss, MissReason, Source
+from inference_svc.memory.outcomes import Miss, MissReason, SnapshotOutcome, SnapshotState, Source
 from inference_svc.memory.recall import Prepared, Recollection
 from inference_svc.memory.remote_cache import Head
 from inference_svc.memory.service_stats import ServiceStats
@@ -29,7 +29,7 @@ from inference_svc.text.prefix_matching import Outcome, RememberedText
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.turn_data import MessagesInput, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
 from inference_svc.turns.turn_flow import TurnService
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
@@ -82,6 +82,11 @@ class Surroundings:
         assert recollection.head is not None
         self.finished.append((recollection.head.version, prepared.text))
 
+    def stopped(self, turn: Any) -> TurnFinished:
+        return TurnFinished(
+            "cancelled", "", 0, 0, 0, Timings(), SnapshotOutcome(SnapshotState.NONE, turn.parent_version)
+        )
+
     def template(self, messages: list[dict[str, Any]], tools: object, add_generation_prompt: bool) -> str:
         return " ".join(message["content"] for message in messages)
 
@@ -105,19 +110,39 @@ def serve(
     stores: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     async def to_the_end() -> None:
-        parts: Any = around
-        stats = ServiceStats(0.0)
-        admission = Admission(SETTINGS.admission, stats, time.monotonic)
-        service = TurnService(
-            parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic
-        )
-        given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
-        request = TurnRequest("r", "default", "a", expected_version, given, "", sampling, False)
-        events: AsyncIterator[object] = service.begin(request).events()
+        events: AsyncIterator[object] = service(around, stores).begin(request(expected_version, sampling)).events()
         async for _ in events:
             pass
 
     asyncio.run(to_the_end())
+
+
+def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({})) -> TurnService:
+    parts: Any = around
+    stats = ServiceStats(0.0)
+    admission = Admission(SETTINGS.admission, stats, time.monotonic)
+    return TurnService(parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic)
+
+
+def request(expected_version: int | None, sampling: SamplingParams = PLAIN) -> TurnRequest:
+    given = MessagesInput((manifest_pb2.Message(role="user", content="new"),), True)
+    return TurnRequest("r", "default", "a", expected_version, given, "", sampling, False)
+
+
+def test_a_turn_that_is_stopped_before_its_task_runs_tells_its_reader_the_end() -> None:
+    around = Surroundings([remembered(OURS, "ours")], losses=0)
+
+    async def stopped() -> list[object]:
+        turns = service(around)
+        events = turns.begin(request(None)).events()
+        async with asyncio.timeout(5):
+            ends = await turns.stop("default", "r")
+            assert [end.finish_reason for end in ends.values()] == ["cancelled"]
+            return [event async for _, event in events]
+
+    [end] = asyncio.run(stopped())
+    assert isinstance(end, TurnFinished)
+    assert (around.planned, around.finished) == ([], [])
 
 
 class ForgetfulGrammars(Surroundings):
