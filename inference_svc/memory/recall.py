@@ -175,7 +175,9 @@ class Recall:
         """The newest memory, with the version that is to go on instead. Raises NotFound (VERSION_NOT_FOUND), and
         Unavailable or FailedPrecondition if that version cannot be read.
         """
-        if newest.head is not None and newest.head.version == version and newest.memory is not None:
+        # A memory that extends that version, and is not stored yet, would go on with more.
+        is_stored = newest.memory is not None and newest.memory.publication.is_head
+        if is_stored and newest.head is not None and newest.head.version == version:
             return newest
         store = self._stores.get(key.namespace)
         if store is None:

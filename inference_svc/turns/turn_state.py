@@ -140,8 +140,9 @@ def whole_conversation(
     if not request.input.is_append:
         return given
     if memory is not None and memory.messages:
-        # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped.
-        return memory.messages[:-1] if is_retry else (*memory.messages, *given)
+        # A retry of a turn that was cut: its messages are remembered already, and its partial reply is dropped. Not by
+        # an older version, which goes on as before.
+        return memory.messages[:-1] if is_retry and recollection.base is None else (*memory.messages, *given)
     if not _is_remembered(recollection) or (memory is None and request.expected_version == 0):
         return given
     _refuse_append(recollection)

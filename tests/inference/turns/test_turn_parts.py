@@ -4,17 +4,19 @@ import asyncio
 import contextlib
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from kvasir import errors
 from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
 from kvasir.formats.digest import Digest
 
-from inference_svc.engine.api import Event, Prefilled, SamplingParams
+from inference_svc.engine.api import AgentKey, Event, Prefilled, SamplingParams
 from inference_svc.memory.agent_memory import AgentMemory, PublicationState, from_manifest
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.recall import Recollection
-from inference_svc.memory.remote_cache import NO_HEAD, Head, head_of
+from inference_svc.memory.recall import Recall, Recollection
+from inference_svc.memory.remote_cache import NO_HEAD, Head, StoreMiss, head_of
 from inference_svc.memory.store_patience import Breaker, Budget
 from inference_svc.memory.trust import is_current
 from inference_svc.text.prefix_matching import RememberedText
@@ -82,6 +84,23 @@ def test_messages_are_appended_to_those_remembered_and_replace_a_reply_that_was_
     recollection = Recollection(memory(messages=(HELLO, HI)), Source.HOT, HEAD)
     assert whole_conversation(appended, recollection, is_retry=False) == (HELLO, HI, HELLO)
     assert whole_conversation(appended, recollection, is_retry=True) == (HELLO,)
+    # The newest version's last turn was cut, and was to go on from an older one: so does its retry.
+    older = Recollection(memory(messages=(HELLO, HI)), Source.WARM, HEAD)
+    assert whole_conversation(appended, replace(recollection, base=older), is_retry=True) == (HELLO, HI, HELLO)
+
+
+def test_an_older_version_is_not_a_hot_memory_that_extends_it_and_is_not_stored() -> None:
+    async def version(*_asked: object) -> Head:
+        raise StoreMiss(Miss(MissReason.STORE_TIMEOUT, "asked"))
+
+    engine: Any = SimpleNamespace(model=SimpleNamespace(kv_identity_hash="kv"))
+    store: Any = SimpleNamespace(version=version)
+    recall = Recall(engine, engine, {"default": store})
+    key, budget = AgentKey("default", "a"), Budget(1.0, 1.0, lambda: 0.0)
+    stored, unstored = (Recollection(memory(is_head=is_head), Source.HOT, HEAD) for is_head in (True, False))
+    assert asyncio.run(recall.with_base(key, stored, 5, budget)) is stored
+    with pytest.raises(errors.Unavailable, match="asked"):
+        asyncio.run(recall.with_base(key, unstored, 5, budget))
 
 
 @pytest.mark.parametrize(
