@@ -61,14 +61,19 @@ def forked_for(sequence: Sequence, reuse: Reuse | None) -> SequenceKV | None:
     if reuse is None:
         return None
     forked = reuse.kv.fork(reuse.tokens)
-    kept = {reuse.tokens} if sequence.plan.generates else {*forked.rewind_points[-_warm_up_points(forked) :]}
-    forked.keep_rewind_points(kept)
+    forked.keep_rewind_points({reuse.tokens} if sequence.plan.generates else _last_points(forked))
     return forked
 
 
-def _warm_up_points(kv: SequenceKV) -> int:
-    """Rewind points that a turn keeps which generates nothing: of windows alone fewer, because they hold pages."""
-    return MOST_REWIND_POINTS if kv.states else 2
+def mark(kv: SequenceKV) -> None:
+    """Make a rewind point of the present length, which is not the end of the turn."""
+    kv.mark()
+    kv.keep_rewind_points(_last_points(kv))
+
+
+def _last_points(kv: SequenceKV) -> tuple[int, ...]:
+    """The rewind points for which a turn has room beside its end: of windows alone fewer, because they hold pages."""
+    return kv.rewind_points[-(MOST_REWIND_POINTS if kv.states else 2) :]
 
 
 def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPool, model: ModelInfo) -> None:
@@ -81,6 +86,8 @@ def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPo
     sequence.leave_queue()
     if taken is not None:
         reuse, sequence.kv = taken
+        if reuse.tokens:
+            mark(sequence.kv)  # a window may go on from where none was
         sequence.known_chain = tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
         sequence.began(reuse.tokens, reuse.shareable_tokens, is_shared=reuse.is_shared)
     elif isinstance(sequence.plan.reuse, Restored):
@@ -103,7 +110,7 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     # Another turn may begin where this one began: a retry, or an edited last message.
     kept = {sequence.cached, sequence.prompt_rewind_point, len(state.token_ids)}
     # A warm-up turn generates nothing, so it keeps the existing rewind points.
-    kv.keep_rewind_points(kept if sequence.plan.generates else kv.rewind_points[-_warm_up_points(kv) :])
+    kv.keep_rewind_points(kept if sequence.plan.generates else _last_points(kv))
     sequence.rewind_points = kv.rewind_points if kv.states else ()  # windows go on from wherever their blocks are
     state = sequence.state()
     known = sequence.known_chain[: len(state.token_ids) // BLOCK_TOKENS]

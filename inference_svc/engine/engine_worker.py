@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
 from inference_svc.engine.api import AgentKey, Snapshot
-from inference_svc.engine.beginning import begin, memory_left
+from inference_svc.engine.beginning import begin, mark, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
 from inference_svc.engine.room import KvRoom
 from inference_svc.engine.sampling import sample
@@ -239,7 +239,7 @@ class EngineWorker:
             self._runner.prefill(kv, cell, lambda: sequence.is_cancelled)
             sequence.prefilled(len(cell))
             if sequence.is_at_rewind_point:
-                kv.mark()
+                mark(kv)
             return
         logits = self._runner.last_logits(kv, cell, lambda: sequence.is_cancelled)
         [token] = sample([sampler], logits)

@@ -10,7 +10,7 @@ from kvasir.formats.block_file import check_schema, parse_header
 from kvasir.formats.layer_groups import first_touched_block, windows_of
 
 from inference_svc.engine.api import AgentKey, Ended, Hot, Restored, RestoredWindow, Snapshot, Started
-from inference_svc.engine.beginning import Reuse, forked_for
+from inference_svc.engine.beginning import Reuse, forked_for, mark
 from inference_svc.kv.sequence_kv import SequenceKV
 from tests.inference.engine.driving import Driver, Listener, tokens_of
 from tests.inference.kv.sequences import fed, four_bits, full, pool_of, windowed
@@ -95,6 +95,22 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
     cold, back = driver.turn(prompt, max_tokens=12), restored(taken, 512)
     found = driver.turn(prompt, back, driver.key(), max_tokens=12)
     assert (found.cached_tokens, found.state.token_ids) == (512, cold.state.token_ids)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_retry_with_a_long_reply_can_be_retried_from_where_it_began(
+    name: str, family: Callable[[str], Driver]
+) -> None:
+    """It began behind the last edge of its prompt, and where no turn had ended before."""
+    driver = family(name)
+    key, ended = remembered(driver, 300, 20)
+    start = ended.state.token_ids[:310]
+    told = (*start, *tokens_of(20, seed=3))
+    stayed = driver.turn(told, Hot(310), driver.fork(key), max_tokens=12)
+    for seed, reply in ((4, 400), (3, 12)):
+        last = driver.turn((*start, *tokens_of(20, seed=seed)), Hot(310), key, max_tokens=reply)
+        assert last.cached_tokens == 310
+    assert last.state.token_ids == stayed.state.token_ids
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -234,23 +250,24 @@ def test_many_agents_with_one_system_prompt_hold_it_once(name: str, family: Call
     assert used_pages() - before < agents * per_sequence / 2
 
 
+@pytest.mark.parametrize("generates", [True, False])
 @pytest.mark.parametrize("window", [512, 1024])
-def test_a_turns_pages_stay_within_its_reservation_when_its_source_is_gone(window: int) -> None:
+def test_a_turns_pages_stay_within_its_reservation_when_its_source_is_gone(window: int, *, generates: bool) -> None:
     """It inherits no rewind point that its memory will not keep: those pages would be its own then."""
     pool = pool_of([full(), windowed(window)], four_bits())
     source = SequenceKV(pool)
     for _ in range(3):
         fed(source, [256] * 8)
         source.mark()
-    sequence = cast("Sequence", SimpleNamespace(plan=SimpleNamespace(generates=True)))
+    sequence = cast("Sequence", SimpleNamespace(plan=SimpleNamespace(generates=generates)))
     forked = forked_for(sequence, Reuse(source, 6144, (), 0))
     assert forked is not None
     most, held = pool.pages_for(6144 + 16 * 256 + 200), [forked.kept_pages]
     source.release()
     for step in range(16):
         fed(forked, [256])
-        if step == 14:
-            forked.mark()
+        if step == 8:
+            mark(forked)
         held.append(forked.kept_pages)
     for _ in range(200):
         fed(forked, [1])
