@@ -3544,7 +3544,7 @@ type Limits struct {
 	MaxPromptBytes int64                  `protobuf:"varint,1,opt,name=max_prompt_bytes,json=maxPromptBytes,proto3" json:"max_prompt_bytes,omitempty"`
 	// A larger request is refused by gRPC itself, unread and with no field named.
 	MaxRequestBytes int64 `protobuf:"varint,2,opt,name=max_request_bytes,json=maxRequestBytes,proto3" json:"max_request_bytes,omitempty"`
-	// A reader that leaves more of a reply than this is ended.
+	// A reader that leaves more of its replies unread than this, of all choices together, is ended.
 	MaxUnreadBytes int64 `protobuf:"varint,3,opt,name=max_unread_bytes,json=maxUnreadBytes,proto3" json:"max_unread_bytes,omitempty"`
 	// Turns that may wait or run at once: of all callers, of one namespace, of one credential.
 	MaxTurns             int64 `protobuf:"varint,4,opt,name=max_turns,json=maxTurns,proto3" json:"max_turns,omitempty"`

@@ -1489,7 +1489,7 @@ export type Limits = Message<"kvasir.inference.v1.Limits"> & {
   maxRequestBytes: bigint;
 
   /**
-   * A reader that leaves more of a reply than this is ended.
+   * A reader that leaves more of its replies unread than this, of all choices together, is ended.
    *
    * @generated from field: int64 max_unread_bytes = 3;
    */
