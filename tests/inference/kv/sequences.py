@@ -140,10 +140,10 @@ def poison_behind(kv: SequenceKV) -> None:
 def poison_free_pages(pool: KvPool) -> None:
     """Fill all pages that nobody holds."""
     free = [page for page in range(pool.arrays[0].shape[0]) if not pool.allocator.holders(page)]
-    if free:
-        for array in pool.arrays:
-            array[mx.array(free)] = POISON
-        mx.eval(pool.arrays)
+    if free:  # as the pool writes: a GPU's kept graphs know its arrays, which Python must not replace
+        for layer, page_format in pool.formats.items():
+            pool.write_pages(layer, free, mx.full((len(free), page_format.units), POISON, dtype=UNIT))
+        pool.evaluate()
 
 
 def page_bytes(pool: KvPool, pages: Iterable[int]) -> dict[int, bytes]:
