@@ -429,14 +429,16 @@ def test_a_cancel_in_the_midst_of_a_cell_ends_it_there_and_changes_no_memory(
     listener, looks = Listener(), 0
     compute = engine._worker._runner._compute
 
-    def cancelling(kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool]) -> object:
+    def cancelling(
+        kv: SequenceKV, token_ids: Sequence[int], is_cancelled: Callable[[], bool], *, needs_logits: bool = True
+    ) -> object:
         def look() -> bool:
             nonlocal looks
             looks += 1
             listener.handle.result(60).cancel()
             return is_cancelled()
 
-        return compute(kv, token_ids, look)
+        return compute(kv, token_ids, look, needs_logits=needs_logits)
 
     monkeypatch.setattr(engine._worker._runner, "_compute", cancelling)
     with pytest.raises(Cancelled):
