@@ -26,6 +26,11 @@ class Language:
     example: Command | None
 
 
+def _java(what: str) -> Command:
+    """A class, or a source file; the build has left its class path in a file."""
+    return ("sh", "-c", f"exec java -cp target/classes:target/test-classes:$(cat target/classpath) {what}")
+
+
 LANGUAGES = (
     Language(
         name="python",
@@ -66,5 +71,15 @@ LANGUAGES = (
         program=("target/debug/examples/conformance",),
         example_file="examples/first.rs",
         example=("target/debug/examples/first",),
+    ),
+    Language(
+        name="java",
+        folder=CLIENTS / "java",
+        tools=("java", "mvn"),
+        build=(("mvn", "-q", "-B", "test-compile"),),
+        test=("mvn", "-q", "-B", "test"),
+        program=_java("org.kvasir.client.Conformance"),
+        example_file="examples/First.java",
+        example=_java("examples/First.java"),
     ),
 )

@@ -1,0 +1,41 @@
+// The events of a turn, as they arrive.
+package org.kvasir.client;
+
+import io.grpc.StatusRuntimeException;
+import java.util.Iterator;
+import java.util.function.Supplier;
+import org.kvasir.inference.v1.GenerateResponse;
+
+/** Ends after the last choice's Finished, or with a {@link KvasirException}. To close it earlier cancels the turn. */
+public final class Events implements Iterator<GenerateResponse>, AutoCloseable {
+  private final Pieces<GenerateResponse> events;
+  private final String requestId;
+
+  Events(String requestId, Supplier<Iterator<GenerateResponse>> generate) {
+    this.requestId = requestId;
+    this.events = new Pieces<>(generate);
+  }
+
+  @Override
+  public boolean hasNext() {
+    return typed(events::hasNext);
+  }
+
+  @Override
+  public GenerateResponse next() {
+    return typed(events::next);
+  }
+
+  @Override
+  public void close() {
+    events.close();
+  }
+
+  private <T> T typed(Supplier<T> step) {
+    try {
+      return step.get();
+    } catch (StatusRuntimeException error) {
+      throw KvasirException.of(error).withRequestId(requestId);
+    }
+  }
+}
