@@ -209,6 +209,15 @@ def test_a_log_that_has_grown_long_is_put_aside(tmp_path: Path) -> None:
     assert (tmp_path / "store.1.log").stat().st_size == 17 << 20
 
 
+def test_as_many_last_lines_are_given_as_are_asked_for(tmp_path: Path) -> None:
+    log = tmp_path / "store.log"
+    lines = [f"  line {number} {'x' * 100}" for number in range(500)]
+    log.write_text("".join(f"\x1b[1m{line}\x1b[0m\n\n" for line in lines))
+    for count in (1, 70, 499, 500, 501):
+        assert last_lines(log, count) == lines[-count:]
+    assert last_lines(log, 9, since=log.stat().st_size) == []
+
+
 WARNER = """
 import sys, time
 print("2026-01-01T00:00:00Z [info     ] nothing.happened", flush=True)

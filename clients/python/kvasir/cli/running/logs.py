@@ -1,10 +1,12 @@
 """Logs of supervised services: rotated when long, quoted when a service dies, followed as they grow."""
 
+import os
 import re
 from pathlib import Path
 
 _MAX_BYTES = 16 << 20
 _LAST_LINES = 12
+_FIRST_READ_BYTES = 8 << 10
 _MAX_READ_BYTES = 64 << 10
 # Levels as structlog's console and JSON renderers write them, and the first line of Python's tracebacks.
 _IMPORTANT = re.compile(r"\[(?:warning|error|critical)\s*\]|\"level\": \"(?:warning|error|critical)\"|^Traceback ")
@@ -21,11 +23,16 @@ def last_lines(path: Path, count: int = _LAST_LINES, since: int = 0) -> list[str
     """The last lines of a log, from byte `since` on; none when there is no log."""
     try:
         with path.open("rb") as file:
-            file.seek(max(since, path.stat().st_size - 8192))
-            text = file.read().decode("utf-8", "replace")
+            start = size = max(since, file.seek(0, os.SEEK_END))
+            lines: list[str] = []
+            while len(lines) <= count and start > since:  # one line more than asked for: the first may be cut
+                start = max(since, size - max(_FIRST_READ_BYTES, 2 * (size - start)))
+                file.seek(start)
+                text = _COLOURS.sub("", file.read(size - start).decode("utf-8", "replace"))
+                lines = [line.rstrip() for line in text.split("\n") if line.strip()]
     except OSError:
         return []
-    return [line.strip() for line in text.splitlines() if line.strip()][-count:]
+    return lines[-count:]
 
 
 def is_important(line: str) -> bool:
