@@ -27,6 +27,8 @@ from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
 from kvasir.cli.running.holding import holders, is_led
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.supervisor import process_exists
+from kvasir.cli.running.up import make_credentials
+from kvasir.credentials import read_credentials, read_token
 
 from inference_svc.config import EngineSettings
 from inference_svc.model import kvasir_tiny
@@ -408,6 +410,17 @@ def test_a_wrong_option_is_wrong_usage_before_anything_is_made(options: tuple[st
     assert (refused.code, refused.value["error"]["reason"]) == (2, "WRONG_USAGE")
     assert refused.value["error"]["field"] in options
     assert not (tmp_path / "home").exists()
+
+
+def test_credentials_appear_only_after_their_tokens(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.tokens.write_text("in the way: the first attempt ends between the files")
+    with pytest.raises(OSError):
+        make_credentials(home)
+    home.tokens.unlink()
+    make_credentials(home)
+    token = read_token(home.tokens / "client.token")
+    assert read_credentials(home.credentials_file).principal_of(token) is not None
 
 
 def test_the_gateways_usual_address_is_its_own() -> None:

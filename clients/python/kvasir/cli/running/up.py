@@ -406,15 +406,18 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def make_credentials(home: Home) -> None:
-    """Write credentials and tokens, once per home."""
+    """Write credentials and tokens, once per home. The credentials get their name last: then all tokens are there."""
     if home.credentials_file.exists():
         return
-    tokens = write_credentials(home.credentials_file, _PRINCIPALS, lambda: secrets.token_urlsafe(32))
+    new = home.credentials_file.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    tokens = write_credentials(new, _PRINCIPALS, lambda: secrets.token_urlsafe(32))
     for name, token in tokens.items():
         token_file = home.tokens / f"{name}.token"
         token_file.unlink(missing_ok=True)
         write_private_text(token_file, token + "\n")
 
+    new.rename(home.credentials_file)
 
 def from_here(address: str) -> str:
     """How a program on this machine reaches a service that listens at `address`."""
