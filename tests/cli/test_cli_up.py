@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -24,7 +25,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
 from kvasir.cli.running.group import service_states
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
-from kvasir.cli.running.holding import holders, is_led
+from kvasir.cli.running.holding import end_services, holders, is_led
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.supervisor import process_exists
 from kvasir.cli.running.up import make_credentials
@@ -368,6 +369,44 @@ def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> 
         assert other.poll() is None
         assert holders(home.services_lock_file) == [], reader
         other.kill()
+
+
+# Asked to end, the one waits until the other has let go of the lock.
+HOLDER = """
+import fcntl, pathlib, signal, sys, time
+place, name = pathlib.Path(sys.argv[1]), sys.argv[2]
+def wait_for(file):
+    while not (place / file).exists(): time.sleep(0.01)
+def end(*_):
+    (place / "asked").touch()
+    wait_for("let_go")
+    sys.exit()
+if name == "ended": signal.signal(signal.SIGTERM, end)
+lock = open(place / "run" / "services.lock")
+fcntl.flock(lock, fcntl.LOCK_SH)
+if name == "other":
+    wait_for("asked")
+    lock.close()
+    (place / "let_go").touch()
+time.sleep(60)
+"""
+
+
+def test_a_number_that_is_another_programs_by_now_is_not_killed(tmp_path: Path) -> None:
+    """It held the lock when the group was listed, and let go of it while another one was ended."""
+    home = Home(tmp_path)
+    home.make()
+    home.services_lock_file.touch()
+    argv = (sys.executable, "-c", HOLDER, tmp_path)
+    with subprocess.Popen([*argv, "other"]) as other, subprocess.Popen([*argv, "ended"]) as ended:
+        try:
+            eventually(lambda: set(holders(home.services_lock_file)) == {other.pid, ended.pid})
+            home.write_running(Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=other.pid))
+            end_services(home, print)  # the store's number comes last
+            assert (ended.wait(10), other.poll()) == (0, None)
+        finally:
+            other.kill()
+            ended.kill()
 
 
 def test_what_a_killed_up_named_is_told_once_and_is_no_fault_of_each_service(tmp_path: Path) -> None:

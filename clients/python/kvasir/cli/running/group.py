@@ -12,7 +12,7 @@ from rich.table import Table
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
 from kvasir.cli.running.health import ENGINE_SERVICE, PATIENCE_S, STORE_SERVICE, Health, health, http_health
-from kvasir.cli.running.holding import end_group, holders
+from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
 from kvasir.errors import NotFound
@@ -64,7 +64,8 @@ def down(context: typer.Context, as_json: JsonOption = False) -> None:
     caller = caller_of(context, as_json)
     with caller.busy("stopping"):
         ended = end_group(caller.home, caller.say)
-    caller.home.running_file.unlink(missing_ok=True)
+    if not is_led(caller.home):  # a new `kvasir up` may have begun meanwhile
+        caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
     text = f"stopped; what agents remember is in {root}" if ended else f"nothing runs in {root}"
     caller.result({"home": str(root), "ended": ended}, lambda out: out.print(text, markup=False))

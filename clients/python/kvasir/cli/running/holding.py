@@ -52,6 +52,8 @@ def end_services(home: Home, say: Callable[[str], None]) -> list[int]:
 
 def _end(pid: int, lock_file: Path, say: Callable[[str], None], grace_s: float) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
+        if pid not in holders(lock_file):  # others were ended first: by now the number may be another program's
+            return
         try:
             os.kill(pid, number)
         except ProcessLookupError:
