@@ -296,6 +296,7 @@ def test_what_the_system_or_a_bug_refuses_is_one_line(cli: Cli, ada: SyntheticAg
     assert failures.code_of(broken, Caller()) == failures.BUG
     assert failures.refusal_of(ZeroDivisionError("so")).message.startswith("ZeroDivisionError: so (details: ")
     assert cli("agents", "rollback", "ada", "not-a-number").code == 2
+    assert cli("agents", "rollback", "ada", str(1 << 63)).code == 2
 
 
 def test_the_help_tells_every_exit_code(cli: Cli) -> None:

@@ -440,6 +440,8 @@ WRONG = {
     "a time": ("--keep-alive", "10"),
     "a level": ("--log-level", "loud"),
     "memory": ("--memory-gib", "-1"),
+    "endless memory": ("--memory-gib", "inf"),
+    "a quota that is no number": ("--store-quota-gib", "nan"),
 }
 
 

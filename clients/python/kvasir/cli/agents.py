@@ -20,6 +20,7 @@ from kvasir.clients import StoreClient
 from kvasir.errors import InvalidArgument, KvasirError
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
+MOST_VERSION = (1 << 63) - 1  # of the contract's int64
 _PAGE = 1000
 _COMPLETION_S, _COMPLETED = 2.0, 100
 
@@ -47,7 +48,7 @@ LineOption = Annotated[
         "--kv-identity", help="Hash of the line's KV identity. Left out: the line that was used last.", metavar="HASH"
     ),
 ]
-VersionOption = Annotated[int | None, typer.Option("--version", min=1, help="Left out: the newest.")]
+VersionOption = Annotated[int | None, typer.Option("--version", min=1, max=MOST_VERSION, help="Left out: the newest.")]
 
 
 @contextmanager
@@ -113,7 +114,9 @@ def fork(
 def rollback(
     context: typer.Context,
     agent: AgentArgument,
-    version: Annotated[int, typer.Argument(min=1, help="The version to go back to.", metavar="VERSION")],
+    version: Annotated[
+        int, typer.Argument(min=1, max=MOST_VERSION, help="The version to go back to.", metavar="VERSION")
+    ],
     line: LineOption = "",
     as_json: JsonOption = False,
 ) -> None:

@@ -4,10 +4,11 @@ import contextlib
 import enum
 import importlib.util
 import json
+import math
 import re
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -134,6 +135,12 @@ def seconds(text: str, option: str) -> float | None:
     if found is None or float(found[1]) <= 0:
         raise WrongUsage(f"{option}: expected a time such as 90s, 10m or 2h, got {text!r}", field=option)
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def check_sizes(sizes: Mapping[str, float | None]) -> None:
+    """Raise WrongUsage for a size (by option) that is infinite or no number."""
+    if bad := next((option for option, size in sizes.items() if size is not None and not math.isfinite(size)), ""):
+        raise WrongUsage(f"{bad}: expected a number of GiB, got {sizes[bad]}", field=bad)
 
 
 def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: Path | None) -> None:

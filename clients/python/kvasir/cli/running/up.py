@@ -158,6 +158,7 @@ def up(
     checks.check_installed(gateway=bool(http))
     models = checks.check_models(model or [])
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
+    checks.check_sizes({"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib})
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
     asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, "--metrics-listen": metrics_listen}
     addresses = {option: address for option, address in asked.items() if address}
@@ -416,8 +417,8 @@ def make_credentials(home: Home) -> None:
         token_file = home.tokens / f"{name}.token"
         token_file.unlink(missing_ok=True)
         write_private_text(token_file, token + "\n")
-
     new.rename(home.credentials_file)
+
 
 def from_here(address: str) -> str:
     """How a program on this machine reaches a service that listens at `address`."""

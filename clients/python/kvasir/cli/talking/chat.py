@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.cli import failures
-from kvasir.cli.agents import complete_agent, store_client
+from kvasir.cli.agents import MOST_VERSION, complete_agent, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.running.holding import is_led
@@ -226,7 +226,7 @@ class Conversation:
                 store.fork_agent(self.agent, argument)
             self.agent = argument
             self.caller.say(f"You talk with {argument} now, which remembers the same.")
-        elif name == "/rollback" and argument.isdecimal():
+        elif name == "/rollback" and argument.isdecimal() and len(argument) < len(str(MOST_VERSION)):
             with store_client(self.caller) as store:
                 made = store.rollback_agent(self.agent, int(argument))
             self.caller.say(f"{self.agent} is at version {made.version}, which is version {argument} again.")
