@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli import failures
-from kvasir.cli.caller import Caller
+from kvasir.cli.caller import Caller, console
 from kvasir.cli.main import app
 from kvasir.cli.running.health import is_ready
 from kvasir.cli.running.home import Endpoint
-from rich.console import Console
 
 from tests.programs import Program, run
 
@@ -55,7 +54,7 @@ class Ended:
 def in_process(*arguments: str | Path) -> Ended:
     """A command within this process, for one that ends before it starts anything."""
     out, err = io.StringIO(), io.StringIO()
-    caller = Caller(as_json="--json" in arguments, out=Console(file=out, width=200), err=Console(file=err, width=200))
+    caller = Caller(as_json="--json" in arguments, out=console(file=out, width=200), err=console(file=err, width=200))
     with contextlib.redirect_stderr(err):
         code = failures.code_of(
             lambda: app(list(map(str, arguments)), obj=caller, prog_name="kvasir", standalone_mode=False), caller

@@ -135,6 +135,8 @@ def test_a_pinned_agent_is_not_forgotten_without_force(cli: Cli, ada: SyntheticA
 def test_labels_are_set_and_removed(cli: Cli, ada: SyntheticAgent) -> None:
     assert cli.done("agents", "label", "ada", "a=1", "b=2", "--json").value["labels"] == {"a": "1", "b": "2"}
     assert "b=2" in cli.done("agents", "label", "ada", "a=").out
+    cli.done("agents", "label", "ada", "b=[/b]:key:")
+    assert "b=[/b]:key:" in cli.done("agents", "ls").out, "shown as it is"
     assert cli("agents", "label", "ada", "nonsense").code == 4
 
 

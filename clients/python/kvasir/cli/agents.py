@@ -107,7 +107,7 @@ def fork(
     caller = caller_of(context, as_json)
     with store_client(caller) as client:
         made = client.fork_agent(source, agent, line, version)
-    caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers the same as {source}.", markup=False))
+    caller.result(agent_row(made), lambda out: out.print(f"{agent} remembers the same as {source}."))
 
 
 @app.command("rollback")
@@ -126,7 +126,7 @@ def rollback(
         made = client.rollback_agent(agent, version, line)
     caller.result(
         snapshot_row(made),
-        lambda out: out.print(f"{agent} is at version {made.version}, which is version {version} again.", markup=False),
+        lambda out: out.print(f"{agent} is at version {made.version}, which is version {version} again."),
     )
 
 
@@ -146,8 +146,7 @@ def rm(
         value,
         lambda out: out.print(
             f"{agent} is deleted. {size(answer.unshared_bytes)} that no other agent uses are freed by "
-            f"{value['bytes_gone_by'] or 'the next collection'}.",
-            markup=False,
+            f"{value['bytes_gone_by'] or 'the next collection'}."
         ),
     )
 
@@ -224,7 +223,7 @@ def export(
         size_bytes = sum(out.write(piece) for piece in pieces)
     value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value}
     seconds = time.monotonic() - began
-    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s", markup=False))
+    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s"))
 
 
 @app.command("import")
@@ -259,7 +258,7 @@ def import_(
             made = client.import_from_file(agent or carrying.agent_of_archive(read), read, replace=replace)
         else:
             made = carrying.import_seed_file(client, read, agent, replace=replace, of_agent=of_agent)
-    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made), markup=False))
+    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made)))
 
 
 @app.command("pull")
@@ -277,7 +276,7 @@ def pull(
     caller = caller_of(context, as_json)
     with store_client(caller) as client, transfer_progress(caller, f"{agent} from {peer}") as on_progress:
         made = client.pull_agent(peer, agent, local_agent_id=as_, kv_identity_hash=line, on_progress=on_progress)
-    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made), markup=False))
+    caller.result(snapshot_row(made), lambda out: out.print(_arrived(made)))
 
 
 def _all_agents(client: StoreClient, prefix: str, labels: dict[str, str]) -> Iterator[pb.Agent]:
@@ -346,5 +345,5 @@ def _versions_table(versions: list[pb.SnapshotVersion]) -> Table:
 def _show(out: Console, agent: pb.Agent) -> None:
     labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items())) or "none"
     pinned = "pinned" if agent.is_pinned else "not pinned"
-    out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}", markup=False)
+    out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}")
     out.print(_versions_table(list(agent.lines)))

@@ -117,7 +117,7 @@ def engine(
     if plots is not None:
         _plot(caller, results, plots)
     show = engine_bench.markdown if as_markdown else engine_bench.table
-    caller.result(results, lambda out: out.print(show(results), markup=False))
+    caller.result(results, lambda out: out.print(show(results)))
     if not results["settings"]["is_quick"] and not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
 
@@ -137,7 +137,7 @@ def attention(
     caller = caller_of(context, as_json)
     with _progress(caller, "measuring attention") as say:
         results = attention_bench.run(is_quick=quick, say=say)
-    caller.result(results, lambda out: out.print(attention_bench.table(results), markup=False, soft_wrap=True))
+    caller.result(results, lambda out: out.print(attention_bench.table(results), soft_wrap=True))
     if not all(target["is_met"] for target in results["targets"]):
         raise typer.Exit(PROBLEMS)
 
@@ -171,7 +171,7 @@ def quality(
             model, is_quick=quick, exact_layers=kv_exact_layers, compute_type=compute_type, say=say
         )
     if as_markdown and not as_json:
-        caller.out.print(quality_report.markdown(results), markup=False)
+        caller.out.print(quality_report.markdown(results))
     else:
         caller.result(results, lambda out: quality_report.show(out, results))
 
@@ -211,7 +211,7 @@ def load(
     )
     with _progress(caller, f"turns arrive for {seconds:.0f} s") as say:
         results = asyncio.run(_loaded(caller, scope, say))
-    caller.result(results, lambda out: out.print("\n".join(load_bench.lines(results)), markup=False))
+    caller.result(results, lambda out: out.print("\n".join(load_bench.lines(results))))
     if not results["first_token_s"]["count"]:
         raise typer.Exit(PROBLEMS)
 
@@ -250,7 +250,7 @@ def make_model(
     with _progress(caller, "writing the model") as say:
         made = run_program("inference_svc.bench.make_model", arguments, "the model was not written", say)
     text = f"{directory}: {made['layers']} layers, {size(made['weights_bytes'])} of weights in {made['seconds']} s"
-    caller.result(made, lambda out: out.print(text, markup=False))
+    caller.result(made, lambda out: out.print(text))
 
 
 @contextmanager

@@ -12,9 +12,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
+
+
+def console(**where: Any) -> Console:
+    """A console that shows text as it is: names, labels and memories may look like rich's markup."""
+    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **where)
 
 
 @dataclass
@@ -27,8 +33,8 @@ class Caller:
     token_file: Path | None = None
     ca_file: Path | None = None
     as_json: bool = False
-    out: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
-    err: Console = field(default_factory=lambda: Console(stderr=True, highlight=False, soft_wrap=True))
+    out: Console = field(default_factory=console)
+    err: Console = field(default_factory=lambda: console(stderr=True))
 
     def take(self, home: Path, address: str, engine: str, token_file: Path | None, ca_file: Path | None) -> None:
         """Take the options of every command."""
@@ -64,18 +70,18 @@ class Caller:
 
     def note(self, text: str) -> None:
         """Print a line about what goes on, for people and for the log of a program that starts this one."""
-        self.err.print(text, markup=False)
+        self.err.print(text)
 
     def say(self, text: str) -> None:
         """Print a remark for people; scripts do not get it."""
         if not self.as_json:
-            self.err.print(text, markup=False)
+            self.err.print(text)
 
     @contextmanager
     def busy(self, text: str) -> Iterator[None]:
         """Show what is being done: a spinner at a terminal, a line elsewhere."""
         if self.shows_progress:
-            with self.err.status(text):
+            with self.err.status(Text(text)):
                 yield
         else:
             self.say(f"{text} …")

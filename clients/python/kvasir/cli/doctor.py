@@ -170,7 +170,7 @@ def _store_stats(caller: Caller) -> dict[str, Any]:
 
 def _show(out: Console, report: dict[str, Any]) -> None:
     def write(text: str) -> None:
-        out.print(text, markup=False)
+        out.print(text)
 
     write(f"kvasir {report['kvasir']}, Python {report['python']}, {report['platform']}")
     write(", ".join(f"{name} {version or '–'}" for name, version in report["packages"].items()))
@@ -191,14 +191,15 @@ def _show(out: Console, report: dict[str, Any]) -> None:
     for step in report.get("self_test", {}).get("steps", []):
         write(f"self-test: {step}")
     for problem in report["problems"]:
-        out.print(f"[bold red]problem:[/] {problem}")
+        out.print("problem:", style="bold red", end=" ")
+        write(problem)
     if not report["problems"]:
-        out.print("[green]no problems found[/]")
+        out.print("no problems found", style="green")
 
 
 def _show_model(out: Console, facts: dict[str, Any]) -> None:
     compute = f"{facts['device']}, {facts['compute_type']}" + (f", {facts['blas']}" if facts["blas"] else "")
-    out.print(f"model: {facts['name']}, {facts['context_tokens']} tokens of context, on {compute}", markup=False)
+    out.print(f"model: {facts['name']}, {facts['context_tokens']} tokens of context, on {compute}")
     policy, table = facts["policy"], Table(box=None, pad_edge=False, header_style="bold")
     for column in ("layers", "keeps", "kv heads", "key dim", "value dim", "persists"):
         table.add_column(column, justify="left" if column in ("keeps", "persists") else "right")
@@ -218,15 +219,14 @@ def _show_model(out: Console, facts: dict[str, Any]) -> None:
         f"{facts['kv_bytes_per_token']} bytes per token instead of {facts['kv_bytes_per_token_fp16']} at fp16 "
         f"({ratio:.3f}){windows}{states}"
     )
-    out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}", markup=False)
+    out.print(f"KV policy {_applied(policy['name'], policy['why'], policy)}")
 
 
 def _show_memory(out: Console, memory: dict[str, Any]) -> None:
     """How many agents fit: into the KV memory that `kvasir up` takes, and at most on this machine."""
     out.print(
         f"memory: {size(memory['device_bytes'])}, {size(memory['weights_bytes'])} of them for weights; "
-        f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib), at most {size(memory['most_kv_bytes'])}",
-        markup=False,
+        f"KV gets {size(memory['kv_memory_bytes'])} (--memory-gib), at most {size(memory['most_kv_bytes'])}"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("agents that fit", "at most", "tokens each", "bytes each"):

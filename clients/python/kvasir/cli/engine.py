@@ -74,7 +74,7 @@ def load_model(
     with caller.busy(f"loading {name}"), engine_client(caller) as client:
         answer = client.load_model(name, drop_unstored=drop_unstored)
     value = {"loaded": answer.model.name, **_left(answer.left)}
-    caller.result(value, lambda out: out.print(f"{name} is loaded; {_left_in_words(answer.left)}", markup=False))
+    caller.result(value, lambda out: out.print(f"{name} is loaded; {_left_in_words(answer.left)}"))
 
 
 @models.command("unload")
@@ -133,14 +133,14 @@ def _left_in_words(left: pb.MemoriesLeft) -> str:
 
 
 def _show_stats(out: Console, row: dict[str, Any]) -> None:
-    out.print(f"model: {row['model'] or 'none is loaded'}; up for {row['uptime_s']:.0f} s", markup=False)
+    out.print(f"model: {row['model'] or 'none is loaded'}; up for {row['uptime_s']:.0f} s")
     if engine := row.get("engine"):
         table = _pairs()
         for name, value in engine.items():
             table.add_row(name.replace("_", " "), _told(name, value))
         out.print(table)
     for namespace in row["namespaces"]:
-        out.print(f"\nnamespace {namespace['namespace']}", markup=False)
+        out.print(f"\nnamespace {namespace['namespace']}")
         table = _pairs()
         for name, value in namespace.items():
             if isinstance(value, dict):

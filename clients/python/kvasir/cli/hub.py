@@ -24,7 +24,7 @@ def pull(context: typer.Context, name: _NameArgument, as_json: JsonOption = Fals
     caller = caller_of(context, as_json)
     answer = fetch(caller, name)
     text = f"{name}: {size(answer['size_bytes'])} at {answer['path']}; start it with `kvasir up --model {name}`"
-    caller.result(answer, lambda out: out.print(text, markup=False))
+    caller.result(answer, lambda out: out.print(text))
 
 
 def rm(context: typer.Context, name: _NameArgument, as_json: JsonOption = False) -> None:
@@ -32,7 +32,7 @@ def rm(context: typer.Context, name: _NameArgument, as_json: JsonOption = False)
     caller = caller_of(context, as_json)
     answer = _hub(caller, "rm", _checked(name))
     text = f"{name} is removed; {size(answer['freed_bytes'])} are free"
-    caller.result(answer, lambda out: out.print(text, markup=False))
+    caller.result(answer, lambda out: out.print(text))
 
 
 def fetched(caller: Caller) -> list[dict[str, Any]]:

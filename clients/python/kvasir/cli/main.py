@@ -38,7 +38,7 @@ app.add_typer(bench.app, name="bench")
 def _print_version(context: typer.Context, value: bool) -> None:
     if value:
         text = f"kvasir {kvasir.__version__}"
-        caller_of(context).result({"kvasir": kvasir.__version__}, lambda out: out.print(text, markup=False))
+        caller_of(context).result({"kvasir": kvasir.__version__}, lambda out: out.print(text))
         raise typer.Exit
 
 

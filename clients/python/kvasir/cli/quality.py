@@ -64,7 +64,7 @@ def show(out: Console, results: dict[str, Any]) -> None:
         table.add_row(*row)
     out.print(table)
     for line in _remarks(results):
-        out.print(line, markup=False)
+        out.print(line)
 
 
 def markdown(results: dict[str, Any]) -> str:

@@ -171,17 +171,17 @@ def _show_report(out: Console, report: dict[str, Any]) -> None:
 
 
 def _show_recovered(out: Console, report: dict[str, Any]) -> None:
-    out.print(f"recovered from {report['source']}", markup=False)
+    out.print(f"recovered from {report['source']}")
     for space in report["namespaces"]:
         name = space["namespace"]
-        out.print(f"{name}: {space['versions']} versions of {space['agents']} agents came back", markup=False)
+        out.print(f"{name}: {space['versions']} versions of {space['agents']} agents came back")
         for lost in space["lost"]:
-            out.print(f"  lost: {lost['agent_id']} version {lost['version']}: {lost['why']}", markup=False)
+            out.print(f"  lost: {lost['agent_id']} version {lost['version']}: {lost['why']}")
         for agent, version in space["with_damaged_blobs"]:
-            out.print(f"  {agent} version {version} lacks blobs; engines compute them again", markup=False)
+            out.print(f"  {agent} version {version} lacks blobs; engines compute them again")
         for agent in space["named_anew"]:
-            out.print(f"  an agent whose name is lost is now {agent}", markup=False)
-    out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}", markup=False)
+            out.print(f"  an agent whose name is lost is now {agent}")
+    out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}")
 
 
 def _show_scrub(out: Console, checked: int, damaged: list[Digest]) -> None:

@@ -24,9 +24,9 @@ class Claims:
     def check(self, text: str, holds: bool, found: str = "") -> None:
         """Claim `text`; `found` is shown in brackets."""
         self.made.append(Claim(text, holds, found))
-        mark = "[green]✓[/]" if holds else "[bold red]✗ NOT TRUE:[/]"
-        self.out.print(mark, end=" ")
-        self.out.print(text + (f" ({found})" if found else ""), markup=False)
+        mark, style = ("✓", "green") if holds else ("✗ NOT TRUE:", "bold red")
+        self.out.print(mark, style=style, end=" ")
+        self.out.print(text + (f" ({found})" if found else ""))
 
     @property
     def broken(self) -> list[Claim]:

@@ -88,17 +88,17 @@ class Show:
         return self.caller.err if self.caller.as_json else self.caller.out
 
     def title(self, text: str) -> None:
-        self.out.print(f"\n[bold]{text}[/]")
+        self.out.print(f"\n{text}", style="bold")
 
     def say(self, text: str) -> None:
-        self.out.print(text, markup=False)
+        self.out.print(text)
 
     def print_answer(self, answered: AnsweredTurn) -> None:
         """Print one question and its answer."""
         result = answered.result
         note = f"{result.cached_tokens} of {result.prompt_tokens} cached, {result.source}, {result.first_token_s:.2f} s"
-        self.out.print(f"  {answered.turn.question.text}", markup=False, style="cyan")
-        self.out.print(f"    {result.reply.strip()}", markup=False, end="  ")
+        self.out.print(f"  {answered.turn.question.text}", style="cyan")
+        self.out.print(f"    {result.reply.strip()}", end="  ")
         self.out.print(note if answered.is_right else f"{note}; expected: {answered.turn.question.answer}", style="dim")
 
 
@@ -283,7 +283,7 @@ def _keep_a_secret(show: Show, mac: Mac, one: Story, two: Story) -> None:
     show.say(f"  {one.agent}:")
     show.print_answer(knows)
     show.say(f"  {two.agent}:")
-    show.out.print(f"    {asked.result.reply.strip()}", markup=False)
+    show.out.print(f"    {asked.result.reply.strip()}")
     show.claims.check(f"{one.agent} knows it", knows.is_right)
     show.claims.check(f"{two.agent} says that it was not told", steps.says_not_told(asked))
 

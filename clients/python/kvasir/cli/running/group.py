@@ -68,7 +68,7 @@ def down(context: typer.Context, as_json: JsonOption = False) -> None:
         caller.home.running_file.unlink(missing_ok=True)
     root = caller.home.root
     text = f"stopped; what agents remember is in {root}" if ended else f"nothing runs in {root}"
-    caller.result({"home": str(root), "ended": ended}, lambda out: out.print(text, markup=False))
+    caller.result({"home": str(root), "ended": ended}, lambda out: out.print(text))
 
 
 def status(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -127,11 +127,11 @@ def _show_line(caller: Caller, name: str, line: str) -> None:
 
 def _show_status(out: Console, value: dict[str, Any]) -> None:
     led = f"`kvasir up` runs here (pid {value['pid']})" if value["pid"] else "no `kvasir up` runs here"
-    out.print(f"{value['home']}: {led}", markup=False)
+    out.print(f"{value['home']}: {led}")
     table = Table(box=None, pad_edge=False, show_header=False)
     for row in value["services"]:
         table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"])
     out.print(table)
     if value["token_file"]:
-        out.print(f"token: {value['token_file']}", markup=False)
-    out.print(f"logs: {value['logs']}", markup=False)
+        out.print(f"token: {value['token_file']}")
+    out.print(f"logs: {value['logs']}")

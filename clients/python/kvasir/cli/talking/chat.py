@@ -213,7 +213,6 @@ class Conversation:
             f"{result.cached_tokens} of {result.prompt_tokens} tokens cached ({source}), "
             f"first token after {result.first_token_s * 1000:.0f} ms, {kept.strip()}",
             style="dim",
-            markup=False,
         )
 
     def _command(self, line: str) -> None:
