@@ -7,7 +7,8 @@ from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kvasir.errors import NotFound, Unavailable
+from kvasir.errors import FailedPrecondition, NotFound, Unavailable
+from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import PREFIX, Conversations, Kept
 from kvasir_gateway.turn import Said, ToolUse
 
@@ -23,6 +24,7 @@ class Records:
         self.remembered: dict[str, tuple[Said, ...]] = {}
         self.used: dict[str, datetime] = {}
         self.forks: list[tuple[str, int | None]] = []
+        self.pinned: set[str] = set()
         self.is_down = False
 
     async def kept(self, name_prefix: str) -> list[Kept]:
@@ -40,6 +42,8 @@ class Records:
         self.remembered[name] = self.remembered[source]
 
     async def delete(self, agent_id: str) -> None:
+        if agent_id in self.pinned:
+            raise FailedPrecondition("pinned")
         del self.remembered[agent_id]
 
 
@@ -106,6 +110,25 @@ def test_while_an_agent_is_busy_a_second_turn_from_the_same_point_is_a_branch() 
     assert talk.turn(*asked) != first
 
 
+def test_a_turn_that_has_left_twice_leaves_the_next_one_busy() -> None:
+    talk = Talk(conversations(), Records())
+    first = talk.turn(user("Hello"), answer="Hi")
+    asked = (user("Hello"), reply("Hi"), user("more"))
+    memory = Memory(first, talk.known, "n")
+    memory.left()
+    assert asyncio.run(talk.known.agent_for("n", asked, "", talk.records)) == first
+    memory.left()
+    assert talk.turn(*asked) != first
+
+
+def test_equal_conversations_take_no_more_room_than_one() -> None:
+    talk = Talk(conversations(), Records())
+    for _ in range(5):
+        talk.turn(user("Hello"), answer="Hi")
+    assert len(talk.known._newest) == len(talk.known._answers) == 1
+    assert talk.turn(user("Hello"), reply("Hi"), user("more")) == list(talk.records.remembered)[-1]
+
+
 def test_after_a_restart_the_stored_messages_say_which_agent_it_was() -> None:
     records = Records()
     first = Talk(conversations(), records).turn(user("Hello"), answer="Hi")
@@ -143,8 +166,11 @@ def test_what_is_expired_or_too_much_is_deleted_and_nothing_that_is_used() -> No
         records.remembered[f"{PREFIX}a/{number}"] = ()
         records.used[f"{PREFIX}a/{number}"] = START + timedelta(hours=number)
     records.remembered["ada"] = ()
+    records.pinned.add(f"{PREFIX}a/1")
     now[0] += timedelta(hours=6)
-    assert asyncio.run(known.tidy("n", records)) == 3
+    assert asyncio.run(known.tidy("n", records)) == 2
+    records.pinned.clear()
+    del records.remembered[f"{PREFIX}a/1"]
     assert asyncio.run(known.tidy("n", records)) == 0  # now and then, not each time
     assert sorted(records.remembered) == ["ada", f"{PREFIX}a/3", f"{PREFIX}a/4", f"{PREFIX}a/5"]
     now[0] += timedelta(days=7)

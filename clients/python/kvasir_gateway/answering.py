@@ -36,15 +36,16 @@ class Memory:
 
     def answered(self, turn: Turn, reply: Reply) -> None:
         """The turn is done: its conversation goes on from here. To be called before its reader sees the end."""
-        if self._conversations is not None:
+        if self._conversations is not None and reply.finished.reason != pb.FINISH_REASON_CANCELLED:
             version = reply.finished.snapshot.version
             self._conversations.answered(self._namespace, self.agent_id, turn.messages, said(reply), turn.hint, version)
             self.left()
 
     def left(self) -> None:
-        """The turn has ended, however it did."""
+        """The turn has ended, however it did. Said again it does nothing: the agent may be busy with another turn."""
         if self._conversations is not None:
             self._conversations.left(self._namespace, self.agent_id)
+            self._conversations = None
 
 
 class Turns:

@@ -9,6 +9,7 @@ name begins with the digest of its conversation's opening. A digest found says w
 decided by the engine, character by character.
 """
 
+import contextlib
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -106,12 +107,12 @@ class Conversations:
     ) -> None:
         """The agent remembers these messages and the reply, as this version; 0: it is not known which."""
         *_, last = self._points((*messages, reply), hint)
-        self._answers[namespace, last.digest] = (agent_id, version)
-        self._answers.move_to_end((namespace, last.digest))
+        place = (namespace, last.digest)
+        self._forget(place)  # another agent may have answered the same
+        self._answers[place] = (agent_id, version)
         self._newest[namespace, agent_id] = last.digest
         if len(self._answers) > _MAX_TIPS:
-            (where, _), (forgotten, _) = self._answers.popitem(last=False)
-            self._newest.pop((where, forgotten), None)
+            self._forget(next(iter(self._answers)))
 
     def left(self, namespace: str, agent_id: str) -> None:
         """The turn has ended, however it did."""
@@ -124,15 +125,20 @@ class Conversations:
             return 0
         self._tidied[namespace] = now
         kept = sorted(await records.kept(PREFIX), key=lambda agent: agent.used_at, reverse=True)
-        gone = [
-            agent
-            for place, agent in enumerate(kept)
-            if (place >= self._max_kept or now - agent.used_at > self._expiry)
-            and (namespace, agent.agent_id) not in self._busy
-        ]
-        for agent in gone:
-            await records.delete(agent.agent_id)
-        return len(gone)
+        deleted = 0
+        for place, agent in enumerate(kept):
+            is_gone = place >= self._max_kept or now - agent.used_at > self._expiry
+            if is_gone and (namespace, agent.agent_id) not in self._busy:
+                with contextlib.suppress(KvasirError):  # a pinned one stays, and keeps no other
+                    await records.delete(agent.agent_id)
+                    deleted += 1
+        return deleted
+
+    def _forget(self, place: tuple[str, str]) -> None:
+        agent_id, _ = self._answers.pop(place, ("", 0))
+        newest = (place[0], agent_id)
+        if self._newest.get(newest) == place[1]:
+            del self._newest[newest]
 
     def _tip(self, namespace: str, points: Sequence[_Point]) -> Tip | None:
         """The longest known prefix that ends with a reply. The opening is none: equal ones are different talks."""
