@@ -1,11 +1,17 @@
 """Memories behind HTTP: they outlive kill -9, are shared in one namespace alone; a reader who leaves ends a turn."""
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2 as httpx
 import pytest
+from kvasir.clients import Choice, Reply
+from kvasir.errors import Cancelled, NotFound
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway import anthropic_messages, openai_responses
+from kvasir_gateway.turn import Asked
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
@@ -75,6 +81,32 @@ def test_a_reader_who_leaves_ends_the_turn(front: Front) -> None:
         with pytest.raises(httpx.ReadTimeout):
             client.post("/v1/completions", json=endless)
     wait_until_idle(front, within_s=3)
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_a_turn_that_is_cancelled_elsewhere_does_not_look_whole(front: Front, path: str) -> None:
+    given = {"prompt": "A story."} if path == "completions" else {"messages": [{"role": "user", "content": "A story."}]}
+    body = {"model": MODEL, **given, "max_tokens": 7000, "logit_bias": {END: -100}, "stream": True}
+    headers = {**front.bearer(), "x-request-id": f"stopped {path}"}
+    with (
+        httpx.stream("POST", f"{front.gateway.url}/v1/{path}", json=body, headers=headers, timeout=30) as answer,
+        front.house.client(front.keys["bob"]) as other,
+        front.house.client(front.keys["eve"]) as stranger,
+    ):
+        with pytest.raises(NotFound):
+            stranger.cancel_turn(f"stopped {path}")
+        other.cancel_turn(f"stopped {path}", timeout_s=20)
+        *_, last = (line for line in answer.iter_lines() if line.startswith("data: "))
+    assert "cancelled by another call" in last
+
+
+@pytest.mark.parametrize("ending", [anthropic_messages.whole, openai_responses.whole])
+def test_what_is_left_of_a_cancelled_turn_is_no_answer(ending: Callable[..., Any]) -> None:
+    reply = Reply(choices=[Choice("Once", finished=pb.Finished(reason=pb.FINISH_REASON_CANCELLED))])
+    asked = Asked(request_id="r", created=0, model=MODEL)
+    more = {"request": openai_responses.ResponsesRequest(model=MODEL, input="?")}
+    with pytest.raises(Cancelled):
+        ending(asked, reply, **(more if ending is openai_responses.whole else {"shows_thinking": True}))
 
 
 def test_many_streams_at_once_end_well_and_many_that_are_left_leave_nothing(front: Front) -> None:

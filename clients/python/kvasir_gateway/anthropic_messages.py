@@ -1,7 +1,7 @@
 """Anthropic's messages: the request as a turn, and the turn's events as a message or as its stream."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -10,9 +10,21 @@ from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
-from kvasir_gateway.turn import Asked, Body, Lenient, Said, ToolUse, Turn, function_tool, given, refuse_unless, sse
+from kvasir_gateway.turn import (
+    Asked,
+    Body,
+    Lenient,
+    Said,
+    ToolUse,
+    Turn,
+    finish_reason,
+    function_tool,
+    given,
+    refuse_unless,
+    sse,
+)
 
-_REASONS = {
+_REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_STOP: "end_turn",
     pb.FINISH_REASON_STOP_SEQUENCE: "stop_sequence",
     pb.FINISH_REASON_LENGTH: "max_tokens",
@@ -240,7 +252,7 @@ def _ending(finished: pb.Finished | None) -> Block:
     if finished is None:
         return {"stop_reason": None, "stop_sequence": None}
     return {
-        "stop_reason": _REASONS.get(finished.reason, "end_turn"),
+        "stop_reason": finish_reason(finished, _REASONS),
         "stop_sequence": finished.matched_stop or None,
     }
 

@@ -11,7 +11,6 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.turn import (
-    REASONS,
     Asked,
     Body,
     Lenient,
@@ -19,6 +18,7 @@ from kvasir_gateway.turn import (
     ToolUse,
     Turn,
     comment,
+    finish_reason,
     function_tool,
     given,
     refuse_unless,
@@ -247,7 +247,7 @@ class ChatChunks:
             fields["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls(finished))]
         if fields:
             frames = self._chunk(finished.choice, fields)
-        return frames + self._chunk(finished.choice, {}, REASONS.get(finished.reason, "stop"))
+        return frames + self._chunk(finished.choice, {}, finish_reason(finished))
 
     def _opened(self, choice: int) -> dict[str, Any]:
         if choice in self._begun:
@@ -303,7 +303,7 @@ def _choice(number: int, choice: Choice) -> dict[str, Any]:
         message["reasoning_content"] = choice.reasoning_text
     if made:
         message["tool_calls"] = made
-    reason = REASONS.get(choice.finished.reason, "stop")
+    reason = finish_reason(choice.finished)
     return {"index": number, "message": message, "logprobs": _logprobs(choice.logprobs), "finish_reason": reason}
 
 

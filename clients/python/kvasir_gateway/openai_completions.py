@@ -8,7 +8,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import DONE, SamplingFields, usage
-from kvasir_gateway.turn import REASONS, Asked, Turn, comment, refuse_unless, sse
+from kvasir_gateway.turn import Asked, Turn, comment, finish_reason, refuse_unless, sse
 
 
 class CompletionRequest(SamplingFields):
@@ -40,8 +40,7 @@ class CompletionRequest(SamplingFields):
 def whole(asked: Asked, reply: Reply) -> dict[str, Any]:
     """A completion."""
     choices = [
-        _choice(number, choice.text, REASONS.get(choice.finished.reason, "stop"))
-        for number, choice in enumerate(reply.choices)
+        _choice(number, choice.text, finish_reason(choice.finished)) for number, choice in enumerate(reply.choices)
     ]
     return {**_head(asked, reply.started), "choices": choices, "usage": usage(reply)}
 
@@ -65,8 +64,7 @@ class CompletionChunks:
                 return self._frame([_choice(event.delta.choice, event.delta.text, None)])
             case _:
                 self._reply.add(event)
-                reason = REASONS.get(event.finished.reason, "stop")
-                return self._frame([_choice(event.finished.choice, "", reason)])
+                return self._frame([_choice(event.finished.choice, "", finish_reason(event.finished))])
 
     def end(self) -> str:
         return (self._frame([], usage(self._reply)) if self._wants_usage else "") + DONE

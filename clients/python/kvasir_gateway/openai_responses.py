@@ -27,6 +27,7 @@ from kvasir_gateway.turn import (
     ToolUse,
     Turn,
     comment,
+    finish_reason,
     function_tool,
     given,
     refuse_unless,
@@ -315,7 +316,7 @@ class ResponseEvents:
 def _response(
     asked: Asked, request: ResponsesRequest, started: pb.Started, output: list[Item], finished: pb.Finished | None
 ) -> dict[str, Any]:
-    is_cut = finished is not None and finished.reason == pb.FINISH_REASON_LENGTH
+    is_cut = finished is not None and finish_reason(finished) == "length"
     usage = None
     if finished is not None:
         usage = {

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from kvasir.clients import Reply
 from kvasir.clients.generate_options import JsonSchema
-from kvasir.errors import InvalidArgument
+from kvasir.errors import Cancelled, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import BaseModel, ConfigDict
 
@@ -95,6 +95,14 @@ REASONS: Mapping[int, str] = {
     pb.FINISH_REASON_LENGTH: "length",
     pb.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
+
+
+def finish_reason(finished: pb.Finished, reasons: Mapping[int, str] = REASONS) -> str:
+    """Why a reply ended, as an API says it. Raises Cancelled: none has a word for a turn that another call ended, and
+    what there is of the reply must not pass for all of it."""
+    if finished.reason == pb.FINISH_REASON_CANCELLED:
+        raise Cancelled("the turn was cancelled by another call")
+    return reasons.get(finished.reason, reasons[pb.FINISH_REASON_STOP])
 
 
 def sse(data: object, event: str = "") -> str:
