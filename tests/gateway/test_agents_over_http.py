@@ -5,6 +5,8 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
+from kvasir.errors import InvalidArgument
+from kvasir_gateway.agents import AgentTurn
 
 from tests.gateway.conftest import Front
 
@@ -55,3 +57,11 @@ def test_a_refusal_is_the_contracts_own(
     answer = call(front, method, path, body)
     assert answer.status_code == status
     assert reason in [detail.get("reason") for detail in answer.json()["error"]["details"]]
+
+
+@pytest.mark.parametrize("field", ["messages", "append_messages"])
+def test_a_message_that_is_no_text_is_named(field: str) -> None:
+    asked = AgentTurn.model_validate({field: [{"role": "user", "content": [{"type": "image"}]}]})
+    with pytest.raises(InvalidArgument) as refused:
+        asked.turn()
+    assert refused.value.field == f"{field}[0].content[0]"

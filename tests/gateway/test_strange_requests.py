@@ -85,6 +85,15 @@ def test_a_wrong_key_is_refused(front: Front, path: str, key: str) -> None:
     assert is_in_shape(path, answer.json())
 
 
+@pytest.mark.parametrize("token", ["0" * 12 + "9" * 5000, "٣", "-1", str(1 << 32)], ids=range(4))
+def test_a_token_that_is_none_is_refused(front: Front, token: str) -> None:
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": "?"}], "logit_bias": {token: 1}}
+    answer = post(front, PATHS[0], json.dumps(asked).encode(), **{"x-request-id": "mine"})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == "logit_bias"
+    assert answer.headers["x-request-id"] == "mine"
+
+
 def test_an_engines_token_is_no_key(front: Front) -> None:
     answer = post(front, PATHS[0], b"{}", authorization=f"Bearer {front.keys['engine-first']}")
     assert answer.status_code == 403

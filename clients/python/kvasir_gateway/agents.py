@@ -62,7 +62,7 @@ class AgentTurn(Body):
         return Turn(
             model=self.model,
             prompt=self.prompt or "",
-            messages=said(self.messages or self.append_messages or ()),
+            messages=said(self.messages or ()) + said(self.append_messages or (), "append_messages"),
             is_append=self.append_messages is not None,
             memory={
                 "expected_version": self.expected_version,

@@ -241,7 +241,9 @@ class Gateway:
         async def endpoint(request: Request) -> Any:
             request_id = self._around.new_request_id()
             try:
-                return await handler(self._admitted(request, is_open))
+                call = self._admitted(request, is_open, request_id)
+                request_id = call.request_id
+                return await handler(call)
             except ClientLeft:
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
@@ -253,14 +255,14 @@ class Gateway:
 
         return Route(path, endpoint, methods=methods)
 
-    def _admitted(self, request: Request, is_open: bool) -> Call:
+    def _admitted(self, request: Request, is_open: bool, new_request_id: str) -> Call:
         holder = None if is_open else self._around.gate.holder(request.headers)
         return Call(
             request=request,
             caller=self._around.engine.of(holder.token if holder is not None else None),
             namespace=holder.principal.namespace if holder is not None else "",
             agent_id=_agent_of(request),
-            request_id=_request_id(request, self._around.new_request_id),
+            request_id=_request_id(request, new_request_id),
         )
 
 
@@ -332,7 +334,7 @@ async def _read(request: Request, max_bytes: int) -> bytes:
 
 
 def _agent_of(request: Request) -> str:
-    """The agent that x-agent-id names: UTF-8, and percent-encoded where a client can send ASCII alone."""
+    """The agent that x-agent-id names: the bytes of its UTF-8, as they are."""
     given = request.headers.get("x-agent-id")
     if given is None:
         return ""
@@ -364,6 +366,6 @@ def _page(call: Call) -> dict[str, Any]:
     return {"page_size": int(size), "page_token": query.get("page_token", "")}
 
 
-def _request_id(request: Request, new: Callable[[], str]) -> str:
+def _request_id(request: Request, new: str) -> str:
     given = request.headers.get("x-request-id")
-    return new() if given is None else check_request_id(given, "x-request-id")
+    return new if given is None else check_request_id(given, "x-request-id")

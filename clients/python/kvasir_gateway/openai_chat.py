@@ -168,12 +168,12 @@ class ChatRequest(SamplingFields):
         )
 
 
-def said(messages: Sequence[ChatMessage]) -> tuple[Said, ...]:
+def said(messages: Sequence[ChatMessage], field: str = "messages") -> tuple[Said, ...]:
     """The messages as the engine knows them. Raises InvalidArgument that names what is no text."""
     return tuple(
         Said(
             role=_ROLES[message.role],
-            content=text_of(message.content, f"messages[{number}].content"),
+            content=text_of(message.content, f"{field}[{number}].content"),
             name=message.name or "",
             tool_calls=tuple(
                 ToolUse(call.id, call.function.name, call.function.arguments) for call in message.tool_calls or ()
@@ -334,6 +334,6 @@ def _schema(asked: ResponseFormat | None) -> str | None:
 def _biases(biases: dict[str, float] | None) -> dict[int, float] | None:
     if not biases:
         return None
-    if any(not token.isascii() or not token.isdigit() or int(token[:12]) >= 1 << 32 for token in biases):
+    if any(not token.isascii() or not token.isdigit() or len(token) > 10 or int(token) >= 1 << 32 for token in biases):
         raise InvalidArgument("logit_bias: expected token ids as keys", field="logit_bias")
     return {int(token): bias for token, bias in biases.items()}
