@@ -182,7 +182,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         began_s, told, told_s = time.monotonic(), None, 0.0
         loading = asyncio.create_task(self._host.load(request.model, drop_unstored=request.drop_unstored))
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody may be left to hear it
-        while not (await asyncio.wait({loading}, timeout=_STAGE_S))[0]:
+        # At once, then whenever the stage changes: a caller knows that the load has begun, however short it is.
+        while not (await asyncio.wait({loading}, timeout=0 if told is None else _STAGE_S))[0]:
             now_s, stage = time.monotonic(), self._load_stage()
             if stage != told or now_s >= told_s + _PROGRESS_S:
                 told, told_s = stage, now_s

@@ -115,8 +115,9 @@ def test_a_load_tells_its_stages_and_is_followed_by_who_asks_again(house: House)
         client.reply(agent_id="ada", messages=TOLD, sampling=GREEDY)
         told: list[pb.LoadProgress] = []
         loading = pool.submit(client.load_model, "second", on_progress=told.append)
-        while not told:
+        while not told and not loading.done():
             time.sleep(0.005)
+        assert told, "a load that is short tells that it has begun, too"
         followed = pool.submit(other.load_model, "second")
         with pytest.raises(errors.Unavailable) as another:
             client.load_model("broken")
