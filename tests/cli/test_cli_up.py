@@ -441,7 +441,6 @@ WRONG = {
     "a level": ("--log-level", "loud"),
     "memory": ("--memory-gib", "-1"),
     "endless memory": ("--memory-gib", "inf"),
-    "a quota that is no number": ("--store-quota-gib", "nan"),
 }
 
 

@@ -8,6 +8,7 @@ from kvasir.cli.demo.claims import Claims
 from kvasir.cli.demo.demo import FULL, QUICK, Size
 from kvasir.cli.demo.plot import Timing, plot
 from kvasir.cli.demo.script import Story, told_story
+from kvasir.clients.messages import text_of
 from rich.console import Console
 
 
@@ -21,10 +22,10 @@ def test_each_turn_ends_with_a_question_about_what_was_told_by_then(stories: lis
     for story in stories:
         heard = ""
         for turn in story.turns:
-            heard += "\n".join(message.content for message in turn.messages[:-1])
-            assert turn.messages[-1].content == turn.question.text
+            heard += "\n".join(text_of(message) for message in turn.messages[:-1])
+            assert text_of(turn.messages[-1]) == turn.question.text
             assert turn.question.value in heard
-            assert turn.question.answer not in turn.messages[-1].content
+            assert turn.question.answer not in text_of(turn.messages[-1])
 
 
 def test_no_question_is_asked_twice(stories: list[Story]) -> None:
