@@ -43,6 +43,12 @@ def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front) -> None:
         front.openai("eve").responses.create(model=MODEL, input="?", previous_response_id=first.id)
 
 
+def test_a_request_refers_to_a_bounded_number_of_items(front: Front) -> None:
+    many: Any = [{"type": "item_reference", "id": "msg_1bm90aGluZw"}] * 257
+    with pytest.raises(openai.BadRequestError, match="at most 256 items of type item_reference"):
+        front.openai().responses.create(model=MODEL, input=many)
+
+
 def test_a_stream_of_events_ends_with_the_whole_response(front: Front) -> None:
     client = front.openai()
     told: Any = [

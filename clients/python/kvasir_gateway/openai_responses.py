@@ -37,6 +37,7 @@ from kvasir_gateway.turn import (
 
 _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
 _ID = re.compile(r"(resp_[01]|msg_|rs_|fc_)([0-9A-Za-z_-]{1,600})(?:\.([0-9]{1,3}))?")
+MAX_REFERENCES = 256  # in one request
 
 Item = dict[str, Any]
 
@@ -160,11 +161,20 @@ def lost(given: str) -> NotFound:
     return NotFound(f"{given[:200]!r} is not remembered", reason="RESPONSE_NOT_FOUND", field="previous_response_id")
 
 
-def references(items: str | list[Item]) -> Iterator[tuple[int, Place]]:
-    """The items that stand for one of an earlier response, by their places in the input."""
-    for number, item in enumerate(items if isinstance(items, list) else ()):
-        if item.get("type") == "item_reference":
-            yield number, place_of(_text(item, "id", f"input[{number}]"))
+def references(items: str | list[Item]) -> list[tuple[int, Place]]:
+    """The items that stand for one of an earlier response, by their places in the input. Raises InvalidArgument, also
+    for more than MAX_REFERENCES: each is looked up in an agent's memory.
+    """
+    found = [
+        (number, item)
+        for number, item in enumerate(items if isinstance(items, list) else ())
+        if item.get("type") == "item_reference"
+    ]
+    if len(found) > MAX_REFERENCES:
+        raise InvalidArgument(
+            f"input: expected at most {MAX_REFERENCES} items of type item_reference, got {len(found)}", field="input"
+        )
+    return [(number, place_of(_text(item, "id", f"input[{number}]"))) for number, item in found]
 
 
 def referenced(given: str, place: Place, reply: Said) -> Item:
