@@ -5,7 +5,7 @@ import warnings
 
 from kvasir.inference.v1 import inference_pb2 as kvasir_dot_inference_dot_v1_dot_inference__pb2
 
-GRPC_GENERATED_VERSION = '1.71.2'
+GRPC_GENERATED_VERSION = '1.72.2'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
