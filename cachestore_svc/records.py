@@ -84,6 +84,14 @@ class LineQuery(NamedTuple):
     kv_identity_hash: str | None = None
 
 
+_VERSION_WORD = "version"
+
+
+def named_version(version: int) -> str:
+    """The detail of an origin that is another version of the line."""
+    return f"{_VERSION_WORD} {version}"
+
+
 @dataclass(frozen=True, slots=True)
 class SnapshotVersion:
     """One version of a line."""
@@ -100,6 +108,15 @@ class SnapshotVersion:
     origin_detail: str = ""
     request_id: str = ""
     is_brought: bool = False  # rows of it came by import or pull, whatever was done with them since
+
+    @property
+    def base_version(self) -> int:
+        """The version of this line whose memory it goes on from; 0 if that is none."""
+        if self.origin in (Origin.FORK, Origin.IMPORT):
+            return 0
+        name, _, number = self.origin_detail.partition(" ")
+        is_named = self.origin in (Origin.TURN, Origin.ROLLBACK) and name == _VERSION_WORD
+        return int(number) if is_named else self.parent_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +348,17 @@ class RecoverReport:
         return self.has_whole_journal and not any(
             each.lost or each.damaged_blobs or each.named_anew for each in self.namespaces
         )
+
+
+@dataclass(frozen=True, slots=True)
+class AgentUsage:
+    """The blobs that an agent's versions name, each counted once, and those that other agents' versions name too."""
+
+    snapshot_count: int
+    blob_count: int
+    blob_bytes: int
+    shared_blob_count: int
+    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

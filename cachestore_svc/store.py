@@ -34,6 +34,7 @@ from cachestore_svc.records import (
     AgentPage,
     AgentRecord,
     AgentUpdated,
+    AgentUsage,
     CheckReport,
     Committed,
     Deletion,
@@ -50,6 +51,7 @@ from cachestore_svc.records import (
     Stats,
     StoreConfig,
     VerifyProgress,
+    named_version,
 )
 from cachestore_svc.recovery.opening import open_directory
 from cachestore_svc.upkeep import check, collecting, statistics
@@ -111,11 +113,13 @@ class Store(LeaseStore):
         *,
         is_brought: bool = False,
         parent_manifest: Digest | None = None,
+        base_version: int = 0,
     ) -> SnapshotVersion:
         """Make a stored manifest the next version of its line: all or nothing, durable on return.
 
         `bind_shared` (engine role only) lets other agents find the manifest's shareable blocks by block hash.
         `is_brought`: rows of it came from elsewhere, as those of an import or a pull do; see `provenance`.
+        `base_version`: the earlier version that a turn went on from; 0: `parent_version`.
         Repeating a commit that took effect answers its version. Raises Conflict (HEAD_MOVED with "head_version", or
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
         now) and InvalidArgument (manifest or name).
@@ -123,6 +127,7 @@ class Store(LeaseStore):
         check_namespace(namespace)
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
+        check_range("base_version", base_version, 0, parent_version)
         facts = read_manifest(self._manifest_bytes(namespace, manifest))
         asked = Commit(
             LineKey(namespace, agent_id, facts.kv_identity_hash),
@@ -131,7 +136,7 @@ class Store(LeaseStore):
             parent_version,
             lease,
             origin,
-            origin_detail,
+            named_version(base_version) if base_version not in (0, parent_version) else origin_detail,
             shared_blocks(facts, namespace) if bind_shared else (),
             self._core.config.retained_versions,
             is_brought,
@@ -340,6 +345,12 @@ class Store(LeaseStore):
     def check(self, repair: bool = False) -> CheckReport:
         """Walk index and files both ways, in every namespace; `repair` mends what it can."""
         return check.check(self._core, repair)
+
+    def usage(self, namespace: str, agent_id: str) -> AgentUsage:
+        """The bytes behind an agent's versions, and which of them are shared. Raises NotFound."""
+        check_namespace(namespace)
+        check_agent_id(agent_id)
+        return self._read(namespace, lambda view: view.usage_of(namespace, agent_id))
 
     def stats(self, namespace: str) -> Stats:
         """Sizes and counters. No side effect."""

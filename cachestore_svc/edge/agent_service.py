@@ -105,6 +105,11 @@ class AgentService(StoreCalls, cachestore_pb2_grpc.AgentServiceServicer):
                 response.manifest_bytes = bytes(await self._run(self._store.read_blob, snapshot.manifest))
         return response
 
+    async def GetUsage(self, request: pb.GetUsageRequest, context: Any) -> pb.GetUsageResponse:
+        if request.agent_id:
+            return messages.write_agent_usage(await self._run(self._store.usage, check_agent_id(request.agent_id)))
+        return messages.write_usage(await self._run(self._store.stats))
+
     async def PullAgent(self, request: pb.PullAgentRequest, context: Any) -> None:
         agent_id = check_agent_id(request.agent_id)
         local = check_agent_id(request.local_agent_id, "local_agent_id") if request.local_agent_id else agent_id

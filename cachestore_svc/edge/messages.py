@@ -170,6 +170,7 @@ def write_snapshot(snapshot: records.SnapshotVersion) -> pb.SnapshotVersion:
         origin_detail=snapshot.origin_detail,
         request_id=snapshot.request_id,
         is_brought=snapshot.is_brought,
+        base_version=snapshot.base_version,
     )
 
 
@@ -251,6 +252,29 @@ def write_stats(stats: records.Stats, *, shows_disk: bool) -> pb.GetStatsRespons
         unreferenced_bytes=stats.unreferenced_bytes,
         damaged_blob_count=stats.damaged_blob_count,
         counters=stats.counters,
+    )
+
+
+def write_usage(stats: records.Stats) -> pb.GetUsageResponse:
+    return pb.GetUsageResponse(
+        agent_count=stats.agent_count,
+        snapshot_count=stats.snapshot_count,
+        blob_count=stats.blob_count,
+        blob_bytes=stats.blob_bytes,
+        quota_bytes=stats.quota_bytes or 0,
+        unreferenced_bytes=stats.unreferenced_bytes,
+        damaged_blob_count=stats.damaged_blob_count,
+    )
+
+
+def write_agent_usage(usage: records.AgentUsage) -> pb.GetUsageResponse:
+    return pb.GetUsageResponse(
+        agent_count=1,
+        snapshot_count=usage.snapshot_count,
+        blob_count=usage.blob_count,
+        blob_bytes=usage.blob_bytes,
+        shared_blob_count=usage.shared_blob_count,
+        shared_bytes=usage.shared_bytes,
     )
 
 

@@ -41,6 +41,7 @@ AGENT_ROLES: dict[str, set[str]] = {
     "DeleteAgent": _FOR_PEOPLE,
     "ListSnapshots": _EVERYBODY,
     "GetSnapshot": _EVERYBODY,
+    "GetUsage": _FOR_PEOPLE,
     "PullAgent": _FOR_PEOPLE,
     "ExportAgent": _FOR_PEOPLE,
     "ImportAgent": _FOR_PEOPLE,

@@ -136,6 +136,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
                 bind_shared=ENGINE in current_principal().roles,
                 is_brought=request.is_brought,
                 parent_manifest=messages.read_optional_digest(request, "parent_manifest"),
+                base_version=messages.read_version(request.base_version, "base_version"),
             )
         return pb.CommitSnapshotResponse(snapshot=messages.write_snapshot(snapshot))
 

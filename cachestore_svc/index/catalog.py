@@ -19,6 +19,7 @@ from cachestore_svc.journal.replay import Change, State, Version, VersionKey
 from cachestore_svc.manifests import ManifestFacts, SharedBlock
 from cachestore_svc.records import (
     AgentRecord,
+    AgentUsage,
     EventBatch,
     EventBody,
     EventCursor,
@@ -200,6 +201,9 @@ class CatalogView(Protocol):
     def held_digests(self, namespace: str, agent_id: str) -> list[Digest]:
         """Every blob that some version of the agent holds, manifests too, but for those in quarantine. Raises
         NotFound."""
+
+    def usage_of(self, namespace: str, agent_id: str) -> AgentUsage:
+        """The blobs that the agent's versions name, and those that others' name too. Raises NotFound."""
 
     def named_after(self, namespace: str, manifest: Digest, position: int, limit: int) -> list[tuple[int, Digest]]:
         """Blobs that a manifest names behind a position, with theirs."""

@@ -21,7 +21,7 @@ _SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["AgentService"]
 AGENT_SERVICE_NAME = _SERVICE.full_name
 _PEOPLE = frozenset({CLIENT, ADMIN})
 _READERS = frozenset({CLIENT, ADMIN, ENGINE})
-_READS = frozenset({"ListAgents", "GetAgent", "ListSnapshots", "GetSnapshot"})
+_READS = frozenset({"ListAgents", "GetAgent", "ListSnapshots", "GetSnapshot", "GetUsage"})
 AGENT_ROLES: Mapping[str, frozenset[str]] = {
     f"/{AGENT_SERVICE_NAME}/{method.name}": _READERS if method.name in _READS else _PEOPLE
     for method in _SERVICE.methods

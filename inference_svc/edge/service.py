@@ -16,6 +16,7 @@ from kvasir.names import check_request_id
 from kvasir.server.interceptors import current_principal
 
 from inference_svc.edge import messages, stats_messages
+from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStatus
@@ -31,6 +32,7 @@ _FOR_CALLERS = (
     "Generate",
     "ListTurns",
     "CancelTurn",
+    "ListHotMemories",
     "Warm",
     "CountTokens",
     "ListModels",
@@ -155,6 +157,17 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             served = self._host.serving("")  # says what to do
         ends = await served.turns.stop(current_principal().namespace, request_id)
         return pb.CancelTurnResponse(finished=[messages.finished(end, choice) for choice, end in sorted(ends.items())])
+
+    async def ListHotMemories(self, request: pb.ListHotMemoriesRequest, context: Any) -> pb.ListHotMemoriesResponse:
+        names, served = stats_messages.agent_ids(request), self._host.served
+        engine, namespace = served.engine if served is not None else None, current_principal().namespace
+        sizes = engine.hot_sizes() if engine is not None else {}
+        found = [
+            stats_messages.hot_memory(name, sizes[key], engine.hot_tag(key))
+            for name in names
+            if engine is not None and (key := AgentKey(namespace, name)) in sizes
+        ]
+        return pb.ListHotMemoriesResponse(memories=found)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
         self._check_serves()

@@ -1,12 +1,17 @@
 """The service's status as messages. A caller sees its own namespace, an admin of the whole service sees all."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.names import check_agent_id
 
 from inference_svc.edge.messages import duration
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus
 from inference_svc.model.model_host import MemoriesLeft
+
+_MAX_AGENTS = 1000
 
 
 def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: bool) -> pb.GetStatsResponse:
@@ -21,6 +26,23 @@ def stats(status: ServiceStatus, namespace: str | None, *, store_is_reachable: b
         engine=_engine(status) if namespace is None else None,
         store_is_reachable=store_is_reachable,
     )
+
+
+def agent_ids(request: pb.ListHotMemoriesRequest) -> Sequence[str]:
+    """The agents that are asked for. Raises InvalidArgument."""
+    if len(request.agent_ids) > _MAX_AGENTS:
+        raise InvalidArgument(f"agent_ids: expected at most {_MAX_AGENTS}", field="agent_ids")
+    return [check_agent_id(name, "agent_ids") for name in request.agent_ids]
+
+
+def hot_memory(agent_id: str, kv_bytes: int, tag: object) -> pb.HotMemory:
+    """`tag`: what `Engine.hot_tag` gives."""
+    hot = pb.HotMemory(agent_id=agent_id, kv_bytes=kv_bytes)
+    if isinstance(tag, AgentMemory):
+        hot.tokens = len(tag.transcript.token_ids)
+        hot.version = tag.publication.head.version if tag.publication.head is not None else 0
+        hot.is_stored = tag.publication.is_safe
+    return hot
 
 
 def memories_left(left: MemoriesLeft) -> pb.MemoriesLeft:

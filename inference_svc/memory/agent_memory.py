@@ -36,6 +36,8 @@ class PublicationState:
     is_elsewhere: bool = False
     # The parent version that the turn's caller named, when the store could not be asked at once.
     expected_version: int | None = None
+    # The earlier version that the turn went on from; 0: its parent.
+    base_version: int = 0
     blocks: list[Digest] = field(default_factory=list)  # the memory's leading full blocks that are in the store
     tail: Digest | None = None
     windows: dict[int, StoredWindow] = field(default_factory=dict)  # by window, those of its files in the store

@@ -380,6 +380,7 @@ class Publisher:
                 parent,
                 timeout_s,
                 is_brought=memory.is_brought,
+                base_version=publication.base_version,
                 lease=await self._token(key, publication, store),
             )
         except errors.Conflict:

@@ -246,10 +246,12 @@ class RemoteCache:
         timeout_s: float,
         *,
         is_brought: bool = False,
+        base_version: int = 0,
         lease: tuple[str, int] | None = None,
     ) -> Head:
-        """Make a manifest the next version of the agent's line. `lease`: owner and generation. Raises Conflict when the
-        head is not its parent, or when the lease is fenced.
+        """Make a manifest the next version of the agent's line. `lease`: owner and generation. `base_version`: the
+        earlier version that it goes on from; 0: its parent. Raises Conflict when the head is not its parent, or when
+        the lease is fenced.
         """
         self._check_usable()
         digest = await self._noting(self._client.put_manifest(manifest, timeout_s=timeout_s))
@@ -261,6 +263,7 @@ class RemoteCache:
                 parent_manifest=parent.manifest,
                 lease=_token(*lease) if lease is not None else None,
                 is_brought=is_brought,
+                base_version=base_version,
                 timeout_s=timeout_s,
             )
         )

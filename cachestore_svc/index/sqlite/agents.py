@@ -14,7 +14,7 @@ from cachestore_svc.index.sqlite import garbage, versions
 from cachestore_svc.index.sqlite.blobs import find_namespace, make_namespace
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.limits import MAX_LABELS, MAX_LABELS_BYTES
-from cachestore_svc.records import AgentRecord
+from cachestore_svc.records import AgentRecord, AgentUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,3 +167,25 @@ def held_digests(rows: Rows, namespace: str, agent_id: str) -> list[Digest]:
         get_row(rows, namespace, agent_id).id,
     )
     return [Digest(*row) for row in found]
+
+
+def usage_of(rows: Rows, namespace: str, agent_id: str) -> AgentUsage:
+    """The blobs that the agent's versions name, and those that others' name too. Raises NotFound."""
+    agent = get_row(rows, namespace, agent_id).id
+    held = "FROM versions JOIN lines ON lines.id = versions.line_id WHERE lines.agent_id"
+    others = "SELECT 1 FROM versions JOIN lines ON lines.id = versions.line_id"
+    found = rows.one(
+        f"""WITH held (manifest_id) AS (SELECT DISTINCT manifest_id {held} = ?),
+            named (blob_id) AS (SELECT manifest_id FROM held UNION
+                SELECT blob_id FROM manifest_blobs WHERE manifest_id IN (SELECT manifest_id FROM held)),
+            counted (size_bytes, is_shared) AS (SELECT size_bytes,
+                EXISTS ({others} WHERE versions.manifest_id = blobs.id AND lines.agent_id <> ?)
+                OR EXISTS ({others} JOIN manifest_blobs AS other ON other.manifest_id = versions.manifest_id
+                    WHERE other.blob_id = blobs.id AND lines.agent_id <> ?)
+                FROM blobs WHERE id IN (SELECT blob_id FROM named))
+            SELECT (SELECT COUNT(*) {held} = ?), COUNT(*), COALESCE(SUM(size_bytes), 0), COALESCE(SUM(is_shared), 0),
+                COALESCE(SUM(size_bytes * is_shared), 0) FROM counted""",  # noqa: S608  all of it is written above
+        *(agent, agent, agent, agent),
+    )
+    assert found is not None
+    return AgentUsage(*map(int, found))

@@ -6,7 +6,7 @@ from cachestore_svc.index.refusals import head_moved
 from cachestore_svc.index.sqlite import agents, versions
 from cachestore_svc.index.sqlite.committing import retain
 from cachestore_svc.index.sqlite.rows import Rows
-from cachestore_svc.records import LineQuery, Origin, SnapshotVersion
+from cachestore_svc.records import LineQuery, Origin, SnapshotVersion, named_version
 
 
 def fork_agent(
@@ -38,7 +38,7 @@ def roll_back(
     if expected_head is not None and expected_head != head:
         raise head_moved(head, expected_head)
     manifest_id = versions.manifest_id_of(rows, line.id, old.version)
-    new = versions.NewVersion(head, manifest_id, Origin.ROLLBACK, f"version {version}")
+    new = versions.NewVersion(head, manifest_id, Origin.ROLLBACK, named_version(version))
     added = versions.add_version(rows, line.id, new, now_unix_ms)
     versions.touch(rows, line.id, now_unix_ms)
     retain(rows, agent, line.id, default_retained)

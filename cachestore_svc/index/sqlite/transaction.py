@@ -38,6 +38,7 @@ class SqliteTransaction(Rows):
     update_agent = agents.update_agent
     forget_agent = agents.forget_agent
     held_digests = agents.held_digests
+    usage_of = agents.usage_of
 
     commit_version = committing.commit_version
     bound_blobs = committing.bound_blobs

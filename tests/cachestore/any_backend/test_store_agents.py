@@ -81,6 +81,40 @@ def test_a_rollback_is_a_new_version_and_removes_nothing(store: Store) -> None:
         store.rollback_agent(NS, "a", 7)
 
 
+def test_every_version_names_the_one_that_it_goes_on_from(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    for parent in range(3):
+        publish(store, "a", agent.turn(30), parent)
+    publish(store, "a", agent.turn(30), 3, base_version=1)
+    store.rollback_agent(NS, "a", 2)
+    publish(store, "a", agent.turn(30), 5)
+    bases = {each.version: each.base_version for each in store.list_snapshots(NS, "a").snapshots}
+    assert bases == {6: 5, 5: 2, 4: 1, 3: 2, 2: 1, 1: 0}
+    assert [line.base_version for line in store.fork_agent(NS, "a", "version 7").lines] == [0]
+    with pytest.raises(InvalidArgument, match="base_version"):
+        publish(store, "a", agent.turn(30), 6, base_version=7)
+
+
+def test_usage_counts_an_agents_blobs_once_and_tells_which_others_name_too(store: Store) -> None:
+    agent = SyntheticAgent(SMALL, 1)
+    first, second = agent.turn(300), agent.turn(300)
+    publish(store, "a", first, 0)
+    store.fork_agent(NS, "a", "b")
+    publish(store, "a", second, 1)
+    manifests = [snapshot.manifest_digest for snapshot in (first, second)]
+    named = {*first.digests, *second.digests, *manifests}
+    shared = {*first.digests, manifests[0]}
+    used = store.usage(NS, "a")
+    assert (used.snapshot_count, used.blob_count, used.shared_blob_count) == (2, len(named), len(shared))
+    assert used.blob_bytes == sum(digest.size_bytes for digest in named)
+    assert used.shared_bytes == sum(digest.size_bytes for digest in shared)
+    assert store.usage(NS, "b").shared_bytes == store.usage(NS, "b").blob_bytes == used.shared_bytes
+    store.delete_agent(NS, "b")
+    assert store.usage(NS, "a").shared_bytes == 0
+    with pytest.raises(NotFound):
+        store.usage(NS, "b")
+
+
 def test_versions_beyond_retention_go_and_those_of_a_pinned_agent_stay(lab: Lab) -> None:
     with lab.open(retained_versions=3) as store:
         agent = SyntheticAgent(SMALL, 1)

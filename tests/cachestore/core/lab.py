@@ -130,10 +130,14 @@ def publish(
     lease: LeaseToken | None = None,
     bind_shared: bool = False,
     origin: Origin = Origin.TURN,
+    base_version: int = 0,
 ) -> SnapshotVersion:
     """What an engine does at the end of a turn."""
     upload(store, snapshot, namespace)
-    return store.commit(namespace, agent_id, snapshot.manifest_digest, parent_version, lease, bind_shared, origin)
+    digest = snapshot.manifest_digest
+    return store.commit(
+        namespace, agent_id, digest, parent_version, lease, bind_shared, origin, base_version=base_version
+    )
 
 
 def damaged(store: Store, namespace: str = NS) -> list[Digest]:

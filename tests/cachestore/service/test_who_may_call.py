@@ -54,6 +54,7 @@ REQUESTS: Mapping[str, Callable[[], list[Message]]] = {
     "ListSnapshots": lambda: [pb.ListSnapshotsRequest(agent_id=SECRET)],
     "ListAgents": lambda: [pb.ListAgentsRequest()],
     "GetAgent": lambda: [pb.GetAgentRequest(agent_id=SECRET)],
+    "GetUsage": lambda: [pb.GetUsageRequest(agent_id=SECRET)],
     "UpdateAgent": lambda: [update(agent_id=SECRET, is_pinned=True)],
     "ForkAgent": lambda: [pb.ForkAgentRequest(source_agent_id=SECRET, agent_id="thief")],
     "RollbackAgent": lambda: [pb.RollbackAgentRequest(agent_id=SECRET, version=1)],
@@ -88,6 +89,7 @@ MAY_CALL: Mapping[str, str] = {
     "ListSnapshots": "engine client peer admin",
     "ListAgents": "engine client peer admin",
     "GetAgent": "engine client peer admin",
+    "GetUsage": "engine client admin",
     "UpdateAgent": "engine client admin",
     "ForkAgent": "engine client admin",
     "RollbackAgent": "engine client admin",
@@ -127,6 +129,7 @@ REFUSED_WITH: Mapping[str, str] = {
     "GetSnapshot": "NotFound",
     "ListSnapshots": "NotFound",
     "GetAgent": "NotFound",
+    "GetUsage": "NotFound",
     "UpdateAgent": "NotFound",
     "ForkAgent": "NotFound",
     "RollbackAgent": "NotFound",
@@ -298,7 +301,7 @@ NAME_FIELDS = {
 }
 HAVE_NO_NAME = {
     *("FindMissingBlobs", "WriteBlobs", "QueryWriteStatus", "ReadBlobs", "ListAgents", "FindPrefix", "WatchEvents"),
-    *("VerifyBlobs", "CollectGarbage", "GetCapabilities", "GetStats"),
+    *("VerifyBlobs", "CollectGarbage", "GetCapabilities", "GetStats", "GetUsage"),
 }
 
 

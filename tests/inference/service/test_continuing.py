@@ -86,12 +86,17 @@ def test_a_turn_goes_on_from_an_older_version_as_if_nothing_had_followed(
     assert started.cached_tokens >= expected.started.cached_tokens > 0
     assert branch.token_ids == expected.token_ids
     assert branch.finished.snapshot.version == 4
+    [hot] = client.list_hot_memories([twin + " is nobody", agent])
+    assert (hot.agent_id, hot.version, hot.is_stored) == (agent, 4, True)
+    assert hot.tokens == client.list_snapshots(agent).snapshots[0].token_count
     after, expected = (talk(client, name, ["What do I keep?"])[0] for name in (agent, twin))
     assert after.token_ids == expected.token_ids
     aside = client.reply(
         agent_id=agent, append_messages=user("And a dog."), base_version=3, memory_mode=READ_ONLY, sampling=GREEDY
     )
     assert (aside.started.base_version, aside.finished.snapshot.version) == (3, 5)
+    bases = {each.version: each.base_version for each in client.list_snapshots(agent).snapshots}
+    assert bases == {5: 4, 4: 1, 3: 2, 2: 1, 1: 0}
     with pytest.raises(errors.NotFound) as nothing:
         client.reply(agent_id=agent, append_messages=user("x"), base_version=99, sampling=GREEDY)
     assert nothing.value.reason == "VERSION_NOT_FOUND"

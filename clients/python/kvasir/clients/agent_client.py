@@ -107,6 +107,10 @@ class AgentClient(ServiceClient):
         response = self._call(pb.GetSnapshotResponse, request, timeout_s)
         return response.snapshot, response.manifest_bytes
 
+    def get_usage(self, agent_id: str = "") -> pb.GetUsageResponse:
+        """The bytes behind an agent, or behind all of the namespace. Raises NotFound."""
+        return self._call(pb.GetUsageResponse, pb.GetUsageRequest(agent_id=agent_id))
+
     def pull_agent(
         self,
         peer: str,

@@ -115,6 +115,10 @@ class InferenceClient(AgentClient):
         request = pb.CancelTurnRequest(request_id=request_id)
         return (self._call(pb.CancelTurnResponse, request, timeout_s)).finished
 
+    def list_hot_memories(self, agent_ids: Sequence[str]) -> Sequence[pb.HotMemory]:
+        """Those of the agents' memories that are hot; at most 1000 agents are asked for."""
+        return (self._call(pb.ListHotMemoriesResponse, pb.ListHotMemoriesRequest(agent_ids=agent_ids))).memories
+
     def warm(
         self,
         *,

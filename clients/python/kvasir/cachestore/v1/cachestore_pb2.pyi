@@ -102,7 +102,7 @@ class ReadBlobsResponse(_message.Message):
     def __init__(self, frame: _Optional[_Union[BlobFrame, _Mapping]] = ...) -> None: ...
 
 class SnapshotVersion(_message.Message):
-    __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id", "is_brought")
+    __slots__ = ("agent_id", "kv_identity_hash", "version", "manifest", "parent_version", "token_count", "created_at", "total_bytes", "origin", "origin_detail", "request_id", "is_brought", "base_version")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     KV_IDENTITY_HASH_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class SnapshotVersion(_message.Message):
     ORIGIN_DETAIL_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     kv_identity_hash: str
     version: int
@@ -127,23 +128,26 @@ class SnapshotVersion(_message.Message):
     origin_detail: str
     request_id: str
     is_brought: bool
-    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ...) -> None: ...
+    base_version: int
+    def __init__(self, agent_id: _Optional[str] = ..., kv_identity_hash: _Optional[str] = ..., version: _Optional[int] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., parent_version: _Optional[int] = ..., token_count: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., total_bytes: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., origin_detail: _Optional[str] = ..., request_id: _Optional[str] = ..., is_brought: bool = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class CommitSnapshotRequest(_message.Message):
-    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest")
+    __slots__ = ("agent_id", "manifest", "expected_version", "lease", "is_brought", "parent_manifest", "base_version")
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_VERSION_FIELD_NUMBER: _ClassVar[int]
     LEASE_FIELD_NUMBER: _ClassVar[int]
     IS_BROUGHT_FIELD_NUMBER: _ClassVar[int]
     PARENT_MANIFEST_FIELD_NUMBER: _ClassVar[int]
+    BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     manifest: _manifest_pb2.Digest
     expected_version: int
     lease: LeaseToken
     is_brought: bool
     parent_manifest: _manifest_pb2.Digest
-    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ...) -> None: ...
+    base_version: int
+    def __init__(self, agent_id: _Optional[str] = ..., manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., expected_version: _Optional[int] = ..., lease: _Optional[_Union[LeaseToken, _Mapping]] = ..., is_brought: bool = ..., parent_manifest: _Optional[_Union[_manifest_pb2.Digest, _Mapping]] = ..., base_version: _Optional[int] = ...) -> None: ...
 
 class CommitSnapshotResponse(_message.Message):
     __slots__ = ("snapshot",)
@@ -318,6 +322,34 @@ class DeleteAgentResponse(_message.Message):
     bytes_gone_by: _timestamp_pb2.Timestamp
     unshared_bytes: int
     def __init__(self, bytes_gone_by: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., unshared_bytes: _Optional[int] = ...) -> None: ...
+
+class GetUsageRequest(_message.Message):
+    __slots__ = ("agent_id",)
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    def __init__(self, agent_id: _Optional[str] = ...) -> None: ...
+
+class GetUsageResponse(_message.Message):
+    __slots__ = ("agent_count", "snapshot_count", "blob_count", "blob_bytes", "shared_blob_count", "shared_bytes", "quota_bytes", "unreferenced_bytes", "damaged_blob_count")
+    AGENT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOB_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BLOB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    SHARED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_BYTES_FIELD_NUMBER: _ClassVar[int]
+    UNREFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_BLOB_COUNT_FIELD_NUMBER: _ClassVar[int]
+    agent_count: int
+    snapshot_count: int
+    blob_count: int
+    blob_bytes: int
+    shared_blob_count: int
+    shared_bytes: int
+    quota_bytes: int
+    unreferenced_bytes: int
+    damaged_blob_count: int
+    def __init__(self, agent_count: _Optional[int] = ..., snapshot_count: _Optional[int] = ..., blob_count: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., shared_blob_count: _Optional[int] = ..., shared_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., unreferenced_bytes: _Optional[int] = ..., damaged_blob_count: _Optional[int] = ...) -> None: ...
 
 class FindPrefixRequest(_message.Message):
     __slots__ = ("kv_identity_hash", "block_hashes", "groups")

@@ -76,6 +76,11 @@ class AgentServiceStub(object):
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.SerializeToString,
                 response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.FromString,
                 _registered_method=True)
+        self.GetUsage = channel.unary_unary(
+                '/kvasir.cachestore.v1.AgentService/GetUsage',
+                request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetUsageRequest.SerializeToString,
+                response_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetUsageResponse.FromString,
+                _registered_method=True)
         self.PullAgent = channel.unary_stream(
                 '/kvasir.cachestore.v1.AgentService/PullAgent',
                 request_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.PullAgentRequest.SerializeToString,
@@ -156,6 +161,13 @@ class AgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetUsage(self, request, context):
+        """Counts the bytes behind an agent, or behind all agents of the namespace, and which of them are shared. No side effect. Errors: NOT_FOUND.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PullAgent(self, request, context):
         """Copies an agent's line from a peer named in this store's configuration: only blobs that lack, then a commit with
         provenance. Streams progress; safe to repeat. Roles: client, admin. Errors: NOT_FOUND (peer or agent), ALREADY_EXISTS (the line here is not an ancestor),
@@ -224,6 +236,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.GetSnapshot,
                     request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.FromString,
                     response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.SerializeToString,
+            ),
+            'GetUsage': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetUsage,
+                    request_deserializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetUsageRequest.FromString,
+                    response_serializer=kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetUsageResponse.SerializeToString,
             ),
             'PullAgent': grpc.unary_stream_rpc_method_handler(
                     servicer.PullAgent,
@@ -459,6 +476,33 @@ class AgentService(object):
             '/kvasir.cachestore.v1.AgentService/GetSnapshot',
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotRequest.SerializeToString,
             kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetUsage(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.cachestore.v1.AgentService/GetUsage',
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetUsageRequest.SerializeToString,
+            kvasir_dot_cachestore_dot_v1_dot_cachestore__pb2.GetUsageResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -116,6 +116,10 @@ class AioInferenceClient(AioAgentClient):
         request = pb.CancelTurnRequest(request_id=request_id)
         return (await self._call(pb.CancelTurnResponse, request, timeout_s)).finished
 
+    async def list_hot_memories(self, agent_ids: Sequence[str]) -> Sequence[pb.HotMemory]:
+        """Those of the agents' memories that are hot; at most 1000 agents are asked for."""
+        return (await self._call(pb.ListHotMemoriesResponse, pb.ListHotMemoriesRequest(agent_ids=agent_ids))).memories
+
     async def warm(
         self,
         *,

@@ -431,6 +431,32 @@ class CancelTurnResponse(_message.Message):
     finished: _containers.RepeatedCompositeFieldContainer[Finished]
     def __init__(self, finished: _Optional[_Iterable[_Union[Finished, _Mapping]]] = ...) -> None: ...
 
+class ListHotMemoriesRequest(_message.Message):
+    __slots__ = ("agent_ids",)
+    AGENT_IDS_FIELD_NUMBER: _ClassVar[int]
+    agent_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, agent_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class ListHotMemoriesResponse(_message.Message):
+    __slots__ = ("memories",)
+    MEMORIES_FIELD_NUMBER: _ClassVar[int]
+    memories: _containers.RepeatedCompositeFieldContainer[HotMemory]
+    def __init__(self, memories: _Optional[_Iterable[_Union[HotMemory, _Mapping]]] = ...) -> None: ...
+
+class HotMemory(_message.Message):
+    __slots__ = ("agent_id", "tokens", "kv_bytes", "version", "is_stored")
+    AGENT_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    IS_STORED_FIELD_NUMBER: _ClassVar[int]
+    agent_id: str
+    tokens: int
+    kv_bytes: int
+    version: int
+    is_stored: bool
+    def __init__(self, agent_id: _Optional[str] = ..., tokens: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., version: _Optional[int] = ..., is_stored: bool = ...) -> None: ...
+
 class WarmRequest(_message.Message):
     __slots__ = ("model", "agent_id", "prompt", "messages", "append_messages", "tools")
     MODEL_FIELD_NUMBER: _ClassVar[int]

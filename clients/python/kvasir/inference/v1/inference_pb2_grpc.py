@@ -49,6 +49,11 @@ class InferenceServiceStub(object):
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnRequest.SerializeToString,
                 response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnResponse.FromString,
                 _registered_method=True)
+        self.ListHotMemories = channel.unary_unary(
+                '/kvasir.inference.v1.InferenceService/ListHotMemories',
+                request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListHotMemoriesRequest.SerializeToString,
+                response_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListHotMemoriesResponse.FromString,
+                _registered_method=True)
         self.Warm = channel.unary_unary(
                 '/kvasir.inference.v1.InferenceService/Warm',
                 request_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.WarmRequest.SerializeToString,
@@ -122,6 +127,13 @@ class InferenceServiceServicer(object):
         """Ends the turns of a request, whoever reads them: their stream ends with Finished (FINISH_REASON_CANCELLED), which says what the agent
         remembers, as this answer does. Waits for that end. A turn that has said its last token ends as it would. Errors: INVALID_ARGUMENT (request_id),
         NOT_FOUND (TURN_NOT_FOUND: no turn of that id is under way in the caller's namespace).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListHotMemories(self, request, context):
+        """Says which of some agents' memories are hot. No side effect: it counts as no use. Errors: INVALID_ARGUMENT (agent_ids).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -214,6 +226,11 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.CancelTurn,
                     request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnRequest.FromString,
                     response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnResponse.SerializeToString,
+            ),
+            'ListHotMemories': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHotMemories,
+                    request_deserializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListHotMemoriesRequest.FromString,
+                    response_serializer=kvasir_dot_inference_dot_v1_dot_inference__pb2.ListHotMemoriesResponse.SerializeToString,
             ),
             'Warm': grpc.unary_unary_rpc_method_handler(
                     servicer.Warm,
@@ -337,6 +354,33 @@ class InferenceService(object):
             '/kvasir.inference.v1.InferenceService/CancelTurn',
             kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnRequest.SerializeToString,
             kvasir_dot_inference_dot_v1_dot_inference__pb2.CancelTurnResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHotMemories(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvasir.inference.v1.InferenceService/ListHotMemories',
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.ListHotMemoriesRequest.SerializeToString,
+            kvasir_dot_inference_dot_v1_dot_inference__pb2.ListHotMemoriesResponse.FromString,
             options,
             channel_credentials,
             insecure,
