@@ -12,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tools.draw_house import GATEWAY, PACKAGES, SDK, boxes, cycles, files_per_folder, module_graph, statements_of_sql
+from tools.draw_house import (
+    GATEWAY,
+    ORCHESTRATOR,
+    PACKAGES,
+    SDK,
+    boxes,
+    cycles,
+    files_per_folder,
+    module_graph,
+    statements_of_sql,
+)
 
 ROOT = Path(__file__).parent.parent
 
@@ -85,6 +95,7 @@ IMPORTS = (
         "numbers are counted in plain data and shown in one place",
     ),
     Wall(("starlette", "uvicorn", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"),
+    Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),
@@ -345,6 +356,7 @@ ROOMS = {
         "formats": "errors names",
     },
     GATEWAY: {},
+    ORCHESTRATOR: {},
 }
 
 

@@ -1,0 +1,68 @@
+"""Templates of prompts: `${phase.messages[agent]}` is what the agent saw said in an earlier phase, `${key}` a value.
+
+`$${` stands for `${`. Parsing is apart from filling: which messages a template shows is known before any is said.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_EXPRESSION = re.compile(r"\$(?P<escape>\$)\{|\$\{(?P<inside>[^}\n]{0,200})(?P<end>\}?)")
+_MESSAGES = re.compile(r"(?P<phase>[a-z][a-z0-9_]*)\.messages\[(?P<agent>[a-z][a-z0-9_]*)\]")
+_VALUE = re.compile(r"[a-z][a-z0-9_]*")
+EXPECTED = "expected ${phase.messages[agent]} or ${value}; $${ stands for ${ itself"
+
+
+class TemplateError(ValueError):
+    """A template that is not understood; the text says what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quote:
+    """What `agent` saw said in `phase`."""
+
+    phase: str
+    agent: str
+
+    def __str__(self) -> str:
+        return f"${{{self.phase}.messages[{self.agent}]}}"
+
+
+Pieces = tuple[str | Quote, ...]
+
+
+def parse(template: str, values: Mapping[str, str]) -> Pieces:
+    """The template's pieces, values filled in. What a value says is text, never a template. Raises TemplateError."""
+    pieces: list[str | Quote] = []
+    done = 0
+    for found in _EXPRESSION.finditer(template):
+        pieces += [template[done : found.start()], _piece(found, values)]
+        done = found.end()
+    pieces.append(template[done:])
+    return _joined(pieces)
+
+
+def _piece(found: re.Match[str], values: Mapping[str, str]) -> str | Quote:
+    if found["escape"]:
+        return "${"
+    inside = found["inside"].strip()
+    if not found["end"]:
+        raise TemplateError(f"${{{inside[:40]} has no end: {EXPECTED}")
+    if match := _MESSAGES.fullmatch(inside):
+        return Quote(match["phase"], match["agent"])
+    if inside in values:
+        return values[inside]
+    if _VALUE.fullmatch(inside):
+        raise TemplateError(f"no value {inside!r}: expected one of {', '.join(sorted(values)) or 'none'}")
+    raise TemplateError(f"${{{inside[:80]}}}: {EXPECTED}")
+
+
+def _joined(pieces: list[str | Quote]) -> Pieces:
+    """Texts that follow each other as one, and no empty ones."""
+    joined: list[str | Quote] = []
+    for piece in pieces:
+        if isinstance(piece, str) and joined and isinstance(joined[-1], str):
+            joined[-1] += piece
+        elif piece != "":
+            joined.append(piece)
+    return tuple(joined)
