@@ -29,7 +29,14 @@ from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.stored_windows import FoundPrefix, StoredWindow, blocks_seen, covers
 from inference_svc.memory.trust import is_unbroken, may_use_hot
 from inference_svc.model.prompting import Prompting, Tokenized
-from inference_svc.text.prefix_matching import NO_MATCH, Outcome, PrefixMatch, RememberedText, match_prefix
+from inference_svc.text.prefix_matching import (
+    NO_MATCH,
+    Outcome,
+    PrefixMatch,
+    RememberedText,
+    match_prefix,
+    match_tokens,
+)
 
 T = TypeVar("T")
 # Beyond these a memory takes the event loop more than a millisecond or two.
@@ -283,12 +290,14 @@ class Recall:
         namespace: str,
         budget: Budget,
         hold: Callable[[int], Awaitable[None]],
+        given: Tokenized | None = None,
         usable_files: int | None = None,
         usable_rewind_point: int | None = None,
         usable_windows: bool = True,
         generates: bool = True,
     ) -> Prepared:
         """Compare the prompt with the memory, then with shared blocks, and read the KV that is reused from the store.
+        `given`: the prompt's tokens, where it came as tokens; they are compared then, and not the text.
 
         `hold` is awaited with the number of bytes that will be read: the caller gives out the memory for them, and the
         wait for it does not count as the store's time. `usable_files`: how many leading tensor files of the memory may
@@ -299,9 +308,9 @@ class Recall:
         """
         if recollection.kv_from is Source.HOT and recollection.memory is not None:
             recollection = replace(recollection, memory=as_hot(recollection.memory))
-        candidate = await self._by_text(namespace, recollection, text, generates)
+        candidate = await self._by_text(namespace, recollection, text, given, generates)
         if recollection.base is not None:
-            older = await self._by_text(namespace, recollection.base, text, generates)
+            older = await self._by_text(namespace, recollection.base, text, given, generates)
             if older.keep > candidate.keep:
                 recollection, candidate = recollection.base, older
         miss = recollection.miss or _text_miss(recollection, candidate.match, text)
@@ -318,7 +327,7 @@ class Recall:
                 nothing = _Candidate(candidate.tokens, 0, Source.COLD, candidate.match)
                 candidate = replace(candidate, keep=keep) if keep else nothing
         if store is not None and usable_files is None and usable_windows and not self._engine.model.has_states:
-            candidate, shared_miss = await self._by_block_hashes(store, candidate, text, namespace, budget)
+            candidate, shared_miss = await self._by_block_hashes(store, candidate, text, given, namespace, budget)
             miss = miss or shared_miss
         reuse, read_miss = await self._reuse(candidate, usable_files, store, budget, hold)
         kept = 0 if isinstance(reuse, Cold) else reuse.keep_tokens
@@ -336,7 +345,9 @@ class Recall:
             shareable_tokens=candidate.shareable_tokens,
         )
 
-    async def _by_text(self, namespace: str, recollection: Recollection, text: str, generates: bool) -> _Candidate:
+    async def _by_text(
+        self, namespace: str, recollection: Recollection, text: str, given: Tokenized | None, generates: bool
+    ) -> _Candidate:
         memory = recollection.memory
         # Token ids of another tokenizer would spell something else.
         is_ours = memory is not None and (
@@ -344,7 +355,9 @@ class Recall:
             or (memory.tokenizer_digest == self._engine.model.tokenizer_digest and not self._no_token(memory))
         )
         transcript = memory.transcript if memory is not None and is_ours else RememberedText("", (), ())
-        if not generates and transcript.token_ids and transcript.text == text:
+        if given is not None:
+            match, tokens = match_tokens(transcript, given.ids) if transcript.token_ids else NO_MATCH, given
+        elif not generates and transcript.token_ids and transcript.text == text:
             # Nothing follows it, so it need not end at a character's border.
             match = PrefixMatch(Outcome.EXACT, len(transcript.token_ids), len(text), len(text))
             tokens = Tokenized(tuple(transcript.token_ids), tuple(transcript.token_chars))
@@ -380,13 +393,19 @@ class Recall:
         return match, Tokenized(ids, (*transcript.token_chars[:kept], *suffix.chars))
 
     async def _by_block_hashes(
-        self, store: RemoteCache, candidate: _Candidate, text: str, namespace: str, budget: Budget
+        self,
+        store: RemoteCache,
+        candidate: _Candidate,
+        text: str,
+        given: Tokenized | None,
+        namespace: str,
+        budget: Budget,
     ) -> tuple[_Candidate, Miss | None]:
         """Blocks in the store that a cold run would compute, if they cover at least one block beyond the candidate."""
         if len(candidate.tokens.ids) - 1 - candidate.keep < BLOCK_TOKENS:
             return candidate, None
         tokens = candidate.tokens
-        if candidate.match.kept_tokens:
+        if candidate.match.kept_tokens and given is None:
             tokens = await self._prompting.run(namespace, lambda: self._prompting.tokenize(text))
         kv_identity_hash, cell = self._engine.model.kv_identity_hash, self._engine.model.cell_tokens
         try:

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from kvasir.errors import InvalidArgument, Unavailable
@@ -18,7 +18,15 @@ from kvasir.server.shared_room import SharedRoom
 
 from inference_svc.model.reply_machine import TOOL_CALL_END, TOOL_CALL_START, reply_machine
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.literal_text import GUARD, Specials, insert_guards, utf8_bytes, with_guards, without_guards
+from inference_svc.text.literal_text import (
+    GUARD,
+    Specials,
+    from_outside,
+    insert_guards,
+    utf8_bytes,
+    with_guards,
+    without_guards,
+)
 from inference_svc.text.prefix_matching import RememberedText
 from inference_svc.text.reply_parts import Markup, ReplyReader
 from inference_svc.text.sequence_state import SequenceState
@@ -157,6 +165,13 @@ class Prompting:
             return self._by_offsets(text)
         return Tokenized(tuple(ids), tuple(chars))
 
+    def spelled(self, token_ids: Sequence[int]) -> tuple[str, Tokenized]:
+        """The text of tokens that a caller sent, with guards in the letters that spell a special token and are none."""
+        spelled, chars = self._token_text.spell(token_ids)
+        text = from_outside(spelled)
+        text, counts = insert_guards(text, chars, self.specials.echoed(text, self._structure_spans(token_ids, chars)))
+        return text, Tokenized(tuple(token_ids), counts)
+
     def ends_whole(self, token_ids: Sequence[int]) -> bool:
         """Whether the last of a few consecutive tokens ends at the border of a character."""
         return not self._tokenizer.decode(list(token_ids), skip_special_tokens=False).endswith(_REPLACEMENT)
@@ -187,11 +202,7 @@ class Prompting:
         """The transcript after a reply. Guards keep text that the model spelled letter by letter from becoming special
         tokens later.
         """
-        spans, at = [], 0
-        for token_id, count in zip(state.token_ids[prompt_tokens:], state.token_chars[prompt_tokens:], strict=True):
-            if token_id in self._structure:
-                spans.append((at, at + count))
-            at += count
+        spans = self._structure_spans(state.token_ids[prompt_tokens:], state.token_chars[prompt_tokens:])
         # Characters of a token before a stop string belong to the reply, but not to the generated text.
         whole = reply if reply.startswith(generated) else generated
         places = self.specials.echoed(whole, spans)
@@ -199,6 +210,12 @@ class Prompting:
         text, chars = insert_guards(prompt + generated, state.token_chars, before)
         guarded = with_guards(reply, [place for place in places if place <= len(reply)])
         return RememberedReply(RememberedText(text, state.token_ids, chars), guarded)
+
+    def _structure_spans(self, token_ids: Sequence[int], token_chars: Sequence[int]) -> list[tuple[int, int]]:
+        """From where to where special tokens stand in the text of these tokens."""
+        ends = list(accumulate(token_chars))
+        spans = zip(token_ids, token_chars, ends, strict=True)
+        return [(end - chars, end) for token_id, chars, end in spans if token_id in self._structure]
 
     def _parts(self, text: str) -> list[str]:
         """The text, cut inside each stretch that would become a special token without spelling it."""

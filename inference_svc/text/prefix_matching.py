@@ -1,6 +1,7 @@
 """Character-level prefix matching: how much of an agent's memory a new prompt may reuse.
 
-Tokenizing a conversation in pieces differs from tokenizing it whole, so texts are compared, and never token lists.
+Tokenizing a conversation in pieces differs from tokenizing it whole, so texts are compared, and token lists only where
+a caller sent tokens.
 The tokens that spell the common text keep their KV, even where a fresh tokenization would differ. Letters that
 spell a special token differ from the token itself by a guard (literal_text).
 Pure: no tokenizer, no MLX; the caller says which tokens spell whole characters.
@@ -77,8 +78,19 @@ def match_prefix(memory: RememberedText, prompt: str, *, ends_whole: Callable[[S
     return PrefixMatch(Outcome.EXACT if matched == len(prompt) else Outcome.EXTEND, kept, kept_chars, matched)
 
 
-def common_prefix_length(one: str, other: str) -> int:
-    """Code points that two texts have in common from their start, by bisection over slices: memcmp does the work."""
+def match_tokens(memory: RememberedText, token_ids: Sequence[int]) -> PrefixMatch:
+    """Compare a prompt that came as tokens with a memory: the leading tokens that are the same are kept."""
+    kept = common_prefix_length(tuple(memory.token_ids), tuple(token_ids))
+    chars = sum(memory.token_chars[:kept])
+    if kept < len(memory.token_ids):
+        return PrefixMatch(Outcome.DIVERGE if kept else Outcome.NONE, kept, chars, chars)
+    return PrefixMatch(Outcome.EXACT if kept == len(token_ids) else Outcome.EXTEND, kept, chars, chars)
+
+
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """Items (of texts: code points) that two sequences of a type have in common from their start, by bisection over
+    slices: C compares them.
+    """
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -7,7 +7,7 @@ from kvasir.cachestore.v1 import manifest_pb2
 from inference_svc.model.prompting import Prompting
 from inference_svc.text.conversation import Dialogue, dialogue, json_of_messages, render
 from inference_svc.text.literal_text import from_outside
-from inference_svc.turns.turn_data import PromptInput, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnRequest
 
 
 async def prompt_text(
@@ -19,6 +19,7 @@ async def prompt_text(
     given = request.input
     if isinstance(given, PromptInput):
         return from_outside(given.prompt), None
+    assert isinstance(given, MessagesInput)  # tokens have their text already
     objects = request.objects
     if remembered := messages[: len(messages) - len(given.messages)]:
         objects = objects.also(json_of_messages(remembered, "remembered_messages"))

@@ -22,6 +22,13 @@ class PromptInput:
 
 
 @dataclass(frozen=True, slots=True)
+class TokensInput:
+    """The whole prompt as tokens, which are below the vocabulary's size. They are taken as they are."""
+
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MessagesInput:
     """The whole conversation, or (`is_append`) only what follows the messages that the agent remembers."""
 
@@ -42,7 +49,7 @@ class TurnRequest:
     namespace: str
     agent_id: str
     expected_version: int | None
-    input: PromptInput | MessagesInput
+    input: PromptInput | TokensInput | MessagesInput
     input_digest: str
     sampling: SamplingParams
     max_tokens_is_default: bool  # then the rest of the context bounds it, and does not refuse it

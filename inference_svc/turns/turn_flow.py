@@ -46,6 +46,7 @@ from inference_svc.turns.turn_data import (
     MessagesInput,
     OpenTurn,
     PromptInput,
+    TokensInput,
     TurnFinished,
     TurnRequest,
     TurnStarted,
@@ -310,8 +311,7 @@ class TurnService:
             check_existing(request, recollection)
             turn.continuation = continuation(request, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
-        text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
-        self._check_length(text)
+        text = await self._prompt(turn)
         recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
         return await self._ending.finish(turn, recollection, prepared, ended)
 
@@ -366,7 +366,7 @@ class TurnService:
                     retry_after_s=1.0,
                 )
             turn.messages = whole_conversation(request, recollection, is_retry=False)
-            text, turn.dialogue = await prompt_text(self._prompting, request, turn.messages)
+            text = await self._prompt(turn)
         elif memory is None or not memory.transcript.token_ids:
             miss = recollection.miss
             turn.running.tell(TurnStarted(0, 0, Source.COLD, Outcome.NONE, turn.parent_version, miss))
@@ -374,9 +374,19 @@ class TurnService:
             return
         else:
             text = memory.transcript.text
-        self._check_length(text)
+            self._check_length(text)
         recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
+
+    async def _prompt(self, turn: TurnState) -> str:
+        """The prompt's text, of a length that may fit. Sets the tokens or the dialogue that belong to it."""
+        request, given, prompting = turn.request, turn.request.input, self._prompting
+        if isinstance(given, TokensInput):
+            text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
+            return text
+        text, turn.dialogue = await prompt_text(prompting, request, turn.messages)
+        self._check_length(text)
+        return text
 
     def _check_length(self, text: str) -> None:
         """Refuse an absurdly long prompt without tokenizing it."""
@@ -406,6 +416,7 @@ class TurnService:
                 prepared = await self._recall.plan(
                     recollection,
                     text,
+                    given=turn.tokens,
                     namespace=turn.request.namespace,
                     budget=budget,
                     hold=hold,

@@ -16,12 +16,12 @@ from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import Recollection
 from inference_svc.memory.remote_cache import EventCursor
-from inference_svc.model.prompting import Prompting
+from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.turns.continuing import Continuation, goes_on, is_same_conversation
 from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.turn_data import PromptInput, TurnEvent, TurnFinished, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, TurnEvent, TurnFinished, TurnRequest
 
 
 class TurnTask:
@@ -93,6 +93,7 @@ class TurnState:
     event_cursor: EventCursor | None = None  # place in the store's history when the turn began
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw prompt
     dialogue: Dialogue | None = None  # the same, as templates know them
+    tokens: Tokenized | None = None  # of the prompt, where it came as tokens
     damage: Miss | None = None
     rewind_point_chars: int | None = None  # prompt characters after which a model with states records a rewind point
     first_token_at: float | None = None
@@ -134,7 +135,7 @@ def whole_conversation(
     request: TurnRequest, recollection: Recollection, *, is_retry: bool
 ) -> tuple[manifest_pb2.Message, ...]:
     """All messages of the prompt. Raises FailedPrecondition or Unavailable when there is no memory to append to."""
-    if isinstance(request.input, PromptInput):
+    if not isinstance(request.input, MessagesInput):
         return ()
     given, memory = request.input.messages, recollection.continued
     if not request.input.is_append:
@@ -165,7 +166,7 @@ def continuation(request: TurnRequest, recollection: Recollection) -> Continuati
     memory, given = recollection.continued, request.input
     if not _is_remembered(recollection):
         return Continuation.NEW
-    if memory is None or isinstance(given, PromptInput) or not memory.messages:
+    if memory is None or not isinstance(given, MessagesInput) or not memory.messages:
         return None
     if given.is_append or goes_on(given.messages, memory.messages):
         return Continuation.EXTENDED if recollection.base is None else Continuation.REWOUND
@@ -213,7 +214,7 @@ def _refuse_append(recollection: Recollection) -> None:
 
 def reply_reader(request: TurnRequest, prompting: Prompting, prompt: str) -> ReplyReader:
     """Reads the reply. A reply to a raw prompt, or in a requested format, is all answer."""
-    if isinstance(request.input, PromptInput) or request.sampling.constraint is not None:
+    if not isinstance(request.input, MessagesInput) or request.sampling.constraint is not None:
         return ReplyReader()
     choice = f"{request.choice}-" if request.choice else ""
     tools = tool_fields(request.tools, request.objects)
