@@ -7,6 +7,7 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import ModuleType
 
 import structlog
 from kvasir.clients import AioStoreClient
@@ -27,6 +28,7 @@ from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.lease_owner import LeaseOwner
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
+from inference_svc.memory.token_lines import TokenLines
 from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.service_status import status_of
@@ -52,10 +54,11 @@ def main() -> int:
 
 async def serve(settings: EngineSettings) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
+    neighbour = _neighbour() if settings.neighbour else None
     server = EdgeServer(
         settings.listening,
-        [SERVICE_NAME, AGENT_SERVICE_NAME],
-        {**ALLOWED_ROLES, **AGENT_ROLES},
+        [SERVICE_NAME, AGENT_SERVICE_NAME, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
+        {**ALLOWED_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
         new_request_id=new_request_id,
         max_message_bytes=settings.max_request_bytes,
     )
@@ -100,6 +103,16 @@ async def serve(settings: EngineSettings) -> None:
             server.grpc,
         )
         add_agent_service(stores, server.grpc)
+        if neighbour is not None:
+            neighbour.add_mlx_engine(
+                server.grpc,
+                host,
+                TokenLines(stores, new_name=new_request_id, now_ms=_now_ms),
+                max_prompt_bytes=settings.max_prompt_bytes,
+                reader_stall_s=settings.reader_stall_s,
+                is_stopping=server.stopping.is_set,
+                clock=time.monotonic,
+            )
         if settings.keep_alive_s is not None:
             keeping = asyncio.create_task(host.keep_alive(settings.keep_alive_s))
             stack.callback(keeping.cancel)
@@ -107,6 +120,15 @@ async def serve(settings: EngineSettings) -> None:
             _say_ready(server.address, host.serving("").engine, settings)
             await server.run_until_stopped(settings.stop_grace_s)
     _LOG.info("engine.stopped")
+
+
+def _neighbour() -> ModuleType:
+    """The neighbour's service, whose package not everybody has."""
+    try:
+        from inference_svc.edge.neighbour import mlx_engine_service
+    except ImportError as error:
+        raise RefusedToStart(f"--neighbour needs another package: install kvasir[neighbour] ({error})") from None
+    return mlx_engine_service
 
 
 @contextlib.asynccontextmanager

@@ -116,6 +116,9 @@ class EngineSettings(BaseSettings):
     Default: it stays."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 10.0
     """How long running turns may go on after SIGTERM."""
+    neighbour: bool = False
+    """Also serve mlx.grpc.engine.MlxEngine, at the same address, for gateways that speak it.
+    Needs kvasir[neighbour]."""
     metrics_listen: str = ""
     """127.0.0.1:PORT: Prometheus metrics over HTTP, to this machine only. Empty: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -94,6 +94,11 @@ IMPORTS = (
         ("inference_svc/edge/metrics.py",),
         "numbers are counted in plain data and shown in one place",
     ),
+    Wall(
+        ("smg_grpc_proto",),
+        ("inference_svc/edge/neighbour/*",),
+        "not everybody has the neighbour's package, and its messages end there",
+    ),
     Wall(("starlette", "uvicorn", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"),
     Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),

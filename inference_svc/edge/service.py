@@ -26,9 +26,9 @@ from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.turn_data import TurnStarted, Warmed
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
-_CALLERS = frozenset({"client", "admin", "engine"})
+CALLERS = frozenset({"client", "admin", "engine"})
 _ADMINS = frozenset({ADMIN})
-_FOR_CALLERS = (
+_FORCALLERS = (
     "Generate",
     "ListTurns",
     "CancelTurn",
@@ -46,7 +46,7 @@ _STAGE_S, _PROGRESS_S = 0.1, 1.0
 # Whoever asks for numbers waits no longer for a store that hangs.
 _STORE_ASKED_S = 0.2
 ALLOWED_ROLES: Mapping[str, frozenset[str]] = {
-    **{f"/{SERVICE_NAME}/{rpc}": _CALLERS for rpc in _FOR_CALLERS},
+    **{f"/{SERVICE_NAME}/{rpc}": CALLERS for rpc in _FORCALLERS},
     **{f"/{SERVICE_NAME}/{rpc}": _ADMINS for rpc in ("LoadModel", "UnloadModel")},
 }
 
@@ -117,7 +117,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             async for choice, event in running.events():
                 spelling = served.engine.token_text.bytes_of
                 told = messages.response(event, checked.request_id, served.name, choice, spelling)
-                await self._send(context, told)
+                await send(context, told, self._limits.reader_stall_s)
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.
             running.cancel()
@@ -201,10 +201,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             if stage != told or now_s >= told_s + _PROGRESS_S:
                 told, told_s = stage, now_s
                 progress = pb.LoadProgress(stage=stage, elapsed=messages.duration(now_s - began_s))
-                await self._send(context, pb.LoadModelResponse(progress=progress))
+                await send(context, pb.LoadModelResponse(progress=progress), self._limits.reader_stall_s)
         left = stats_messages.memories_left(loading.result())
         done = pb.LoadedModel(model=self._model(request.model), left=left)
-        await self._send(context, pb.LoadModelResponse(done=done))
+        await send(context, pb.LoadModelResponse(done=done), self._limits.reader_stall_s)
 
     async def UnloadModel(self, request: pb.UnloadModelRequest, context: Any) -> pb.UnloadModelResponse:
         self._check_acts_for_all("UnloadModel")
@@ -238,19 +238,8 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         is_reachable = await _answers(self._stores.get(current_principal().namespace))
         return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
 
-    async def _send(self, context: Any, response: pb.GenerateResponse | pb.LoadModelResponse) -> None:
-        """Write a response. While its turn runs, the turn notices a reader that stops; after that, this method does."""
-        try:
-            async with asyncio.timeout(self._limits.reader_stall_s):
-                await context.write(response)
-        except TimeoutError:
-            raise DeadlineExceeded(
-                f"nothing was taken for {self._limits.reader_stall_s:g} s", reason="READER_STALLED"
-            ) from None
-
     def _check_serves(self) -> None:
-        if self._is_stopping():
-            raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
+        check_serves(self._is_stopping)
 
     def _model(self, name: str) -> pb.Model:
         served = self._host.served
@@ -278,6 +267,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
                 "that --service-admin names",
                 metadata={"rpc": rpc},
             )
+
+
+def check_serves(is_stopping: Callable[[], bool]) -> None:
+    """Raise Unavailable while the service stops."""
+    if is_stopping():
+        raise Unavailable("the engine is shutting down", reason="SHUTTING_DOWN", retry_after_s=1.0)
+
+
+async def send(context: Any, response: Any, stall_s: float) -> None:
+    """Write a response. While its turn runs, the turn notices a reader that stops; after that, this function does."""
+    try:
+        async with asyncio.timeout(stall_s):
+            await context.write(response)
+    except TimeoutError:
+        raise DeadlineExceeded(f"nothing was taken for {stall_s:g} s", reason="READER_STALLED") from None
 
 
 async def _answers(store: RemoteCache | None) -> bool:

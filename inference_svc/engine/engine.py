@@ -68,6 +68,7 @@ class Engine:
         self.grammars = opened.grammars  # reply formats, compiled for this model's tokenizer; thread-safe
         self.vocabulary_size = opened.vocabulary_size  # token ids are below it
         self.device = opened.device  # "cpu", "metal" or "cuda"
+        self.directory = opened.directory  # of the model's files
         self.blas = load_optimized_blas() or ""  # file name of the optimized BLAS in use
         self.memory_budget_bytes = worker.room.total_bytes
         self._thread = thread

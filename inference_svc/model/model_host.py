@@ -85,6 +85,11 @@ class ModelHost(Generic[ServedT]):
         return self._loaded
 
     @property
+    def can_serve(self) -> bool:
+        """Whether the next turn finds a model, or wakes one."""
+        return self._served is not None or bool(self._asleep)
+
+    @property
     def served(self) -> ServedT | None:
         """The loaded model, even while it is being unloaded."""
         return self._served

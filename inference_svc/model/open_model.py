@@ -41,6 +41,7 @@ class OpenedModel:
     grammars: Grammars
     vocabulary_size: int
     device: str
+    directory: Path  # of the model's files
 
 
 def open_model(
@@ -104,6 +105,7 @@ def open_model(
         grammars=Grammars.of_tokenizer(loaded.tokenizer, runner.vocabulary_size, info.stop_token_ids),
         vocabulary_size=runner.vocabulary_size,
         device=device(),
+        directory=directory,
     )
     return opened, runner
 

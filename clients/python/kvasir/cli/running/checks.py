@@ -22,6 +22,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # One package of each service; whoever has the command line alone has neither.
 _PACKAGES = ("structlog", "sqlite_utils", "mlx")
 _GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
+_NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 # The gateway's own, where neither --http nor --no-http was said.
 DEFAULT_HTTP = "127.0.0.1:8642"
 
@@ -75,13 +76,19 @@ def has_gateway() -> bool:
     return all(importlib.util.find_spec(name) is not None for name in _GATEWAY_PACKAGES)
 
 
-def check_installed(*, gateway: bool = False) -> None:
-    """Raise FailedPrecondition where only the command line was installed, or no `gateway` where one is wanted."""
+def check_installed(*, gateway: bool = False, neighbour: bool = False) -> None:
+    """Raise FailedPrecondition where only the command line was installed, or no `gateway` or `neighbour` where one is
+    wanted.
+    """
     wanted = (*_PACKAGES, *(_GATEWAY_PACKAGES if gateway else ()))
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     if missing:
         text = f"the services are not installed ({', '.join(missing)} missing); install kvasir[all]"
         raise FailedPrecondition(text, reason="NOT_INSTALLED")
+    if neighbour and importlib.util.find_spec(_NEIGHBOUR_PACKAGE) is None:
+        raise FailedPrecondition(
+            f"--neighbour: {_NEIGHBOUR_PACKAGE} is missing; install kvasir[neighbour]", reason="NOT_INSTALLED"
+        )
 
 
 def check_models(given: Sequence[str]) -> list[GivenModel]:

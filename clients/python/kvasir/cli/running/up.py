@@ -94,6 +94,14 @@ def up(
         ),
     ] = "",
     no_http: Annotated[bool, typer.Option("--no-http", help="Start no HTTP gateway.")] = False,
+    neighbour: Annotated[
+        bool,
+        typer.Option(
+            "--neighbour",
+            help="The engine also speaks mlx.grpc.engine.MlxEngine at its address, for gateways that speak it. Needs "
+            "kvasir[neighbour].",
+        ),
+    ] = False,
     metrics_listen: Annotated[
         str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
     ] = "",
@@ -155,7 +163,7 @@ def up(
     home = caller.home
     if http and no_http:
         raise WrongUsage("--http and --no-http: say one of them", field="--no-http")
-    checks.check_installed(gateway=bool(http))
+    checks.check_installed(gateway=bool(http), neighbour=neighbour)
     models = checks.check_models(model or [])
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
     checks.check_sizes({"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib})
@@ -180,6 +188,7 @@ def up(
                 *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
                 *_given(("--context-tokens", context_tokens), ("--keep-alive-s", keep_alive_s)),
                 *(["--batch-invariant"] if batch_invariant else []),
+                *(["--neighbour"] if neighbour else []),
                 *logging,
             )
             quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None

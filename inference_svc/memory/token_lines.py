@@ -1,0 +1,122 @@
+"""Which agent remembers a conversation that comes as token ids, from a caller who names none.
+
+It is the agent whose last prompt the tokens begin with, if its memory is hot. Where none is (after a restart, or when
+RAM was full), names tell: an agent's name has the length and the digest of the prompt that its conversation began with.
+What is found only says where to look: the engine compares tokens. A conversation that nobody remembers gets a new
+agent, which shares equal beginnings as every agent does. Agents beyond a thousand, or unused for a week, are deleted.
+"""
+
+import asyncio
+import contextlib
+from array import array
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from blake3 import blake3
+from kvasir.errors import KvasirError
+
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.text.prefix_matching import common_prefix_length
+
+PREFIX = "tokens/"
+# Templates may render the last tokens of a prompt, which ask for the reply, otherwise once the reply is there.
+_REPLY_PROMPT_TOKENS = 16
+_COMPARED_FIRST = 16
+_DIGEST_CHARS = 24
+_MAX_KEPT = 1000
+_EXPIRY_MS = 7 * 24 * 3600 * 1000
+_LISTED_EVERY_MS = 10 * 60 * 1000
+_STORE_S = 0.25
+
+# How a conversation began: the number of tokens of its first prompt, and their digest.
+_Opening = tuple[int, str]
+
+
+class TokenLines:
+    """The agents of such conversations, of all namespaces. On the event loop."""
+
+    def __init__(
+        self, stores: Mapping[str, RemoteCache], *, new_name: Callable[[], str], now_ms: Callable[[], int]
+    ) -> None:
+        """`stores`: by namespace. `now_ms`: Unix time."""
+        self._stores = stores
+        self._new_name = new_name
+        self._now_ms = now_ms
+        self._listed_ms: dict[str, int] = {}
+        self._known: dict[str, dict[_Opening, str]] = {}  # by namespace, agents that the store may have
+
+    def agent_for(self, engine: Engine, namespace: str, token_ids: tuple[int, ...], busy: Collection[str]) -> str:
+        """The agent that a turn with this prompt shall extend. `busy`: agents with a turn under way, left alone."""
+        if (hot := _hot_agent(engine, namespace, token_ids, busy)) is not None:
+            return hot
+        known = self._known.setdefault(namespace, {})
+        hot_names = {key.agent_id for key in engine.hot_keys() if key.namespace == namespace}
+        lengths = {length for length, _ in known if length < len(token_ids)}
+        openings = _openings(token_ids, [*lengths, len(token_ids)])
+        for opening in reversed(openings):
+            name = known.get(opening)
+            if name is not None and name not in busy and name not in hot_names:  # a hot one went on otherwise
+                return name
+        length, digest = openings[-1]
+        name = f"{PREFIX}{length}-{digest}/{self._new_name()}"
+        if namespace in self._stores:
+            known[length, digest] = name
+        return name
+
+    async def learn(self, namespace: str) -> None:
+        """Read the names that the store has, now and then, and delete those that are too many or too old."""
+        store, now_ms = self._stores.get(namespace), self._now_ms()
+        if store is None or now_ms - self._listed_ms.get(namespace, -_LISTED_EVERY_MS) < _LISTED_EVERY_MS:
+            return
+        self._listed_ms[namespace] = now_ms
+        with contextlib.suppress(KvasirError, TimeoutError):  # a store that does not answer is a miss, here too
+            async with asyncio.timeout(_STORE_S):
+                agents = await _agents(store)
+                self._known[namespace] = {_opening_of(name): name for _, name in agents}
+                first_kept_ms = now_ms - _EXPIRY_MS
+                for place, (used_ms, name) in enumerate(agents):
+                    if place < len(agents) - _MAX_KEPT or used_ms < first_kept_ms:
+                        await store.agents.delete_agent(name)
+
+
+async def _agents(store: RemoteCache) -> list[tuple[int, str]]:
+    """When the store's agents were used last (Unix ms), and their names; the last used comes last."""
+    found: list[tuple[int, str]] = []
+    token = ""
+    while True:
+        page = await store.agents.list_agents(name_prefix=PREFIX, page_size=_MAX_KEPT, page_token=token)
+        found += [(agent.used_at.ToMilliseconds(), agent.agent_id) for agent in page.agents]
+        if not (token := page.next_page_token):
+            return sorted(found)
+
+
+def _hot_agent(engine: Engine, namespace: str, prompt: tuple[int, ...], busy: Collection[str]) -> str | None:
+    """The agent with the longest hot memory whose last prompt the tokens begin with."""
+    best, most = None, 0
+    for key in engine.hot_keys():
+        is_free = key.namespace == namespace and key.agent_id.startswith(PREFIX) and key.agent_id not in busy
+        memory = engine.hot_tag(key) if is_free else None
+        if not isinstance(memory, AgentMemory):
+            continue
+        known, asked = tuple(memory.transcript.token_ids), max(memory.turn.prompt_tokens - _REPLY_PROMPT_TOKENS, 1)
+        # The end of what was asked, first: the conversations of one program begin alike.
+        last = slice(max(asked - _COMPARED_FIRST, 0), asked)
+        if known[last] == prompt[last] and (common := common_prefix_length(known, prompt)) >= max(asked, most + 1):
+            best, most = key.agent_id, common
+    return best
+
+
+def _openings(token_ids: Sequence[int], lengths: Sequence[int]) -> list[_Opening]:
+    """The prompt's beginnings of these lengths, the shortest first."""
+    hasher, begin, found = blake3(), 0, []
+    for end in sorted(lengths):
+        hasher.update(array("I", token_ids[begin:end]).tobytes())
+        begin = end
+        found.append((end, hasher.hexdigest()[:_DIGEST_CHARS]))
+    return found
+
+
+def _opening_of(name: str) -> _Opening:
+    length, _, digest = name.removeprefix(PREFIX).partition("/")[0].partition("-")
+    return (int(length), digest) if length.isdecimal() else (0, "")
