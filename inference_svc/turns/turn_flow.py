@@ -316,15 +316,21 @@ class TurnService:
         return await self._ending.finish(turn, recollection, prepared, ended)
 
     def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
-        leases = self._leases.get(turn.request.namespace) if turn.key is not None else None
+        leases = self._leases_for(turn)
         return leases.using(turn.request.agent_id) if leases is not None else contextlib.nullcontext()
+
+    def _leases_for(self, turn: TurnState) -> LineLeases | None:
+        """The leases, for a turn that extends a line. One that only reads takes no other engine's."""
+        if turn.key is None or turn.request.is_read_only:
+            return None
+        return self._leases.get(turn.key.namespace)
 
     async def _newest(self, turn: TurnState, budget: Budget) -> Recollection:
         """The agent's memory, and the right to extend it. Raises Unavailable (AGENT_HELD_ELSEWHERE) if another engine
         has that right: a turn that is computed all the same would lose against that engine.
         """
         assert turn.key is not None
-        leases, agent_id = self._leases.get(turn.request.namespace), turn.request.agent_id
+        leases, agent_id = self._leases_for(turn), turn.request.agent_id
         if leases is not None:
             turn.event_cursor = turn.event_cursor or self._stores[turn.request.namespace].event_cursor
             leases.begin(agent_id)
@@ -343,7 +349,7 @@ class TurnService:
         report a lease later than a memory. Served again, the turn waits for the line, or is refused.
         """
         namespace, agent_id = turn.request.namespace, turn.request.agent_id
-        leases = self._leases.get(namespace) if turn.key is not None else None
+        leases = self._leases_for(turn)
         if leases is not None and leases.is_elsewhere(agent_id) and self._stores[namespace].is_reachable:
             raise _MemoryMovedError
 

@@ -141,6 +141,16 @@ def test_another_engine_gets_an_idle_agent_and_is_refused_before_it_computes_whi
                     say(house, "ada", "And I?")
                 assert refused.value.reason == "AGENT_HELD_ELSEWHERE"
                 assert refused.value.retry_after_s
+                with house.client() as reader:  # a turn that changes nothing needs no right to change
+                    asked = [{"role": "user", "content": "Which words?"}]
+                    aside = reader.reply(
+                        agent_id="ada",
+                        append_messages=asked,
+                        memory_mode=pb.MEMORY_MODE_READ_ONLY,
+                        sampling=GREEDY,
+                    )
+                assert aside.started.cached_tokens > 0
+                assert not next(running).HasField("finished")
                 running.close()
         finally:
             house.engine = first
