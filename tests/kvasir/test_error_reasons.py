@@ -18,6 +18,7 @@ PROTO = (ROOT / "proto/kvasir/common/v1/error_reason.proto").read_text()
 _VALUE = re.compile(r"  // (?P<comment>[^\n]*(?:\n  // [^\n]*)*)\n  ERROR_REASON_(?P<name>\w+) = \d+;")
 _KINDS = {kind.__name__: answer.code.name for kind, answer in ANSWERS.items()}
 # Programs that run at the caller's side: their reasons are for their own users, and no service sends them.
+_SOURCES = ("inference_svc", "cachestore_svc", "clients/python/kvasir", "clients/python/kvasir_gateway")
 _LOCAL = tuple(f"clients/python/kvasir/{each}" for each in ("cli/", "clients/archive_file.py", "formats/seed_file.py"))
 
 
@@ -50,7 +51,7 @@ def promises() -> dict[str, Promise]:
 
 
 def raised() -> Iterator[Raised]:
-    for folder in ("inference_svc", "cachestore_svc", "clients/python/kvasir"):
+    for folder in _SOURCES:
         for path in sorted((ROOT / folder).rglob("*.py")):
             name = path.relative_to(ROOT).as_posix()
             if name.startswith(_LOCAL):
@@ -90,9 +91,6 @@ def test_no_error_has_a_reason_a_code_or_metadata_that_the_contract_does_not_nam
 
 def test_the_contract_names_no_reason_that_nothing_gives() -> None:
     sources = "\n".join(
-        path.read_text()
-        for folder in ("inference_svc", "cachestore_svc", "clients/python/kvasir")
-        for path in (ROOT / folder).rglob("*.py")
-        if "_pb2" not in path.name
+        path.read_text() for folder in _SOURCES for path in (ROOT / folder).rglob("*.py") if "_pb2" not in path.name
     )
     assert [name for name in promises() if f'"{name}"' not in sources] == []

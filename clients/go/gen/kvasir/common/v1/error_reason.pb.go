@@ -226,6 +226,24 @@ const (
 	ErrorReason_ERROR_REASON_NAMESPACE_UNKNOWN ErrorReason = 149
 	// The stream ended while a message was sent: why, is not known. UNAVAILABLE.
 	ErrorReason_ERROR_REASON_STREAM_CUT ErrorReason = 160
+	// The body is no JSON. INVALID_ARGUMENT.
+	ErrorReason_ERROR_REASON_INVALID_JSON ErrorReason = 170
+	// A field that the path's requests do not have. INVALID_ARGUMENT.
+	ErrorReason_ERROR_REASON_UNKNOWN_PARAMETER ErrorReason = 171
+	// A field that must be there, and is not. INVALID_ARGUMENT.
+	ErrorReason_ERROR_REASON_MISSING_PARAMETER ErrorReason = 172
+	// The body has more bytes than the gateway reads. INVALID_ARGUMENT; HTTP 413.
+	ErrorReason_ERROR_REASON_BODY_TOO_LARGE ErrorReason = 173
+	// The path is there, for other methods. INVALID_ARGUMENT; HTTP 405.
+	ErrorReason_ERROR_REASON_METHOD_NOT_ALLOWED ErrorReason = 174
+	// There is no such path. NOT_FOUND.
+	ErrorReason_ERROR_REASON_PATH_NOT_FOUND ErrorReason = 175
+	// No earlier response has this id, or nobody remembers it any more. NOT_FOUND.
+	ErrorReason_ERROR_REASON_RESPONSE_NOT_FOUND ErrorReason = 176
+	// The Host that was named is not this server. PERMISSION_DENIED.
+	ErrorReason_ERROR_REASON_FOREIGN_HOST ErrorReason = 177
+	// A page of another site called. PERMISSION_DENIED.
+	ErrorReason_ERROR_REASON_FOREIGN_ORIGIN ErrorReason = 178
 )
 
 // Enum value maps for ErrorReason.
@@ -329,6 +347,15 @@ var (
 		148: "ERROR_REASON_NOTHING_TO_RECOVER",
 		149: "ERROR_REASON_NAMESPACE_UNKNOWN",
 		160: "ERROR_REASON_STREAM_CUT",
+		170: "ERROR_REASON_INVALID_JSON",
+		171: "ERROR_REASON_UNKNOWN_PARAMETER",
+		172: "ERROR_REASON_MISSING_PARAMETER",
+		173: "ERROR_REASON_BODY_TOO_LARGE",
+		174: "ERROR_REASON_METHOD_NOT_ALLOWED",
+		175: "ERROR_REASON_PATH_NOT_FOUND",
+		176: "ERROR_REASON_RESPONSE_NOT_FOUND",
+		177: "ERROR_REASON_FOREIGN_HOST",
+		178: "ERROR_REASON_FOREIGN_ORIGIN",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":            0,
@@ -429,6 +456,15 @@ var (
 		"ERROR_REASON_NOTHING_TO_RECOVER":     148,
 		"ERROR_REASON_NAMESPACE_UNKNOWN":      149,
 		"ERROR_REASON_STREAM_CUT":             160,
+		"ERROR_REASON_INVALID_JSON":           170,
+		"ERROR_REASON_UNKNOWN_PARAMETER":      171,
+		"ERROR_REASON_MISSING_PARAMETER":      172,
+		"ERROR_REASON_BODY_TOO_LARGE":         173,
+		"ERROR_REASON_METHOD_NOT_ALLOWED":     174,
+		"ERROR_REASON_PATH_NOT_FOUND":         175,
+		"ERROR_REASON_RESPONSE_NOT_FOUND":     176,
+		"ERROR_REASON_FOREIGN_HOST":           177,
+		"ERROR_REASON_FOREIGN_ORIGIN":         178,
 	}
 )
 
@@ -463,7 +499,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xa3\x19\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xdf\x1b\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -563,7 +599,16 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x13ERROR_REASON_CLOSED\x10\x93\x01\x12$\n" +
 	"\x1fERROR_REASON_NOTHING_TO_RECOVER\x10\x94\x01\x12#\n" +
 	"\x1eERROR_REASON_NAMESPACE_UNKNOWN\x10\x95\x01\x12\x1c\n" +
-	"\x17ERROR_REASON_STREAM_CUT\x10\xa0\x01Bk\n" +
+	"\x17ERROR_REASON_STREAM_CUT\x10\xa0\x01\x12\x1e\n" +
+	"\x19ERROR_REASON_INVALID_JSON\x10\xaa\x01\x12#\n" +
+	"\x1eERROR_REASON_UNKNOWN_PARAMETER\x10\xab\x01\x12#\n" +
+	"\x1eERROR_REASON_MISSING_PARAMETER\x10\xac\x01\x12 \n" +
+	"\x1bERROR_REASON_BODY_TOO_LARGE\x10\xad\x01\x12$\n" +
+	"\x1fERROR_REASON_METHOD_NOT_ALLOWED\x10\xae\x01\x12 \n" +
+	"\x1bERROR_REASON_PATH_NOT_FOUND\x10\xaf\x01\x12$\n" +
+	"\x1fERROR_REASON_RESPONSE_NOT_FOUND\x10\xb0\x01\x12\x1e\n" +
+	"\x19ERROR_REASON_FOREIGN_HOST\x10\xb1\x01\x12 \n" +
+	"\x1bERROR_REASON_FOREIGN_ORIGIN\x10\xb2\x01Bk\n" +
 	"\x14org.kvasir.common.v1P\x01Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\xaa\x02\x10Kvasir.Common.V1\xba\x02\fKvasirCommonb\x06proto3"
 
 var (
