@@ -101,6 +101,9 @@ IMPORTS = (
     ),
     Wall(("starlette", "uvicorn", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"),
     Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
+    Wall(
+        ("httpx2",), (f"{SDK}/bench/load_http.py",), "a client over HTTP is measured with, and nothing else needs one"
+    ),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),

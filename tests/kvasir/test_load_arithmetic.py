@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kvasir.bench.load import LoadScope, lines
-from kvasir.bench.load_arithmetic import LoadTurn, Window, arrivals, distribution, findings, in_flight, percentile
+from kvasir.bench.load_arithmetic import (
+    Arrived,
+    LoadTurn,
+    Window,
+    arrivals,
+    distribution,
+    findings,
+    in_flight,
+    percentile,
+)
 from kvasir.errors import InvalidArgument
 
 
@@ -72,12 +81,24 @@ def test_a_turn_is_in_flight_from_its_due_time_until_its_end() -> None:
 
 def test_a_load_in_which_nothing_came_is_shown_all_the_same() -> None:
     scope = {"rate_per_s": 1.0, "seconds": 20.0, "prompt_tokens": 8, "reply_tokens": 4, "seed": 0}
-    shown = "\n".join(lines({"settings": scope, "offered_tokens_per_s": 4.0, **findings(TURNS[3:], WINDOW)}))
+    known = {"settings": scope, "offered_tokens_per_s": 4.0, "tokens_counted_by": {}, "prompt_tokens_are_guessed": True}
+    shown = "\n".join(lines({**known, **findings(TURNS[3:], WINDOW)}))
     assert "–" in shown
     assert "failed: 1 (TOO_MANY_TURNS)" in shown
-    assert "2 s" in "\n".join(lines({"settings": scope, "offered_tokens_per_s": 4.0, **findings(TURNS, WINDOW)}))
+    assert "a guess" in shown
+    assert "2 s" in "\n".join(lines({**known, **findings(TURNS, WINDOW)}))
 
 
 def test_a_ramp_that_leaves_no_steady_state_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="shorter"):
         _ = LoadScope(1.0, 10.0, 10.0, 8, 8).window
+
+
+def test_a_total_that_a_server_names_is_spread_over_its_messages() -> None:
+    turn = LoadTurn(0.0)
+    for at in (1.0, 2.0, 3.0, 4.0):
+        turn.add(Arrived(tokens=1), at)
+    assert turn.tokens_in(Window(1.5, 3.5)) == 2
+    turn.add(Arrived(total_tokens=12), 4.5)
+    assert turn.tokens_in(Window(1.5, 3.5)) == 6
+    assert len(turn.deltas) == 4

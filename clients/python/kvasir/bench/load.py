@@ -1,22 +1,25 @@
 """`kvasir bench load`: turns arrive at a running engine at a rate of their own, however fast it answers.
 
-The client is one asynchronous process with one connection. Each turn is cold, has its own text, and is not remembered.
+The client is one asynchronous process. Each turn is cold, has its own text, and is not remembered. Over gRPC all turns
+share one connection; over HTTP (`load_http`) each has one while it runs.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
-from kvasir.bench.load_arithmetic import LoadTurn, Window, arrivals, findings
+from kvasir.bench.load_arithmetic import Arrived, LoadTurn, TurnFailed, Window, arrivals, findings
 from kvasir.clients import AioInferenceClient
 from kvasir.errors import InvalidArgument, KvasirError
 
 _WORDS = 64  # by which the tokens of a word are counted
-_PATIENCE_S = 600.0  # for the last turns
+_GUESSED_TOKENS_PER_WORD = 3.0  # a word is five digits
+PATIENCE_S = 600.0  # for the last turns
 _PROGRESS_S = 5.0
 _COLUMNS = ("mean", "p50", "p95", "p99", "largest")
 KEYS = """Names in the JSON stay. `settings` are the options. `phases` are the turns that arrived in the ramp and in the
@@ -24,7 +27,10 @@ steady state, and the seconds from the last arrival until all had ended (`tail_s
 counted from the moment that a turn was due, are those of turns that arrived in the steady state; `gap_s`, between two
 messages of a turn, and `tokens_per_s` are those of the steady state, whoever's. Each has `count`, `mean`, `p50`, `p95`,
 `p99`, `largest`. `offered_tokens_per_s` is what the arrivals of the steady state asked for. `in_flight_at_start` and
-`in_flight_at_end` of the steady state: an engine that falls behind has more at its end. `failures` by reason."""
+`in_flight_at_end` of the steady state: an engine that falls behind has more at its end. `failures` by reason, of HTTP
+by status. `tokens_counted_by` says of how many turns tokens were counted by their ids, by usage, or by events: where a
+server gives no usage, each event counts one. Prompts are `settings.prompt_tokens` long as the server counts; where it
+does not (`prompt_tokens_are_guessed`), they are guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,43 @@ class LoadScope:
         return Window(self.ramp_s, self.seconds)
 
 
+class Target(Protocol):
+    """Whom the turns are sent to."""
+
+    # What a message's tokens are counted by, unless the server says their total at the end.
+    counts: str
+
+    async def tokens_per_word(self, text: str) -> float | None:
+        """None where the server does not count prompts. Raises KvasirError when it cannot be asked."""
+
+    def turn(self, prompt: str, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        """One turn. Raises TurnFailed."""
+
+
+class GrpcTarget:
+    """An engine."""
+
+    counts = "token_ids"
+
+    def __init__(self, client: AioInferenceClient) -> None:
+        self._client = client
+
+    async def tokens_per_word(self, text: str) -> float:
+        return await self._client.count_tokens(prompt=text) / len(text.split())
+
+    async def turn(self, prompt: str, max_tokens: int) -> AsyncGenerator[Arrived, None]:
+        try:
+            async with aclosing(
+                self._client.generate(prompt=prompt, max_tokens=max_tokens, timeout_s=PATIENCE_S)
+            ) as events:
+                async for event in events:
+                    yield Arrived(len(event.delta.token_ids))
+        except KvasirError as error:
+            raise TurnFailed(error.reason or type(error).__name__) from None
+
+
 async def run(
-    client: AioInferenceClient,
+    target: Target,
     scope: LoadScope,
     say: Callable[[str], None] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
@@ -56,7 +97,8 @@ async def run(
     first call; a turn that fails is counted.
     """
     window = scope.window
-    prompts = _prompts(scope, await _tokens_per_word(client, scope.seed))
+    tokens_per_word = await target.tokens_per_word(next(_texts(scope.seed, _WORDS)))
+    prompts = _texts(scope.seed, max(1, round(scope.prompt_tokens / (tokens_per_word or _GUESSED_TOKENS_PER_WORD))))
     turns = [LoadTurn(due_s) for due_s in arrivals(scope.rate_per_s, scope.seconds, scope.seed)]
     began_s = clock()
 
@@ -68,7 +110,7 @@ async def run(
         async with asyncio.TaskGroup() as sending:
             for turn, prompt in zip(turns, prompts, strict=False):
                 await asyncio.sleep(max(0.0, turn.due_s - now()))
-                sending.create_task(_send(client, scope, turn, prompt, now))
+                sending.create_task(_send(target, scope, turn, prompt, now))
     finally:
         reporting.cancel()
     steady = sum(turn.due_s in window for turn in turns)
@@ -76,30 +118,23 @@ async def run(
         "settings": asdict(scope),
         "offered_tokens_per_s": steady * scope.reply_tokens / window.length_s,
         **findings(turns, window),
+        "tokens_counted_by": _counted_by(turns, target.counts),
+        "prompt_tokens_are_guessed": tokens_per_word is None,
     }
 
 
-async def _send(
-    client: AioInferenceClient, scope: LoadScope, turn: LoadTurn, prompt: str, now: Callable[[], float]
-) -> None:
+async def _send(target: Target, scope: LoadScope, turn: LoadTurn, prompt: str, now: Callable[[], float]) -> None:
     try:
-        async with aclosing(
-            client.generate(prompt=prompt, max_tokens=scope.reply_tokens, timeout_s=_PATIENCE_S)
-        ) as events:
-            async for event in events:
-                if count := len(event.delta.token_ids):
-                    turn.deltas.append((now(), count))
-    except KvasirError as error:
-        turn.failure = error.reason or type(error).__name__
+        async with aclosing(target.turn(prompt, scope.reply_tokens)) as arriving:
+            async for arrived in arriving:
+                turn.add(arrived, now())
+    except TurnFailed as failure:
+        turn.failure = str(failure)
     turn.ended_s = now()
 
 
-async def _tokens_per_word(client: AioInferenceClient, seed: int) -> float:
-    return await client.count_tokens(prompt=next(_texts(seed, _WORDS))) / _WORDS
-
-
-def _prompts(scope: LoadScope, tokens_per_word: float) -> Iterator[str]:
-    return _texts(scope.seed, max(1, round(scope.prompt_tokens / tokens_per_word)))
+def _counted_by(turns: list[LoadTurn], unit: str) -> dict[str, int]:
+    return dict(Counter(unit if turn.total_tokens is None else "usage" for turn in turns if turn.deltas))
 
 
 def _texts(seed: int, words: int) -> Iterator[str]:
@@ -139,6 +174,10 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
         f"in flight: {results['in_flight_at_start']} at the start of the steady state, "
         f"{results['in_flight_at_end']} at its end"
     )
+    if results["tokens_counted_by"].get("events"):
+        yield f"no usage from the server in {results['tokens_counted_by']['events']} turns: an event counts one token"
+    if results["prompt_tokens_are_guessed"]:
+        yield "the server does not count prompts: their length is a guess"
     for reason, count in results["failures"].items():
         yield f"failed: {count} ({reason})"
 

@@ -14,14 +14,39 @@ from random import Random
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """What came of a turn at one moment: tokens, or the number of all of them."""
+
+    tokens: int = 0
+    total_tokens: int | None = None
+
+
+class TurnFailed(Exception):
+    """A turn that the server refused or did not end. Its text is what failures are counted by."""
+
+
 @dataclass(slots=True)
 class LoadTurn:
     """One turn, all times in seconds from the start of the run."""
 
     due_s: float
     deltas: list[tuple[float, int]] = field(default_factory=list)  # when tokens arrived, and how many
+    total_tokens: int | None = None  # as the server says at the end, where deltas may hold several tokens
     ended_s: float | None = None
     failure: str = ""  # the reason; empty unless it failed
+
+    def add(self, arrived: Arrived, now_s: float) -> None:
+        if arrived.tokens:
+            self.deltas.append((now_s, arrived.tokens))
+        if arrived.total_tokens is not None:
+            self.total_tokens = arrived.total_tokens
+
+    def tokens_in(self, window: "Window") -> float:
+        """Tokens that arrived in the window. Where a total is known, each delta has its share of it."""
+        counted = sum(count for _, count in self.deltas)
+        found = sum(count for at, count in self.deltas if at in window)
+        return found if self.total_tokens is None else self.total_tokens * found / max(1, counted)
 
     @property
     def first_token_s(self) -> float | None:
@@ -89,7 +114,7 @@ def findings(turns: Sequence[LoadTurn], window: Window) -> dict[str, Any]:
     firsts = [turn.first_token_s for turn in steady if turn.first_token_s is not None]
     ends = [turn.ended_s - turn.due_s for turn in steady if turn.ended_s is not None and not turn.failure]
     gaps = [gap for turn in turns for at, gap in turn.gaps if at in window]
-    tokens = sum(count for turn in turns for at, count in turn.deltas if at in window)
+    tokens = sum(turn.tokens_in(window) for turn in turns)
     return {
         "phases": {
             "ramp": sum(turn.due_s < window.start_s for turn in turns),

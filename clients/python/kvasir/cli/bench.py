@@ -21,7 +21,8 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import PROBLEMS
 from kvasir.cli.rows import size
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import InvalidArgument
+from kvasir.credentials import read_token
+from kvasir.errors import FailedPrecondition, InvalidArgument
 
 app = typer.Typer(help="Measure, as ratios within one run.", no_args_is_help=True)
 
@@ -192,14 +193,27 @@ def load(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each turn, about.")] = 512,
     reply_tokens: Annotated[int, typer.Option(min=1, help="Of each turn at most: a model may end earlier.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Of arrivals and texts.")] = 0,
+    http: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Instead of gRPC: a server with /v1/chat/completions, Kvasir's or another."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="With --http: the model's name at that server.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="With --http: the file of the key.")] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(envvar="KVASIR_API_KEY", help="With --http: the key. The variable shows it to fewer."),
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Let turns arrive at a running engine at a rate of their own, and show what they saw: p50, p95, p99.
 
-    Turns arrive whether or not earlier ones have ended, as people do. The engine is that of the home, or --engine.
+    Turns arrive whether or not earlier ones have ended, as people do. The engine is that of the home, or --engine; with
+    --http, any server of OpenAI's chat completions. There the wait for a first token has HTTP's share in it.
     """
     if rate is not None and tokens_per_s is not None:
         raise InvalidArgument("rate: expected --rate or --tokens-per-s, got both", field="rate")
+    if (http is None) != (model is None) or (http is None and api_key_file is not None):
+        raise InvalidArgument("--http and --model belong together, and --api-key-file to them", field="http")
     caller = caller_of(context, as_json)
     scope = load_bench.LoadScope(
         rate_per_s=rate or (tokens_per_s / reply_tokens if tokens_per_s else 1.0),
@@ -210,7 +224,11 @@ def load(
         seed=seed,
     )
     with _progress(caller, f"turns arrive for {seconds:.0f} s") as say:
-        results = asyncio.run(_loaded(caller, scope, say))
+        if http is not None and model is not None:
+            key = read_token(api_key_file) if api_key_file is not None else api_key
+            results = asyncio.run(_loaded_http(scope, http, model, key, say))
+        else:
+            results = asyncio.run(_loaded(caller, scope, say))
     caller.result(results, lambda out: out.print("\n".join(load_bench.lines(results))))
     if not results["first_token_s"]["count"]:
         raise typer.Exit(PROBLEMS)
@@ -219,7 +237,18 @@ def load(
 async def _loaded(caller: Caller, scope: load_bench.LoadScope, say: Callable[[str], None]) -> dict[str, Any]:
     endpoint = caller.engine
     async with AioInferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls) as client:
-        return await load_bench.run(client, scope, say)
+        return await load_bench.run(load_bench.GrpcTarget(client), scope, say)
+
+
+async def _loaded_http(
+    scope: load_bench.LoadScope, url: str, model: str, key: str, say: Callable[[str], None]
+) -> dict[str, Any]:
+    try:
+        from kvasir.bench import load_http
+    except ModuleNotFoundError:
+        raise FailedPrecondition("--http needs an HTTP library: install kvasir[gateway]") from None
+    async with load_http.connected(url, model, key) as target:
+        return await load_bench.run(target, scope, say)
 
 
 @app.command("make-model")
