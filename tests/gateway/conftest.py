@@ -13,6 +13,8 @@ from tests.gateway.serving import GatewayProcess, running_gateway, write_keys
 from tests.system_fixtures import House
 
 NO_RETRIES = 0
+# The one site whose pages may call.
+ORIGIN = "https://app.example"
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def running_front(root: Path, *, engine_options: Sequence[str] = ()) -> Iterator
         house.engine.options += ["--store-token-file", f"{namespace}={token}"]
     try:
         house.start()
-        with running_gateway(house, "--credentials", str(root / "credentials.toml")) as gateway:
+        with running_gateway(house, "--credentials", str(root / "credentials.toml"), "--origin", ORIGIN) as gateway:
             yield Front(house, gateway, keys)
     finally:
         house.close()

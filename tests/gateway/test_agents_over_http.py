@@ -40,6 +40,18 @@ def test_an_agent_is_talked_to_forked_rolled_back_and_deleted(front: Front) -> N
     assert call(front, "GET", "/v1/agents/http%2Ftwo").status_code == 404
 
 
+def test_an_agent_whose_name_ends_like_a_path_is_reached(front: Front) -> None:
+    turn = {"prompt": "Hello", "sampling": {"max_tokens": 1}}
+    for name in ("odd", "odd%2Fversions", "versions", "odd%2Fgenerate", "odd%2F100%2525"):
+        assert call(front, "POST", f"/v1/agents/{name}/generate", turn).status_code == 200
+    assert call(front, "GET", "/v1/agents/odd%2Fversions").json()["agent_id"] == "odd/versions"
+    assert len(call(front, "GET", "/v1/agents/odd/versions").json()["snapshots"]) == 1
+    assert call(front, "GET", "/v1/agents/versions").json()["agent_id"] == "versions"
+    assert call(front, "GET", "/v1/agents/odd/100%2525").json()["agent_id"] == "odd/100%25"
+    assert call(front, "DELETE", "/v1/agents/odd%2Fgenerate").status_code == 200
+    assert call(front, "GET", "/v1/agents/odd%FF").status_code == 400
+
+
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "reason"),
     [

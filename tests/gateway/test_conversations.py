@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from kvasir.errors import FailedPrecondition, NotFound, Unavailable
 from kvasir_gateway.answering import Memory
 from kvasir_gateway.conversations import PREFIX, Conversations, Kept
-from kvasir_gateway.turn import Said, ToolUse
+from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.turn import Place, Said, ToolUse
 
 KEY = bytes(32)
 NUMBERS = count()
@@ -192,6 +193,40 @@ def test_the_form_of_a_calls_arguments_and_its_id_do_not_matter() -> None:
     agent = asyncio.run(first())
     repeated = Said("assistant", "", tool_calls=(ToolUse("other", "weather", '{"b":2,"a":1}'),))
     assert talk.turn(asked, repeated, Said("tool", "sunny", tool_call_id="other")) == agent
+
+
+class Slow:
+    """An engine's client whose agents take a moment to be read, and are gone then."""
+
+    def __init__(self) -> None:
+        self.calls = self.open = self.most = 0
+
+    async def list_snapshots(self, _agent_id: str) -> None:
+        self.calls, self.open = self.calls + 1, self.open + 1
+        self.most = max(self.most, self.open)
+        try:
+            await asyncio.sleep(0.01)
+        finally:
+            self.open -= 1
+        raise NotFound("gone")
+
+
+def test_ids_of_many_agents_are_looked_up_a_few_at_a_time_and_no_longer_than_somebody_waits() -> None:
+    slow = Slow()
+    caller = CallerAtEngine(slow)  # type: ignore[arg-type]
+    places = [Place(f"agent {number % 20}", f"turn {number}", 1, "") for number in range(60)]
+
+    async def look_up() -> None:
+        assert await caller.said_until(places, str) == {}
+        assert (slow.calls, slow.most) == (20, 8)
+        leaving = asyncio.create_task(caller.said_until(places, str))
+        await asyncio.sleep(0.005)
+        assert slow.open == 8
+        leaving.cancel()
+        await asyncio.sleep(0.02)
+        assert (slow.calls, slow.open) == (28, 0)
+
+    asyncio.run(look_up())
 
 
 @given(st.lists(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 99), st.booleans()), min_size=1, max_size=12))

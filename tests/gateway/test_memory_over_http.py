@@ -9,9 +9,11 @@ import httpx2 as httpx
 import pytest
 from kvasir.clients import Choice, Reply
 from kvasir.errors import Cancelled, NotFound
+from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import anthropic_messages, openai_responses
 from kvasir_gateway.turn import Asked
+from openai import BadRequestError
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
@@ -69,6 +71,78 @@ def test_a_system_prompts_blocks_are_shared_under_one_namespace_alone(front: Fro
     assert asked("ada", "My dog is called Rex.") >= 256
     assert asked("bob", "Where is the market?") >= 256
     assert asked("eve", "Where is the market?") == 0
+
+
+def test_a_conversation_that_is_edited_in_its_middle_goes_on_warm_from_its_second_turn(front: Front) -> None:
+    client = front.openai()
+    chat: list[Any] = [{"role": "user", "content": "Edited. My name is Anna."}]
+    for question in ("My dog is called Rex.", "I live in Paris.", "My friend is Bo.", "What is my name?"):
+        chat += [{"role": "assistant", "content": ask(client, chat).choices[0].message.content}]
+        chat += [{"role": "user", "content": question}]
+    assert len(chat) == 9
+    edited = [*chat[:2], {"role": "user", "content": "My cat is called Tom, and it sleeps all day long."}]
+    first = ask(client, edited)
+    assert cached(first) > 15
+    edited += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "Hm?"}]
+    second = ask(client, edited)
+    assert second.usage is not None
+    assert second.usage.prompt_tokens - cached(second) < 20, "all but what is new"
+    # What was edited goes on as well, where it was.
+    last = ask(client, chat)
+    assert last.usage is not None
+    assert last.usage.prompt_tokens - cached(last) < 20
+
+
+def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(front: Front) -> None:
+    def talk(text: str, **headers: str) -> tuple[str, int]:
+        client = front.openai(**{"x-agent-id": "told", **headers}).chat.completions.with_raw_response
+        raw = client.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": text}])
+        assert raw.headers.get("x-agent-id") in ("told", None)
+        return raw.headers["x-agent-memory"], cached(raw.parse())
+
+    def remembered() -> tuple[int, str]:
+        with front.house.client(front.keys["ada"]) as client:
+            snapshot, data = client.get_snapshot("told")
+        return snapshot.version, manifest.parse(data).messages[0].content
+
+    assert talk("My name is Anna.") == ("new", 0)
+    assert talk("Quite another talk.")[0] == "branched"
+    assert talk("My name is Anna.", **{"x-agent-memory": "read-only"})[0] == "read-only"
+    assert talk("My name is Anna.", **{"x-agent-memory": "none"}) == ("none", 0)
+    assert remembered() == (1, "My name is Anna.")
+    assert talk("Quite another talk.", **{"x-agent-memory": "replace"})[0] == "replaced"
+    assert remembered() == (2, "Quite another talk.")
+    with pytest.raises(BadRequestError, match="expected one of"):
+        talk("?", **{"x-agent-memory": "all"})
+    with pytest.raises(BadRequestError, match="needs x-agent-id"):
+        ask(front.openai(**{"x-agent-memory": "replace"}), [{"role": "user", "content": "?"}])
+    streamed = {"model": MODEL, "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "Streamed."}]}
+    headers = {**front.bearer(), "x-agent-id": "streamed"}
+    answer = httpx.post(f"{front.gateway.url}/v1/messages", json=streamed, headers=headers, timeout=30)
+    assert (answer.headers["x-agent-memory"], answer.headers["x-agent-id"]) == ("new", "streamed")
+
+
+def test_an_id_names_its_own_reply_whatever_stands_in_its_place_now(front: Front) -> None:
+    client = front.openai().responses
+    first = client.create(model=MODEL, input="Placed. My name is Anna.", max_output_tokens=8)
+    raw = client.with_raw_response.create(
+        model=MODEL, input="My dog is called Rex.", previous_response_id=first.id, max_output_tokens=8
+    )
+    agent, second = raw.headers["x-agent-id"], raw.parse()
+    with front.house.client(front.keys["ada"]) as engine:
+        engine.rollback_agent(agent, 1)
+        engine.reply(agent_id=agent, append_messages=[{"role": "user", "content": "My cat is called Tom."}])
+        items: Any = [
+            {"type": "item_reference", "id": first.output[0].id},
+            *[{"type": "item_reference", "id": second.output[0].id}] * 20,
+            {"role": "user", "content": "And now?"},
+        ]
+        gone_on = client.with_raw_response.create(model=MODEL, input=items, previous_response_id=second.id)
+        _, data = engine.get_snapshot(gone_on.headers["x-agent-id"])
+        said = [message.content for message in manifest.parse(data).messages]
+    asked = ["Placed. My name is Anna.", first.output_text, "My dog is called Rex.", second.output_text]
+    assert said[:4] == asked
+    assert said[4:25] == [first.output_text, *[second.output_text] * 20]
 
 
 def test_a_reader_who_leaves_ends_the_turn(front: Front) -> None:

@@ -1,8 +1,10 @@
 """What nobody should send: each API refuses in its own shape, never with a 500, and nothing of a text is logged."""
 
+import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +12,20 @@ import httpx2 as httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from kvasir.clients import Choice, Reply
+from kvasir.common.v1.message_pb2 import ToolCall
+from kvasir.errors import DeadlineExceeded, ResourceExhausted
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.server.fair_shares import Shares
+from kvasir_gateway import anthropic_messages, app, errors
+from kvasir_gateway.app import BodyRoom
+from kvasir_gateway.turn import Asked
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as of_the_document
+from starlette.requests import Request
+from starlette.responses import JSONResponse
 
-from tests.gateway.conftest import Front
+from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.serving import MODEL
 
 SECRET = "heliotrope-canary"
@@ -47,11 +59,12 @@ def post(front: Front, path: str, content: bytes, **headers: str) -> httpx.Respo
         b'{"model": "\xff\xfe"}',
         b'{"model": "m", "temperature": NaN, "messages": [{"role": "user", "content": "x"}]}',
         b'{"model": "m", "input": "\\ud800", "prompt": "\\ud800", "max_tokens": 1, "messages": "\\ud800"}',
+        b'{"model": "m", "prompt": "x", "metadata": {"a": 1e999}, "max_tokens": 1, "messages": [], "input": "x"}',
         b'{"a":' * 5000 + b"1" + b"}" * 5000,
         json.dumps({"model": MODEL, "messages": [{"role": SECRET, "content": SECRET}], "max_tokens": 1}).encode(),
         json.dumps({"model": MODEL, "max_tokens": 1, SECRET: SECRET}).encode(),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_a_strange_body_is_refused_in_the_shape_of_its_api(front: Front, path: str, content: bytes) -> None:
     answer = post(front, path, content)
@@ -92,6 +105,97 @@ def test_a_token_that_is_none_is_refused(front: Front, token: str) -> None:
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == "logit_bias"
     assert answer.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "field"),
+    [
+        (PATHS[0], {"messages": [{"role": "assistant", "function_call": {}}]}, "messages[0].function_call"),
+        (PATHS[0], {"tools": [{"type": "function", "function": {"name": "f"}, "magic": 1}]}, "tools[0].magic"),
+        (PATHS[2], {"tools": [{"type": "function", "name": "f", "magic": 1}]}, "tools[0].magic"),
+        (PATHS[2], {"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        (PATHS[2], {"metadata": {"a": [float("inf")]}}, "metadata"),
+        (PATHS[3], {"tools": [{"name": "f", "magic": 1}]}, "tools[0].magic"),
+        (PATHS[3], {"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ],
+)
+def test_what_is_not_applied_is_refused_by_its_name(
+    front: Front, path: str, change: dict[str, Any], field: str
+) -> None:
+    talk = {"input": "?"} if path == PATHS[2] else {"messages": [{"role": "user", "content": "?"}], "max_tokens": 1}
+    content = json.dumps({"model": MODEL, **talk, **change}).replace("Infinity", "1e999")
+    answer = post(front, path, content.encode())
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["message"].startswith(f"{field}: ")
+
+
+def test_pages_of_a_named_origin_may_ask_what_they_may_send_and_read_the_answer(front: Front) -> None:
+    asks = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+    may = httpx.options(front.gateway.url + PATHS[0], headers=asks)
+    assert (may.status_code, may.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    assert "POST" in may.headers["access-control-allow-methods"]
+    assert "x-api-key" in may.headers["access-control-allow-headers"]
+    refused = post(front, PATHS[0], b"{}", origin=ORIGIN)
+    assert (refused.status_code, refused.headers["access-control-allow-origin"]) == (400, ORIGIN)
+    assert (
+        httpx.options(front.gateway.url + PATHS[0], headers={**asks, "origin": "https://b.example"}).status_code == 403
+    )
+
+
+def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_bug(front: Front) -> None:
+    headers = {"host": "localhost", "x-api-key": front.keys["ada"], "content-length": "99"}
+    lines = [f"POST {PATHS[0]} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=5) as connection:
+        connection.sendall(("\r\n".join(lines) + '\r\n\r\n{"model"').encode())
+        time.sleep(0.2)  # the gateway reads
+    time.sleep(0.2)
+    assert "request.failed" not in front.gateway.log
+
+
+@pytest.mark.parametrize("pieces", [[60, 60], [20, 20, 20, 20, 20, 20]])
+def test_all_bodies_together_have_a_bound(pieces: list[int]) -> None:
+    """A body that finds no room is refused while it comes, and what others hold is theirs until they are answered."""
+    room = Shares(100)
+    first, second = BodyRoom(room), BodyRoom(room)
+    first.namespace = second.namespace = "n"
+    assert asyncio.run(first.read(_sending([30]), 200)) == b"x" * 30
+    with pytest.raises(ResourceExhausted, match="of 100 bytes"):
+        asyncio.run(second.read(_sending(pieces), 200))
+    second.release()
+    assert room.held_by_all == 30
+    with pytest.raises(errors.BodyTooLarge):
+        asyncio.run(second.read(_sending([10, 10]), 15))
+    first.release()
+    second.release()
+    assert room.held_by_all == 0
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "_SENDING_S", 0.05)
+    with pytest.raises(DeadlineExceeded) as late:
+        asyncio.run(BodyRoom(Shares(100)).read(_sending([10], is_whole=False), 200))
+    assert errors.http_status(late.value) == 408
+
+
+def _sending(pieces: list[int], *, is_whole: bool = True) -> Request:
+    """A request whose body comes in pieces of these sizes."""
+    left = [{"type": "http.request", "body": b"x" * size, "more_body": True} for size in pieces]
+    left += [{"type": "http.request", "body": b""}] * is_whole
+
+    async def receive() -> Any:
+        return left.pop(0) if left else await asyncio.sleep(60)
+
+    return Request({"type": "http", "method": "POST", "headers": []}, receive)
+
+
+def test_arguments_that_json_cannot_repeat_do_no_harm() -> None:
+    """A model may write halves of characters, numbers that are none, or nothing that is JSON."""
+    call = ToolCall(id="c", name="f", arguments_json='{"a": "\\ud800", "b": NaN, "c": 1e999, "d": [1.5]}')
+    finished = pb.Finished(reason=pb.FINISH_REASON_TOOL_CALLS, tool_calls=[call, ToolCall(id="d", arguments_json="{")])
+    asked = Asked(request_id="r", created=0, model=MODEL)
+    told = anthropic_messages.whole(asked, Reply(choices=[Choice("", finished=finished)]), shows_thinking=True)
+    uses = json.loads(JSONResponse(told).body)["content"]
+    assert [use["input"] for use in uses] == [{"a": "?", "b": None, "c": None, "d": [1.5]}, {}]
 
 
 def test_an_engines_token_is_no_key(front: Front) -> None:

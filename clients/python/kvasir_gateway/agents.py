@@ -11,7 +11,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from pydantic import Field
 
 from kvasir_gateway.openai_chat import ChatMessage, ChatTool, said
-from kvasir_gateway.turn import Asked, Body, Turn, function_tool, given, sse
+from kvasir_gateway.turn import Asked, Body, FreeObject, Turn, function_tool, given, sse
 
 _MAX_INT64 = (1 << 63) - 1
 Version = Annotated[int, Ge(1), Le(_MAX_INT64)]
@@ -46,7 +46,7 @@ class AgentTurn(Body):
     memory_mode: Literal["READ_WRITE", "READ_ONLY", "NONE"] | None = None
     sampling: AgentSampling | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
-    json_schema: dict[str, Any] | None = None
+    json_schema: FreeObject | None = None
     regex: str | None = None
     keep_partial: bool = Field(False, description="Remember what was generated before a disconnect.")
     stream: bool = Field(False, description="Answer with the contract's events, as server-sent events.")

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -57,11 +57,15 @@ class Turns:
 
     async def memory(self, turn: Turn, caller: CallerAtEngine, namespace: str, agent_id: str) -> Memory:
         """What the turn remembers. Whoever asks must say when it has `left`."""
-        if agent_id or not turn.messages or turn.sampling.get("n", 1) > 1:
+        is_aside = turn.memory.get("memory_mode") == pb.MEMORY_MODE_NONE or turn.sampling.get("n", 1) > 1
+        if agent_id or not turn.messages or is_aside:
             return Memory(agent_id, None, namespace)
         self._tidy(namespace, caller)
         found = await self._conversations.agent_for(namespace, turn.messages, turn.hint, caller)
         return Memory(found, self._conversations, namespace)
+
+    def digest_of(self, messages: Sequence[Said]) -> str:
+        return self._conversations.digest_of(messages)
 
     async def events(self, turn: Turn, caller: CallerAtEngine, memory: Memory, request_id: str) -> Events:
         """A turn's events. Closing the generator cancels the turn."""

@@ -1,6 +1,7 @@
 """Anthropic's messages: the request as a turn, and the turn's events as a message or as its stream."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
@@ -13,6 +14,7 @@ from pydantic import Field
 from kvasir_gateway.turn import (
     Asked,
     Body,
+    FreeObject,
     Lenient,
     Said,
     ToolUse,
@@ -34,7 +36,7 @@ _REASONS: Mapping[int, str] = {
 _UNREAD = ("thinking", "redacted_thinking")
 _HINT = Field(None, description="Accepted as a hint: what is known is reused anyway.")
 
-Block = dict[str, Any]
+Block = FreeObject
 
 
 class AnthropicMessage(Lenient):
@@ -42,11 +44,14 @@ class AnthropicMessage(Lenient):
     content: str | list[Block]
 
 
-class AnthropicTool(Lenient):
+class AnthropicTool(Body):
+    type: Literal["custom"] | None = Field(None, description="This server runs no tools of its own.")
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    type: str | None = Field(None, description='"custom" alone: this server runs no tools of its own.')
+    input_schema: FreeObject | None = None
+    strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
+    eager_input_streaming: bool | None = Field(None, description="Accepted: arguments come in one piece.")
+    cache_control: FreeObject | None = _HINT
 
 
 class AnthropicToolChoice(Body):
@@ -65,7 +70,7 @@ class Thinking(Lenient):
 
 class OutputFormat(Lenient):
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: FreeObject = Field(alias="schema")
 
 
 class OutputConfig(Lenient):
@@ -106,8 +111,7 @@ class CountedMessages(Body):
         if choice is not None:
             refuse_unless(("auto",), {"tool_choice": choice.type})
             refuse_unless((False,), {"tool_choice.disable_parallel_tool_use": choice.disable_parallel_tool_use})
-        for number, tool in enumerate(self.tools or ()):
-            refuse_unless(("custom",), {f"tools[{number}].type": tool.type})
+        for tool in self.tools or ():
             yield function_tool(tool.name, tool.description, tool.input_schema)
 
 
@@ -310,8 +314,16 @@ def _use(block: Block, where: str) -> ToolUse:
 
 
 def _object(text: str) -> dict[str, Any]:
+    """Arguments as the model wrote them, or nothing where they are no object. Of what JSON cannot say again there are
+    halves of characters, which are replaced, and numbers that are none, which become null."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=_finite, parse_constant=lambda _: None)
+        value = json.loads(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _finite(text: str) -> float | None:
+    value = float(text)
+    return value if math.isfinite(value) else None

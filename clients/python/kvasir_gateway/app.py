@@ -1,5 +1,6 @@
 """The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
 
+import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -7,14 +8,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
-from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
+from kvasir.errors import DeadlineExceeded, Internal, InvalidArgument, KvasirError, NotFound, ResourceExhausted
+from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
+from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import places
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -31,19 +35,28 @@ from kvasir_gateway import (
 )
 from kvasir_gateway.answering import ClientLeft, EventStream, Turns, WriteTimes, gather, unless_left
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
-from kvasir_gateway.security import Gate
+from kvasir_gateway.errors import api_of, refused
+from kvasir_gateway.security import Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
 _MAX_PAGE = 1000
+_SENDING_S = 60.0  # for the whole body
+# What a header may ask of an agent's memory, in the words of GenerateOptions.
+_MEMORY: Mapping[str, Mapping[str, Any]] = {
+    "replace": {"replace_memory": True},
+    "read-only": {"memory_mode": pb.MEMORY_MODE_READ_ONLY},
+    "none": {"memory_mode": pb.MEMORY_MODE_NONE},
+}
 _log = logging.getLogger(__name__)
 _Body = TypeVar("_Body", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
-    """What a request may take."""
+    """What a request may take, and the bodies of all requests that are not answered yet."""
 
     max_body_bytes: int = 8 << 20
+    max_bodies_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +82,7 @@ class Call:
     namespace: str
     agent_id: str
     request_id: str
+    body: "BodyRoom"
 
 
 Answer = Response | EventStream
@@ -80,6 +94,7 @@ class Gateway:
     def __init__(self, around: Surroundings) -> None:
         self._around = around
         self._document = openapi.document(version("kvasir"))
+        self._bodies = Shares(around.limits.max_bodies_bytes)
 
     def app(self) -> ASGIApp:
         post = partial(self._route, methods=["POST"])
@@ -118,18 +133,29 @@ class Gateway:
 
     async def responses(self, call: Call) -> Answer:
         asked = await self._body(call, openai_responses.ResponsesRequest)
-        before: Sequence[Said] = ()
-        if asked.previous_response_id is not None:
-            place = openai_responses.place_of(asked.previous_response_id)
-            before = await _said_until(call, place, asked.previous_response_id)
-            before = before[1:] if place.had_instructions else before
-        for number, place in openai_responses.references(asked.input):
-            given = asked.input[number]["id"]  # type: ignore[index]  # it is a list: it has references
-            *_, reply = await _said_until(call, place, given)
-            asked.input[number] = openai_responses.referenced(given, place, reply)  # type: ignore[index]
+        before = await unless_left(call.request.receive, self._earlier(call, asked))
         whole = partial(openai_responses.whole, request=asked)
         chunks = partial(openai_responses.ResponseEvents, request=asked)
         return await self._answer(call, asked.turn(before), whole, chunks)
+
+    async def _earlier(self, call: Call, asked: openai_responses.ResponsesRequest) -> Sequence[Said]:
+        """What was said until the previous response; references to items give way to the items. Raises NotFound."""
+        places = openai_responses.references(asked.input)
+        previous = None
+        if asked.previous_response_id is not None:
+            previous = openai_responses.place_of(asked.previous_response_id)
+        wanted = {*places.values(), *([previous] if previous is not None else ())}
+        said = await call.caller.said_until(wanted, self._around.turns.digest_of) if wanted else {}
+        for number, place in places.items():
+            given = asked.input[number]["id"]  # type: ignore[index]  # it is a list: it has references
+            if place not in said:
+                raise openai_responses.lost(given)
+            asked.input[number] = openai_responses.referenced(given, place, said[place][-1])  # type: ignore[index]
+        if previous is None:
+            return ()
+        if previous not in said:
+            raise openai_responses.lost(str(asked.previous_response_id))
+        return said[previous][1:] if previous.had_instructions else said[previous]
 
     async def messages(self, call: Call) -> Answer:
         asked = await self._body(call, anthropic_messages.MessagesRequest)
@@ -139,7 +165,8 @@ class Gateway:
 
     async def count_tokens(self, call: Call) -> Response:
         asked = await self._body(call, anthropic_messages.CountedMessages)
-        return JSONResponse({"input_tokens": await call.caller.count(asked.turn())})
+        count = await unless_left(call.request.receive, call.caller.count(asked.turn()))
+        return JSONResponse({"input_tokens": count})
 
     async def agent_generate(self, call: Call) -> Answer:
         asked = await self._body(call, agents.AgentTurn)
@@ -196,6 +223,7 @@ class Gateway:
         """A turn's answer in an API's words. The stream's status is sent once the turn has begun, so that a refusal
         has a status of its own."""
         turns = self._around.turns
+        turn = _with_memory(call, turn)
         memory = await turns.memory(turn, call.caller, call.namespace, call.agent_id)
         asked = Asked(
             request_id=call.request_id,
@@ -203,6 +231,7 @@ class Gateway:
             model=turn.model,
             agent_id=memory.agent_id,
             messages=len(turn.messages),
+            digest=turns.digest_of(turn.messages),
         )
         events = turns.events(turn, call.caller, memory, call.request_id)
         headers = {"x-request-id": call.request_id, "request-id": call.request_id}
@@ -210,6 +239,7 @@ class Gateway:
             if not turn.is_streamed:
                 reply = await unless_left(call.request.receive, gather(events))
                 memory.left()
+                headers |= _told(memory.agent_id, turn, reply.started)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
         except BaseException:
@@ -225,11 +255,11 @@ class Gateway:
             times=self._around.write_times,
             clock=self._around.clock,
             error_event=lambda error: tell(error, call.request_id),
-            headers=headers,
+            headers={**headers, **_told(memory.agent_id, turn, first.started)},
         )
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:
-        data = await _read(call.request, self._around.limits.max_body_bytes)
+        data = await call.body.read(call.request, self._around.limits.max_body_bytes)
         try:
             return kind.model_validate_json(data)
         except ValidationError as error:
@@ -238,13 +268,13 @@ class Gateway:
     def _route(
         self, path: str, handler: Callable[[Call], Awaitable[Any]], *, methods: list[str], is_open: bool = False
     ) -> Route:
-        async def endpoint(request: Request) -> Any:
+        async def answered(request: Request, body: "BodyRoom") -> Any:
             request_id = self._around.new_request_id()
             try:
-                call = self._admitted(request, is_open, request_id)
+                call = self._admitted(request, is_open, request_id, body)
                 request_id = call.request_id
                 return await handler(call)
-            except ClientLeft:
+            except (ClientLeft, ClientDisconnect):
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
                 return refused(request, error, request_id)
@@ -253,62 +283,77 @@ class Gateway:
                 _log.error("request.failed request_id=%s path=%s error=%s at=%s", *told)
                 return refused(request, Internal(f"a bug of the gateway, in request {request_id}"), request_id)
 
-        return Route(path, endpoint, methods=methods)
+        return Route(path, _Endpoint(answered, self._bodies), methods=methods)
 
-    def _admitted(self, request: Request, is_open: bool, new_request_id: str) -> Call:
+    def _admitted(self, request: Request, is_open: bool, new_request_id: str, body: "BodyRoom") -> Call:
         holder = None if is_open else self._around.gate.holder(request.headers)
+        body.namespace = holder.principal.namespace if holder is not None else ""
         return Call(
             request=request,
             caller=self._around.engine.of(holder.token if holder is not None else None),
-            namespace=holder.principal.namespace if holder is not None else "",
+            namespace=body.namespace,
             agent_id=_agent_of(request),
             request_id=_request_id(request, new_request_id),
+            body=body,
         )
 
 
-class Site:
-    """Refuses requests of foreign sites before anything else looks at them."""
+class BodyRoom:
+    """One request's share of the room for all bodies, from its first byte until its answer is sent."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
-        self._app = app
-        self._gate = gate
+    def __init__(self, room: Shares) -> None:
+        self._room = room
+        self._held = 0
+        self.namespace = ""
+
+    async def read(self, request: Request, max_bytes: int) -> bytes:
+        """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
+        DeadlineExceeded."""
+        too_large = errors.BodyTooLarge(f"the body has more than {max_bytes} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > max_bytes:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_SENDING_S):
+                async for piece in request.stream():
+                    if len(data) + len(piece) > max_bytes:
+                        raise too_large
+                    self._take(len(piece))
+                    data += piece
+        except TimeoutError:
+            text = f"the body did not come within {_SENDING_S:.0f} s"
+            raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
+        return bytes(data)
+
+    def release(self) -> None:
+        self._room.give_back(self.namespace, self._held)
+        self._held = 0
+
+    def _take(self, count: int) -> None:
+        if count and not self._room.take(self.namespace, count):
+            raise ResourceExhausted(
+                f"bodies of open requests take all their room: {self._room.held_by_all} of {self._room.total} bytes",
+                reason="PROMPTS_TOO_LARGE",
+                retry_after_s=1,
+            )
+        self._held += count
+
+
+class _Endpoint:
+    """A route's handler as an application: its body's room is held until the answer is sent."""
+
+    def __init__(self, answered: Callable[[Request, BodyRoom], Awaitable[Any]], bodies: Shares) -> None:
+        self._answered = answered
+        self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            request = Request(scope)
-            try:
-                self._gate.check_site(request.headers)
-            except KvasirError as error:
-                await refused(request, error, "")(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-@dataclass(frozen=True, slots=True)
-class Api:
-    """How one API tells errors: as an answer, and inside a stream."""
-
-    shape: errors.Shape
-    error_event: Callable[[KvasirError, str], str]
-
-
-_APIS = (
-    ("/v1/messages", Api(errors.anthropic, errors.anthropic_event)),
-    ("/v1/responses", Api(errors.openai, errors.responses_event)),
-    ("/v1/agents", Api(errors.kvasir, errors.kvasir_event)),
-    ("", Api(errors.openai, errors.openai_event)),
-)
-
-
-def api_of(path: str) -> Api:
-    return next(api for prefix, api in _APIS if path.startswith(prefix))
-
-
-def refused(request: Request, error: KvasirError, request_id: str) -> Response:
-    """The refusal in the shape of the API that was asked, and a line in the log without a word of the request."""
-    refusal = api_of(request.url.path).shape(error, request_id)
-    _log.info("request.refused request_id=%s status=%d reason=%s", request_id or "none", refusal.status, error.reason)
-    return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
+        body = BodyRoom(self._bodies)
+        try:
+            answer = await self._answered(Request(scope, receive), body)
+            await answer(scope, receive, send)
+        finally:
+            body.release()
 
 
 async def _refuse_route(request: Request, error: HTTPException) -> Response:
@@ -319,18 +364,29 @@ async def _refuse_route(request: Request, error: HTTPException) -> Response:
     return refused(request, NotFound("there is no such path", reason="PATH_NOT_FOUND"), "")
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
-    """The body. Raises BodyTooLarge as soon as that is known."""
-    too_large = errors.BodyTooLarge(f"the body has more than {max_bytes} bytes")
-    length = request.headers.get("content-length", "")
-    if length.isdigit() and int(length) > max_bytes:
-        raise too_large
-    data = bytearray()
-    async for piece in request.stream():
-        data += piece
-        if len(data) > max_bytes:
-            raise too_large
-    return bytes(data)
+def _with_memory(call: Call, turn: Turn) -> Turn:
+    """The turn, with what x-agent-memory asks. Raises InvalidArgument."""
+    asked = call.request.headers.get("x-agent-memory")
+    if asked is None:
+        return turn
+    if asked not in _MEMORY or turn.memory:
+        where = "expected the body's own fields" if turn.memory else f"expected one of {', '.join(_MEMORY)}"
+        raise InvalidArgument(f"x-agent-memory: {where}", field="x-agent-memory")
+    if asked != "none" and not call.agent_id:
+        raise InvalidArgument(f"x-agent-memory: {asked} needs x-agent-id", field="x-agent-memory")
+    return replace(turn, memory=_MEMORY[asked])
+
+
+def _told(agent_id: str, turn: Turn, started: pb.Started) -> dict[str, str]:
+    """What the turn does to which agent's memory."""
+    done = pb.Continuation.Name(started.continuation).removeprefix("CONTINUATION_").lower()
+    if started.source == pb.CACHE_SOURCE_REPLAY:
+        done = "replayed"
+    elif not started.continuation:
+        return {"x-agent-memory": "none"}
+    elif turn.memory.get("memory_mode") == pb.MEMORY_MODE_READ_ONLY:
+        done = "read-only"
+    return {"x-agent-memory": done, "x-agent-id": agent_id.encode().decode("latin-1")}
 
 
 def _agent_of(request: Request) -> str:
@@ -345,16 +401,13 @@ def _agent_of(request: Request) -> str:
     return check_agent_id(name, "x-agent-id")
 
 
-async def _said_until(call: Call, place: openai_responses.Place, given: str) -> Sequence[Said]:
-    """What was said until this reply, and the reply. Raises NotFound."""
-    said = await call.caller.said_until(place.agent_id, place.request_id, place.number)
-    if not said:
-        raise openai_responses.lost(given)
-    return said
-
-
 def _agent_in_path(call: Call) -> str:
-    return check_agent_id(call.request.path_params["agent_id"])
+    """The agent that a path names; a slash of its name may be written as %2F, and must where it looks like a verb."""
+    try:
+        name = unquote(call.request.path_params["agent_id"], errors="strict")
+    except UnicodeDecodeError:
+        raise InvalidArgument("agent_id: expected UTF-8", field="agent_id") from None
+    return check_agent_id(name)
 
 
 def _page(call: Call) -> dict[str, Any]:

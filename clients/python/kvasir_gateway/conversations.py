@@ -118,6 +118,13 @@ class Conversations:
         """The turn has ended, however it did."""
         self._busy.discard((namespace, agent_id))
 
+    def digest_of(self, messages: Sequence[Said]) -> str:
+        """A short digest of what was said, keyed: who has it cannot guess the text."""
+        hashed = blake3(key=self._key)
+        for message in messages:
+            hashed.update(_canonical(message))
+        return hashed.hexdigest(6)
+
     async def tidy(self, namespace: str, records: AgentRecords, every: timedelta = timedelta(minutes=10)) -> int:
         """Delete what is expired or too much, now and then; returns the number of agents deleted."""
         now = self._now()

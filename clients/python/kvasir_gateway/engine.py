@@ -1,7 +1,8 @@
 """The engine behind the gateway: turns, agents and health, for one caller at a time."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from datetime import UTC
 from itertools import cycle
@@ -9,16 +10,17 @@ from typing import Any
 
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
-from kvasir.errors import KvasirError, NotFound
+from kvasir.errors import InvalidArgument, KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 
 from kvasir_gateway.conversations import PREFIX, Kept
-from kvasir_gateway.turn import Said, ToolUse, Turn
+from kvasir_gateway.turn import Place, Said, ToolUse, Turn
 
 _PAGE = 1000
 # An engine allows 128 calls on a connection; what is beyond would wait, or be refused. Idle ones are not opened.
 _CONNECTIONS = 16
+_AGENTS_AT_ONCE = 8  # of which one request reads the memory
 
 
 class CallerAtEngine:
@@ -70,21 +72,52 @@ class CallerAtEngine:
         except KvasirError:
             return ()
 
-    async def said_until(self, agent_id: str, request_id: str, number: int) -> Sequence[Said]:
-        """What an agent remembered when a turn had ended: `number` messages and the reply. Nothing when that is not
-        kept any more; of a conversation's own agent all is kept, because it only ever grows."""
-        said = await self.messages(agent_id)
-        if agent_id.startswith(PREFIX) and len(said) > number and said[number].role == "assistant":
-            return said[: number + 1]
+    async def said_until(
+        self, places: Collection[Place], digest_of: Callable[[Sequence[Said]], str]
+    ) -> dict[Place, Sequence[Said]]:
+        """What was said until each of these replies, and the reply; without those that nobody remembers any more.
+        Each agent is read once, and a few at a time."""
+        few = asyncio.Semaphore(_AGENTS_AT_ONCE)
+
+        async def one(agent_id: str) -> dict[Place, Sequence[Said]]:
+            async with few:
+                return await self._said_by(agent_id, [each for each in places if each.agent_id == agent_id], digest_of)
+
+        reading = [asyncio.create_task(one(agent_id)) for agent_id in {place.agent_id for place in places}]
         try:
-            for version in (await self.client.list_snapshots(agent_id)).snapshots:
+            found = await asyncio.gather(*reading)
+        finally:
+            for task in reading:
+                task.cancel()
+        return {place: said for each in found for place, said in each.items()}
+
+    async def _said_by(
+        self, agent_id: str, places: Sequence[Place], digest_of: Callable[[Sequence[Said]], str]
+    ) -> dict[Place, Sequence[Said]]:
+        """Versions that are kept name their turns. A reply of an older turn is found in an agent of a conversation,
+        which keeps all its messages, behind the same messages."""
+        try:
+            versions = (await self.client.list_snapshots(agent_id)).snapshots
+        except NotFound:
+            return {}
+        found: dict[Place, Sequence[Said]] = {}
+        newest: Sequence[Said] = ()
+        for version in versions:
+            with contextlib.suppress(NotFound, InvalidArgument):  # retired meanwhile, or not to be read
                 _, data = await self.client.get_snapshot(agent_id, version=version.version)
                 parsed = manifest.parse(data)
-                if parsed.turn.request_id == request_id:
-                    return [_said(message) for message in parsed.messages]
-        except NotFound:
-            pass
-        return ()
+                said = [_said(message) for message in parsed.messages]
+                newest = newest or said
+                found |= {place: said for place in places if place.request_id == parsed.turn.request_id}
+            if len(found) == len(places):
+                return found
+        for place in places:
+            until = newest[: place.number + 1]
+            is_reply = len(until) > place.number and until[-1].role == "assistant"
+            is_kept_whole = place not in found and agent_id.startswith(PREFIX)
+            if is_kept_whole and is_reply and digest_of(until[:-1]) == place.digest:
+                found[place] = until
+        return found
 
     async def fork(self, source: str, name: str, version: int | None) -> None:
         await self.client.fork_agent(source, name, version=version)

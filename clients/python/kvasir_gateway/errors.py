@@ -1,5 +1,6 @@
 """Refusals in each API's shape: status, body and headers. Of a request they repeat field names and nothing else."""
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,12 @@ from kvasir.errors import (
 )
 from kvasir.status import answer_to, to_status
 from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from kvasir_gateway.turn import sse
+
+_log = logging.getLogger(__name__)
 
 
 class BodyTooLarge(InvalidArgument):
@@ -49,6 +54,8 @@ def http_status(error: KvasirError) -> int:
         return 413
     if isinstance(error, NotAllowed):
         return 405
+    if error.reason == "SENDER_STALLED":
+        return 408
     if error.reason in ("CONTEXT_EXCEEDED", "PROMPT_TOO_LARGE"):
         return 400  # to try again would not help
     return answer_to(error).http_status
@@ -110,6 +117,33 @@ def anthropic_event(error: KvasirError, request_id: str) -> str:
 
 def kvasir_event(error: KvasirError, request_id: str) -> str:
     return sse(kvasir(error, request_id).body, "error")
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """How one API tells errors: as an answer, and inside a stream."""
+
+    shape: Shape
+    error_event: Callable[[KvasirError, str], str]
+
+
+_APIS = (
+    ("/v1/messages", Api(anthropic, anthropic_event)),
+    ("/v1/responses", Api(openai, responses_event)),
+    ("/v1/agents", Api(kvasir, kvasir_event)),
+    ("", Api(openai, openai_event)),
+)
+
+
+def api_of(path: str) -> Api:
+    return next(api for prefix, api in _APIS if path.startswith(prefix))
+
+
+def refused(request: Request, error: KvasirError, request_id: str) -> Response:
+    """The refusal in the shape of the API that was asked, and a line in the log without a word of the request."""
+    refusal = api_of(request.url.path).shape(error, request_id)
+    _log.info("request.refused request_id=%s status=%d reason=%s", request_id or "none", refusal.status, error.reason)
+    return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
 
 
 def param(error: KvasirError) -> str | None:

@@ -13,6 +13,7 @@ from pydantic import Field
 from kvasir_gateway.turn import (
     Asked,
     Body,
+    FreeObject,
     Lenient,
     Said,
     ToolUse,
@@ -30,8 +31,7 @@ _ROLES = {"developer": "system", "system": "system", "user": "user", "assistant"
 _ANY_OBJECT = '{"type": "object"}'
 DONE = "data: [DONE]\n\n"
 
-Content = str | list[dict[str, Any]] | None
-Metadata = dict[str, Any] | None
+Content = str | list[FreeObject] | None
 
 
 class CalledFunction(Lenient):
@@ -51,12 +51,14 @@ class ChatMessage(Lenient):
     name: str | None = None
     tool_calls: list[MadeCall] | None = None
     tool_call_id: str | None = None
+    function_call: None = Field(None, description="Refused unless null; see tool_calls.")
+    audio: None = Field(None, description="Refused unless null: this model reads text alone.")
 
 
 class OfferedFunction(Body):
     name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
 
 
@@ -72,7 +74,7 @@ class StreamOptions(Body):
 
 class SchemaFormat(Body):
     name: str
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -131,7 +133,7 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Ge(0), Le(20)] | None = None
     tools: Annotated[list[ChatTool], MaxLen(128)] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none".')
+    tool_choice: str | FreeObject | None = Field(None, description='"auto" or "none".')
     parallel_tool_calls: bool | None = Field(None, description="true alone.")
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, description="Refused: the model decides.")
@@ -139,7 +141,7 @@ class ChatRequest(SamplingFields):
     modalities: list[str] | None = Field(None, description='["text"] alone.')
     service_tier: str | None = None
     store: bool | None = None
-    metadata: Metadata = None
+    metadata: FreeObject | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None

@@ -8,7 +8,7 @@ import base64
 import binascii
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le, MaxLen, MinLen
@@ -22,7 +22,8 @@ from kvasir_gateway.openai_chat import StreamOptions, offered, schema_text
 from kvasir_gateway.turn import (
     Asked,
     Body,
-    Lenient,
+    FreeObject,
+    Place,
     Said,
     ToolUse,
     Turn,
@@ -42,18 +43,18 @@ MAX_REFERENCES = 256  # in one request
 Item = dict[str, Any]
 
 
-class ResponseTool(Lenient):
-    type: str
-    name: str | None = None
+class ResponseTool(Body):
+    type: Literal["function"] = Field(description="This server runs no tools of its own.")
+    name: Annotated[str, MinLen(1), MaxLen(128)]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: FreeObject | None = None
     strict: bool | None = Field(None, description="Accepted as a wish: arguments are as the model writes them.")
 
 
 class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: FreeObject | None = Field(None, alias="schema")
     description: str | None = None
     strict: bool | None = None
 
@@ -67,7 +68,7 @@ class ResponsesRequest(Body):
     """The body of /v1/responses."""
 
     model: Annotated[str, MinLen(1)]
-    input: str | Annotated[list[Item], MinLen(1)]
+    input: str | Annotated[list[FreeObject], MinLen(1)]
     instructions: str | None = None
     previous_response_id: str | None = None
     stream: bool | None = None
@@ -76,7 +77,7 @@ class ResponsesRequest(Body):
     temperature: Annotated[float, Ge(0), Le(2)] | None = None
     top_p: Annotated[float, Ge(0), Le(1)] | None = None
     tools: Annotated[list[ResponseTool], MaxLen(128)] | None = None
-    tool_choice: str | dict[str, Any] | None = Field(None, description='"auto" or "none".')
+    tool_choice: str | FreeObject | None = Field(None, description='"auto" or "none".')
     parallel_tool_calls: bool | None = Field(None, description="true alone.")
     text: TextSettings | None = None
     reasoning: dict[str, Any] | None = Field(None, description="Refused when it asks for an effort: the model decides.")
@@ -88,7 +89,7 @@ class ResponsesRequest(Body):
     top_logprobs: int | None = Field(None, description="0 alone.")
     include: list[str] | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: FreeObject | None = None
     service_tier: str | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -119,26 +120,14 @@ class ResponsesRequest(Body):
         )
 
     def _tools(self) -> Iterator[pb.Tool]:
-        for number, tool in enumerate(self.tools or ()):
-            refuse_unless(("function",), {f"tools[{number}].type": tool.type})
-            yield function_tool(tool.name or "", tool.description, tool.parameters)
+        for tool in self.tools or ():
+            yield function_tool(tool.name, tool.description, tool.parameters)
 
     def _schema(self) -> str | None:
         asked = self.text.format if self.text is not None else None
         if asked is None or asked.type == "text":
             return None
         return schema_text(asked.schema_ if asked.type == "json_schema" else None)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """The reply that an id names: its agent, its turn, and its place among the messages."""
-
-    agent_id: str
-    request_id: str
-    number: int
-    had_instructions: bool = False  # of a response: they began its messages, and are not carried over
-    call: int = 0  # of an item: which of the reply's calls
 
 
 def place_of(given: str) -> Place:
@@ -150,19 +139,18 @@ def place_of(given: str) -> Place:
         names = base64.urlsafe_b64decode(match[2] + "=" * (-len(match[2]) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):
         raise lost(given) from None
-    number, _, rest = names.partition("\n")
-    request_id, _, agent_id = rest.partition("\n")
+    number, digest, request_id, agent_id = (*names.split("\n", 3), "", "", "")[:4]
     if not agent_id or not re.fullmatch("[0-9]{1,6}", number):
         raise lost(given)
-    return Place(agent_id, request_id, int(number), match[1] == "resp_1", int(match[3] or 0))
+    return Place(agent_id, request_id, int(number), digest, match[1] == "resp_1", int(match[3] or 0))
 
 
 def lost(given: str) -> NotFound:
     return NotFound(f"{given[:200]!r} is not remembered", reason="RESPONSE_NOT_FOUND", field="previous_response_id")
 
 
-def references(items: str | list[Item]) -> list[tuple[int, Place]]:
-    """The items that stand for one of an earlier response, by their places in the input. Raises InvalidArgument, also
+def references(items: str | list[Item]) -> dict[int, Place]:
+    """The items that stand for one of an earlier response, by their numbers in the input. Raises InvalidArgument, also
     for more than MAX_REFERENCES: each is looked up in an agent's memory.
     """
     found = [
@@ -174,7 +162,7 @@ def references(items: str | list[Item]) -> list[tuple[int, Place]]:
         raise InvalidArgument(
             f"input: expected at most {MAX_REFERENCES} items of type item_reference, got {len(found)}", field="input"
         )
-    return [(number, place_of(_text(item, "id", f"input[{number}]"))) for number, item in found]
+    return {number: place_of(_text(item, "id", f"input[{number}]")) for number, item in found}
 
 
 def referenced(given: str, place: Place, reply: Said) -> Item:
@@ -365,7 +353,7 @@ def _response(
 
 
 def _names(asked: Asked) -> str:
-    names = f"{asked.messages}\n{asked.request_id}\n{asked.agent_id}"
+    names = f"{asked.messages}\n{asked.digest}\n{asked.request_id}\n{asked.agent_id}"
     return base64.urlsafe_b64encode(names.encode()).decode().rstrip("=")
 
 

@@ -143,7 +143,7 @@ def document(version: str) -> Json:
             "title": "Kvasir's gateway",
             "version": version,
             "description": "x-agent-id names the agent whose memory a turn reads and extends. Without it, a "
-            "conversation is found again by its messages.",
+            "conversation is found again by its messages. The answer's x-agent-memory says what the turn did to it.",
         },
         "security": [{"bearer": []}, {"key": []}],
         "paths": paths,
@@ -188,6 +188,8 @@ def _parameters(operation: Operation) -> list[Json]:
     found += [{"name": each, "in": "query", "schema": _QUERY.get(each, {"type": "string"})} for each in operation.query]
     if operation.streams and "{agent_id}" not in operation.path:
         found.append({"name": "x-agent-id", "in": "header", "schema": name})
+        asked = {"type": "string", "enum": ["replace", "read-only", "none"]}
+        found.append({"name": "x-agent-memory", "in": "header", "schema": asked})
     return found
 
 

@@ -9,10 +9,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvasir.credentials import ADMIN, CLIENT, OWNER, Credentials, Principal
-from kvasir.errors import PermissionDenied, Unauthenticated
+from kvasir.errors import KvasirError, PermissionDenied, Unauthenticated
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from kvasir_gateway.errors import refused
 
 _LOCAL_NAMES = frozenset({"localhost"})
 _MAX_KEY_CHARS = 4096
+_EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +39,7 @@ class Gate:
         server is known, beside loopback addresses. `origins`: whole origins, as "https://app.example"."""
         self._credentials = credentials
         self._hosts = frozenset(host.lower() for host in hosts)
-        self._origins = frozenset(origin.lower() for origin in origins)
+        self.origins = frozenset(origin.lower() for origin in origins)
 
     def check_site(self, headers: Mapping[str, str]) -> None:
         """Raises PermissionDenied for a foreign Host or Origin."""
@@ -41,7 +47,7 @@ class Gate:
         if not self._is_known(host):
             raise PermissionDenied("host: this server is not known by that name", reason="FOREIGN_HOST")
         origin = headers.get("origin")
-        if origin is not None and origin.lower() not in self._origins and not self._is_own(origin):
+        if origin is not None and origin.lower() not in self.origins and not self._is_own(origin):
             raise PermissionDenied("origin: pages of that site may not call this server", reason="FOREIGN_ORIGIN")
 
     def holder(self, headers: Mapping[str, str]) -> KeyHolder:
@@ -55,7 +61,7 @@ class Gate:
         if principal is None:
             raise Unauthenticated("the API key is not known here")
         if not principal.roles & {CLIENT, ADMIN}:
-            raise PermissionDenied("the key's roles do not allow this: expected client", metadata={"role": "client"})
+            raise PermissionDenied("the key's roles do not allow this: expected client", metadata={"roles": "client"})
         return KeyHolder(principal, key)
 
     def _is_known(self, host: str) -> bool:
@@ -64,6 +70,35 @@ class Gate:
     def _is_own(self, origin: str) -> bool:
         scheme, _, rest = origin.partition("://")
         return scheme in ("http", "https") and self._is_known(_host_of(rest))
+
+
+class Site:
+    """Refuses requests of foreign sites before anything else looks at them, answers the preflights of the origins that
+    were named, and leaves the names of agents as they were written."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._gate = gate
+        self._app = CORSMiddleware(
+            app,
+            allow_origins=sorted(gate.origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            request = Request(scope)
+            try:
+                self._gate.check_site(request.headers)
+            except KvasirError as error:
+                await refused(request, error, "")(scope, receive, send)
+                return
+            raw: bytes = scope.get("raw_path") or b""
+            if raw.startswith(b"/v1/agents/"):
+                # Decoded, an agent "a/versions" would look like the versions of "a". Handlers decode the name.
+                scope = {**scope, "path": raw.decode("latin-1")}
+        await self._app(scope, receive, send)
 
 
 def _key(headers: Mapping[str, str]) -> str:

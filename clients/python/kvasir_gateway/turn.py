@@ -1,15 +1,16 @@
 """One turn as every API of the gateway asks for it, and the two shapes an answer has: whole, or a stream of chunks."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 from kvasir.clients import Reply
 from kvasir.clients.generate_options import JsonSchema
 from kvasir.errors import Cancelled, InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,21 @@ class Asked:
     model: str
     # The agent that remembers the turn; empty: nobody.
     agent_id: str = ""
-    # Messages before the reply.
+    # Messages before the reply, and their digest.
     messages: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A reply that an id names: its agent, its turn, and where it stands among the messages."""
+
+    agent_id: str
+    request_id: str
+    number: int
+    digest: str  # of the messages before it
+    had_instructions: bool = False  # of a response: they began its messages, and are not carried over
+    call: int = 0  # of an item: which of the reply's calls
 
 
 class Chunks(Protocol):
@@ -72,6 +86,24 @@ class Chunks(Protocol):
     def frames(self, event: pb.GenerateResponse) -> str: ...
 
     def end(self) -> str: ...
+
+
+def _finite(value: dict[str, Any]) -> dict[str, Any]:
+    """Refuses numbers that JSON cannot say again: 1e999 is read as infinity."""
+    left: list[Any] = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            left += each.values()
+        elif isinstance(each, list):
+            left += each
+        elif isinstance(each, float) and not math.isfinite(each):
+            raise ValueError("expected finite numbers")
+    return value
+
+
+# An object of the caller's own: a schema, arguments, metadata.
+FreeObject = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 class Body(BaseModel):
@@ -116,7 +148,7 @@ def comment(text: str) -> str:
     return f": {text}\n\n"
 
 
-def text_of(content: "str | list[dict[str, Any]] | None", field_name: str) -> str:
+def text_of(content: "str | Sequence[dict[str, Any]] | None", field_name: str) -> str:
     """The text of a message's content. Raises InvalidArgument that names a part that is none."""
     if content is None or isinstance(content, str):
         return content or ""
