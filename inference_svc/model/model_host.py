@@ -130,8 +130,7 @@ class ModelHost(Generic[ServedT]):
         self._was_used = True
         if self._asleep and name in ("", self._asleep):
             asleep = self._asleep
-            if self._change is not None and not self._target:  # it is just falling asleep
-                await asyncio.wait({self._change})
+            await self._fallen_asleep()
             if self._asleep == asleep:
                 await self.load(asleep)  # or follow the load that another turn has begun
         return self.serving(name)
@@ -151,6 +150,11 @@ class ModelHost(Generic[ServedT]):
                 _LOG.warning("model.kept_awake", reason=error.reason)
             self._asleep = self._asleep if self._served is None else ""
 
+    async def _fallen_asleep(self) -> None:
+        """Wait for a model that is just falling asleep: nobody asked for that, so nobody is refused for it."""
+        if self._asleep and self._change is not None and not self._target:
+            await asyncio.wait({self._change})
+
     def check_known(self, name: str) -> str:
         """The name, or the loaded model's if it is empty. Raises NotFound."""
         self._check_known(name or self._loaded)
@@ -162,6 +166,7 @@ class ModelHost(Generic[ServedT]):
         model is loaded again. A load of this model that is under way is followed.
         """
         self._check_known(name)
+        await self._fallen_asleep()
         if self._change is not None and name == self._target:
             return await asyncio.shield(self._change)
         if name == self._loaded and self._change is None:
@@ -172,6 +177,7 @@ class ModelHost(Generic[ServedT]):
         """Free the model if it is loaded. Raises as `load` does."""
         if name:
             self._check_known(name)
+        await self._fallen_asleep()
         if self._change is None:
             self._asleep = ""  # who unloads a model by hand wants it to stay so
             if self._served is None or name not in ("", self._loaded):

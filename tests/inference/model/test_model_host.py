@@ -1,0 +1,59 @@
+"""The changes of a service's models, with models that take as long to go as a test wants."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from inference_svc.model.model_host import MemoriesLeft, ModelHost
+
+
+class SlowToGo:
+    """A model that nobody uses, and that is not free before it is let go."""
+
+    is_idle = True
+
+    def __init__(self) -> None:
+        self.is_going, self.let_go = asyncio.Event(), asyncio.Event()
+
+    async def retire(self) -> MemoriesLeft:
+        return MemoriesLeft()
+
+    async def close(self) -> None:
+        self.is_going.set()
+        await self.let_go.wait()
+
+
+ASKED: dict[str, Callable[[ModelHost[SlowToGo]], Awaitable[object]]] = {
+    "a turn": lambda host: host.awake("a"),
+    "a load": lambda host: host.load("a"),
+    "a load of another": lambda host: host.load("b"),
+    "an unload": lambda host: host.unload("a"),
+}
+LEFT = {"a turn": "a", "a load": "a", "a load of another": "b", "an unload": ""}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_nobody_is_refused_because_a_model_is_just_falling_asleep(asked: str) -> None:
+    """Under load an unload by hand met the end of it: "another change of models is under way"."""
+
+    async def scenario() -> str:
+        async def open_model(_name: str, _path: str) -> SlowToGo:
+            return SlowToGo()
+
+        host = ModelHost({"a": "/a", "b": "/b"}, open_model)
+        await host.load("a")
+        model = host.serving("a")
+        keeping = asyncio.create_task(host.keep_alive(0.001))
+        await model.is_going.wait()
+        keeping.cancel()
+        both = [asyncio.ensure_future(ASKED[asked](host)) for _ in range(2)]
+        await asyncio.sleep(0)
+        model.let_go.set()
+        await asyncio.gather(*both)
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeping
+        return host.loaded
+
+    assert asyncio.run(scenario()) == LEFT[asked]
