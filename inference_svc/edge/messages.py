@@ -270,7 +270,7 @@ def _objects(given: PromptInput | MessagesInput, tools: Sequence[Tool]) -> Given
             raise InvalidArgument("tools: only with messages; a prompt holds its tools in its text", field="tools")
         return GivenJson()
     check_tools(tools)
-    objects = GivenJson([*json_of_messages(given.messages, given.field), *json_of_tools(tools)])
+    objects = GivenJson([*json_of_messages(given.messages, f"{given.name}.messages"), *json_of_tools(tools)])
     objects.check_size()
     return objects
 

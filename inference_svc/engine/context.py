@@ -3,12 +3,14 @@
 from kvasir.errors import ResourceExhausted
 
 
-def check_fits(prompt_tokens: int, max_tokens: int, context_tokens: int, *, is_lower_bound: bool = False) -> None:
+def check_fits(
+    prompt_tokens: int, max_tokens: int, context_tokens: int, *, field: str = "prompt", is_lower_bound: bool = False
+) -> None:
     """Raise ResourceExhausted (CONTEXT_EXCEEDED), the field named, unless both fit. `max_tokens` 0: no token is
-    generated. `is_lower_bound`: the prompt has `prompt_tokens` tokens or more.
+    generated. `field`: the request's, that the prompt came in. `is_lower_bound`: it has `prompt_tokens` or more.
     """
     if prompt_tokens + min(max_tokens, 1) > context_tokens:
-        field, count = "prompt", f"{'at least ' if is_lower_bound else ''}{prompt_tokens}"
+        count = f"{'at least ' if is_lower_bound else ''}{prompt_tokens}"
         found = f"{count} tokens{', and one to generate,' if max_tokens else ''} are more"
     elif prompt_tokens + max_tokens > context_tokens:
         field, found = "sampling.max_tokens", f"{prompt_tokens} prompt tokens and {max_tokens} to generate are more"

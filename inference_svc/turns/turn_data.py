@@ -20,12 +20,22 @@ class PromptInput:
 
     prompt: str
 
+    @property
+    def name(self) -> str:
+        """The request's field that it came in."""
+        return "prompt"
+
 
 @dataclass(frozen=True, slots=True)
 class TokensInput:
     """The whole prompt as tokens, which are below the vocabulary's size. They are taken as they are."""
 
     token_ids: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """As of a text."""
+        return "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +46,9 @@ class MessagesInput:
     is_append: bool = False
 
     @property
-    def field(self) -> str:
+    def name(self) -> str:
         """The request's field that they came in."""
-        return "append_messages.messages" if self.is_append else "messages.messages"
+        return "append_messages" if self.is_append else "messages"
 
 
 @dataclass(frozen=True, slots=True)

@@ -380,7 +380,7 @@ class TurnService:
             return
         else:
             text = memory.transcript.text
-            self._check_length(text)
+            self._check_length(text, request.input.name)
         recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
@@ -391,13 +391,13 @@ class TurnService:
             text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
             return text
         text, turn.dialogue = await prompt_text(prompting, request, turn.messages)
-        self._check_length(text)
+        self._check_length(text, given.name)
         return text
 
-    def _check_length(self, text: str) -> None:
+    def _check_length(self, text: str, field: str) -> None:
         """Refuse an absurdly long prompt without tokenizing it."""
         fewest, context = self._prompting.fewest_tokens(text), self._engine.model.context_tokens
-        check_fits(fewest, max_tokens=0, context_tokens=context, is_lower_bound=True)
+        check_fits(fewest, max_tokens=0, context_tokens=context, field=field, is_lower_bound=True)
 
     async def _plan_and_run(
         self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
@@ -516,11 +516,12 @@ class TurnService:
     def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
         context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
         if not count:
-            raise errors.InvalidArgument("prompt: expected at least one token", field="prompt")
+            name = turn.request.input.name
+            raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
         sampling = turn.request.sampling
         if turn.request.max_tokens_is_default:
             sampling = replace(sampling, max_tokens=max(1, min(_DEFAULT_MAX_TOKENS, context - count)))
-        check_fits(count, sampling.max_tokens, context)
+        check_fits(count, sampling.max_tokens, context, field=turn.request.input.name)
         return TurnPlan(
             token_ids=prepared.tokens.ids,
             token_chars=prepared.tokens.chars,

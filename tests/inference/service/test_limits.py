@@ -41,6 +41,11 @@ def test_memory_context_and_queue_are_bounded_and_say_so(small: House) -> None:
         assert context.value.reason == "CONTEXT_EXCEEDED"
         assert context.value.metadata["context_tokens"] == "1500"
         assert int(context.value.metadata["prompt_tokens"]) > 1500
+        long = [{"role": "user", "content": "door " * 2500}]
+        for given in ({"append_messages": long, "agent_id": "ada"}, {"messages": long}):
+            with pytest.raises(errors.ResourceExhausted) as named:
+                client.reply(**given)
+            assert named.value.field == next(iter(given)), "the field is the one that was sent"
 
         running = [client.generate(prompt=f"{name} door", sampling={"max_tokens": 400}) for name in "ab"]
         for events in running:
