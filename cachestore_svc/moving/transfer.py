@@ -372,7 +372,9 @@ class Transfers:
         except NotFound:
             return
         if not replace:
-            raise AlreadyExists(f"{agent_id!r} exists: say replace to add a version to it", reason="AGENT_EXISTS")
+            raise AlreadyExists(
+                f"agent {agent_id!r} exists; an import with `replace` (--replace) adds a version", reason="AGENT_EXISTS"
+            )
 
     async def _store_bytes(self, namespace: str, digest: Digest, data: bytes, kind: BlobKind) -> None:
         def write() -> None:

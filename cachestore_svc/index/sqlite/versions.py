@@ -155,7 +155,8 @@ def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     """The version of that number; None: the newest. Raises NotFound."""
     found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
     if found is None:
-        raise NotFound(f"there is no version {version} of this line", reason="VERSION_NOT_FOUND")
+        [name] = rows.one("SELECT name FROM agents WHERE id = ?", line.agent_id) or ("",)
+        raise NotFound(f"agent {name!r} has no version {version}", reason="VERSION_NOT_FOUND")
     return found
 
 
