@@ -25,7 +25,7 @@ from kvasir.cli.caller import Caller
 from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
 from kvasir.cli.running.group import service_states
 from kvasir.cli.running.health import ENGINE_SERVICE, STORE_SERVICE
-from kvasir.cli.running.holding import end_services, holders, is_led
+from kvasir.cli.running.holding import end_services, holders, is_led, named_openers
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.supervisor import process_exists
 from kvasir.cli.running.up import make_credentials
@@ -369,6 +369,28 @@ def test_down_touches_no_process_that_does_not_hold_the_lock(tmp_path: Path) -> 
         assert other.poll() is None
         assert holders(home.services_lock_file) == [], reader
         other.kill()
+
+
+def test_where_nobody_tells_who_holds_a_lock_both_number_and_file_must_be_ours(tmp_path: Path) -> None:
+    """macOS. Whoever only has the file open, or only has the number, was a process to end."""
+    home = Home(tmp_path)
+    home.make()
+    home.services_lock_file.touch()
+    argv = (sys.executable, "-c", "import sys, time; lock = open(sys.argv[1]); time.sleep(60)")
+    with (
+        subprocess.Popen([*argv, home.services_lock_file]) as ours,
+        subprocess.Popen([*argv, home.services_lock_file]) as reader,
+        subprocess.Popen([*argv, "/dev/null"]) as stranger,
+    ):
+        try:
+            assert named_openers(home.services_lock_file) == set()
+            home.write_running(
+                Running(pid=0, store="unix:/s", engine="unix:/e", store_pid=ours.pid, engine_pid=stranger.pid)
+            )
+            eventually(lambda: named_openers(home.services_lock_file) == {ours.pid})
+        finally:
+            for process in (ours, reader, stranger):
+                process.kill()
 
 
 # Asked to end, the one waits until the other has let go of the lock.

@@ -23,7 +23,7 @@ def holders(lock_file: Path) -> list[int]:
         lock = lock_file.stat()
     except OSError:
         return []
-    found = _with_lock_linux(lock) if sys.platform == "linux" else _with_lock_lsof(lock_file)
+    found = _with_lock_linux(lock) if sys.platform == "linux" else named_openers(lock_file)
     return sorted(set(found) - {os.getpid()})
 
 
@@ -84,7 +84,15 @@ def _holds(process: Path, lock: os.stat_result) -> bool:
     return False
 
 
-def _with_lock_lsof(lock_file: Path) -> Iterator[int]:
-    """As macOS tells it; which of those that opened the file locked it is not told."""
+def named_openers(lock_file: Path) -> set[int]:
+    """As macOS tells it: those of the home's own processes, by `up.json`, that have the file open.
+
+    Nobody tells there who holds a lock that is inherited (F_GETLK knows no process of it). A number alone may be
+    another program's by now, and a program that has the file open may only read it; one that is both is ours.
+    """
+    running = Home(lock_file.parent.parent).running()
+    if running is None:
+        return set()
     answer = subprocess.run(["lsof", "-t", "--", lock_file], capture_output=True, text=True, check=False)
-    yield from (int(word) for word in answer.stdout.split())
+    ours = {running.pid, running.store_pid, running.engine_pid, running.http_pid}
+    return ours & {int(word) for word in answer.stdout.split()}
