@@ -20,10 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from kvasir.cli import failures
-from kvasir.cli.caller import Caller, console
+from kvasir.cli.caller import Caller
 from kvasir.cli.main import app
 from kvasir.cli.running.health import is_ready
 from kvasir.cli.running.home import Endpoint
+from kvasir.cli.showing.terminal import PlainConsole
 
 from tests.programs import Program, run
 
@@ -54,7 +55,9 @@ class Ended:
 def in_process(*arguments: str | Path) -> Ended:
     """A command within this process, for one that ends before it starts anything."""
     out, err = io.StringIO(), io.StringIO()
-    caller = Caller(as_json="--json" in arguments, out=console(file=out, width=200), err=console(file=err, width=200))
+    caller = Caller(
+        as_json="--json" in arguments, out=PlainConsole(file=out, width=200), err=PlainConsole(file=err, width=200)
+    )
     with contextlib.redirect_stderr(err):
         code = failures.code_of(
             lambda: app(list(map(str, arguments)), obj=caller, prog_name="kvasir", standalone_mode=False), caller

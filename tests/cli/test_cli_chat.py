@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from kvasir.cli.running.home import Home, Running
 from kvasir.cli.running.up import led
+from kvasir.cli.showing.terminal import write
 
 from tests.cli.running import KVASIR, QUIET, Cli, eventually
 from tests.programs import run
@@ -185,7 +186,25 @@ def test_a_script_says_one_thing_and_gets_the_reply_alone(cli: Cli, options: tup
     assert whole["version"] == 2, "several lines are one text"
     piped = cli.done(*options, "chat", "zoe", "--max-tokens", "4", "--json", stdin='"""One.\nTwo.\n"""\nThree.\n')
     assert [json.loads(line)["version"] for line in piped.out.splitlines()] == [3, 4]
-    assert cli(*options, "chat", "zoe", "--once", "-").code == 2
+    for nothing in ("-", "", " "):
+        assert cli(*options, "chat", "zoe", "--once", nothing).code == 2
+
+
+def test_text_of_others_moves_no_cursor(cli: Cli, options: tuple[str, ...]) -> None:
+    """A title, a colour, or a line written over: whoever makes an agent remember them did all that to its readers."""
+    told = "\x1b]0;title\x07first\tsecond\nthird\rover\x9b31m\u202eback"
+    cli.done(*options, "chat", "esc", "--once", told, "--max-tokens", "2")
+    shown = cli.done(*options, "chat", "esc", stdin="/memory\n").err
+    assert "\\x1b]0;title\\x07first" in shown
+    assert "third\\rover\\x9b31m\\u202eback" in shown
+    assert not set("\x1b\x07\r\x9b\u202e") & set(shown)
+    assert "'\\x1b[2J'" in cli("\x1b[2J").err
+
+
+def test_a_reply_keeps_its_lines_and_loses_its_controls(capsys: pytest.CaptureFixture[str]) -> None:
+    write("one\n\ttwo\x1b[2J\r")
+    write("\x1b", is_dim=True)
+    assert capsys.readouterr().out == "one\n\ttwo\\x1b[2J\\r\x1b[2m\\x1b\x1b[22m"
 
 
 def test_a_system_message_is_for_new_agents(cli: Cli, options: tuple[str, ...]) -> None:
@@ -212,3 +231,4 @@ def test_the_shell_completes_agents_and_policies(cli: Cli, options: tuple[str, .
     assert completions(*options, "chat", "comp") == ["completed"]
     assert completions("--address", "unix:/tmp/kv-nobody", "agents", "show", "comp") == []
     assert "q4-rotated" in completions("up", "--kv-policy", "q4")
+    assert completions(*options, "models", "load", "kv") == ["kvasir-tiny"]

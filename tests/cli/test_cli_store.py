@@ -115,6 +115,20 @@ def test_rollback_makes_an_old_version_the_newest(cli: Cli, ada: SyntheticAgent)
     assert (newest["version"], newest["token_count"], newest["origin"]) == (3, 300, "rollback")
 
 
+def test_a_refusal_of_the_store_names_the_thing(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:
+    archive = tmp_path / "ada.kva"
+    cli.done("agents", "export", "ada", archive)
+    told = {
+        ("show", "nobody"): "there is no agent 'nobody'",
+        ("rollback", "ada", "77"): "agent 'ada' has no version 77",
+        ("fork", "ada", "ada"): "agent 'ada' exists. Choose another name.",
+        ("import", str(archive)): "agent 'ada' exists; an import with `replace` (--replace) adds a version.",
+        ("import", __file__): f"{__file__}: not an archive",
+        ("pull", "studio", "ada"): "no peer 'studio' in this store's configuration",
+    }
+    assert {words: told[words] in cli("agents", *words).err for words in told} == dict.fromkeys(told, True)
+
+
 def test_a_pinned_agent_is_not_forgotten_without_force(cli: Cli, ada: SyntheticAgent) -> None:
     kept = cli.done("agents", "keep", "ada", "3", "--json").value
     assert (kept["is_pinned"], kept["retained_versions"]) == (False, 3), (
@@ -124,7 +138,7 @@ def test_a_pinned_agent_is_not_forgotten_without_force(cli: Cli, ada: SyntheticA
     assert (pinned["is_pinned"], pinned["retained_versions"]) == (True, 3)
     refused = cli("agents", "rm", "ada")
     assert refused.code == 4
-    assert "pinned" in refused.err
+    assert "agent 'ada' is pinned" in refused.err
     assert cli.done("agents", "pin", "ada", "--off", "--json").value["is_pinned"] is False
     cli.done("agents", "pin", "ada")
     answer = cli.done("agents", "rm", "ada", "--force", "--json").value
@@ -137,7 +151,7 @@ def test_labels_are_set_and_removed(cli: Cli, ada: SyntheticAgent) -> None:
     assert "b=2" in cli.done("agents", "label", "ada", "a=").out
     cli.done("agents", "label", "ada", "b=[/b]:key:")
     assert "b=[/b]:key:" in cli.done("agents", "ls").out, "shown as it is"
-    assert cli("agents", "label", "ada", "nonsense").code == 4
+    assert cli("agents", "label", "ada", "nonsense").code == 2
 
 
 def test_an_archive_carries_a_memory_to_another_name(cli: Cli, ada: SyntheticAgent, tmp_path: Path) -> None:

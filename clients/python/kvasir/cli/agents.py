@@ -13,32 +13,36 @@ from rich.table import Table
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
-from kvasir.cli.caller import Caller, JsonOption, caller_of
-from kvasir.cli.progress import transfer_progress
+from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
 from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row
+from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
-from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.errors import KvasirError
 
 app = typer.Typer(help="Look after agents' memories.", no_args_is_help=True)
 MOST_VERSION = (1 << 63) - 1  # of the contract's int64
 _PAGE = 1000
-_COMPLETION_S, _COMPLETED = 2.0, 100
+_COMPLETED = 100
 
 
 def complete_agent(context: typer.Context, incomplete: str) -> list[str]:
     """Names of agents that begin so, for the shell; none when the store cannot say them soon."""
-    caller = Caller()
-    given = context.find_root().params
-    caller.take(*(given[name] for name in ("home", "address", "engine", "token_file", "ca_file")))
     try:
-        endpoint = caller.store
+        endpoint = completing(context).store
         client = StoreClient.connect(
-            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=_COMPLETION_S
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=COMPLETION_S
         )
         with client:
             return [agent.agent_id for agent in client.list_agents(name_prefix=incomplete, page_size=_COMPLETED).agents]
     except (KvasirError, ValueError, OSError):
         return []
+
+
+def check_version(value: int | None) -> int | None:
+    """The number, if the contract can carry it. A `max` of typer's would stand in every help."""
+    if value is not None and value > MOST_VERSION:
+        raise typer.BadParameter(f"{value} is larger than {MOST_VERSION}")
+    return value
 
 
 AgentArgument = Annotated[str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)]
@@ -48,7 +52,9 @@ LineOption = Annotated[
         "--kv-identity", help="Hash of the line's KV identity. Left out: the line that was used last.", metavar="HASH"
     ),
 ]
-VersionOption = Annotated[int | None, typer.Option("--version", min=1, max=MOST_VERSION, help="Left out: the newest.")]
+VersionOption = Annotated[
+    int | None, typer.Option("--version", min=1, callback=check_version, help="Left out: the newest.", metavar="N")
+]
 
 
 @contextmanager
@@ -115,7 +121,7 @@ def rollback(
     context: typer.Context,
     agent: AgentArgument,
     version: Annotated[
-        int, typer.Argument(min=1, max=MOST_VERSION, help="The version to go back to.", metavar="VERSION")
+        int, typer.Argument(min=1, callback=check_version, help="The version to go back to.", metavar="VERSION")
     ],
     line: LineOption = "",
     as_json: JsonOption = False,
@@ -155,7 +161,7 @@ def rm(
 def label(
     context: typer.Context,
     agent: AgentArgument,
-    labels: Annotated[list[str], typer.Argument(help="KEY=VALUE sets, KEY= removes.", metavar="KEY=VALUE…")],
+    labels: Annotated[list[str], typer.Argument(help="KEY=VALUE sets, KEY= removes.", metavar="KEY=VALUE")],
     as_json: JsonOption = False,
 ) -> None:
     """Set or remove labels."""
@@ -234,7 +240,7 @@ def import_(
         typer.Argument(help="The file to read; - is standard input.", metavar="FILE"),
     ],
     agent: Annotated[
-        str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="[AGENT]")
+        str, typer.Argument(help="The agent's name here. Left out: the name in the file.", metavar="AGENT")
     ] = "",
     replace: Annotated[bool, typer.Option("--replace", help="Add a version to an agent that exists.")] = False,
     form: Annotated[
@@ -302,7 +308,7 @@ def _labels(texts: list[str]) -> dict[str, str]:
     for text in texts:
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise InvalidArgument(f"label: expected KEY=VALUE, got {text!r}", field="label")
+            raise failures.WrongUsage(f"label: expected KEY=VALUE, got {text!r}", field="label")
         labels[key] = value
     return labels
 

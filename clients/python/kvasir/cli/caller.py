@@ -16,11 +16,10 @@ from rich.text import Text
 
 from kvasir.address import AddressError, parse_address
 from kvasir.cli.running.home import DEFAULT_HOME, Endpoint, Home
+from kvasir.cli.showing.terminal import PlainConsole, visible
 
-
-def console(**where: Any) -> Console:
-    """A console that shows text as it is: names, labels and memories may look like rich's markup."""
-    return Console(highlight=False, soft_wrap=True, markup=False, emoji=False, **where)
+# A shell waits no longer for what it completes.
+COMPLETION_S = 2.0
 
 
 @dataclass
@@ -33,12 +32,15 @@ class Caller:
     token_file: Path | None = None
     ca_file: Path | None = None
     as_json: bool = False
-    out: Console = field(default_factory=console)
-    err: Console = field(default_factory=lambda: console(stderr=True))
+    out: Console = field(default_factory=PlainConsole)
+    err: Console = field(default_factory=lambda: PlainConsole(stderr=True))
 
     def take(self, home: Path, address: str, engine: str, token_file: Path | None, ca_file: Path | None) -> None:
         """Take the options of every command."""
-        self.home = Home(home.expanduser().absolute())
+        try:
+            self.home = Home(home.expanduser().absolute())
+        except RuntimeError:  # Path's word for ~ of nobody
+            raise typer.BadParameter(f"{home}: there is no such user", param_hint="--home") from None
         self.store_address, self.engine_address = address, engine
         self.token_file, self.ca_file = token_file, ca_file
 
@@ -81,7 +83,7 @@ class Caller:
     def busy(self, text: str) -> Iterator[None]:
         """Show what is being done: a spinner at a terminal, a line elsewhere."""
         if self.shows_progress:
-            with self.err.status(Text(text)):
+            with self.err.status(Text(visible(text))):
                 yield
         else:
             self.say(f"{text} …")
@@ -99,6 +101,13 @@ def is_same_service(address: str, known: str) -> bool:
     except AddressError:
         return False  # whoever connects says what is wrong with it
     return one == other or (one.port == other.port != 0 and one.is_loopback and other.is_loopback)
+
+
+def completing(context: typer.Context) -> Caller:
+    """The invocation whose words the shell completes: nothing of it has run."""
+    given, caller = context.find_root().params, Caller()
+    caller.take(*(given[name] for name in ("home", "address", "engine", "token_file", "ca_file")))
+    return caller
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

@@ -79,9 +79,12 @@ def _identity_of(client: StoreClient, agent: str) -> identity_pb2.KvIdentity:
 
 def agent_of_archive(file: Path) -> str:
     """The agent that an archive names. Raises InvalidArgument for other files."""
-    reader = ArchiveReader()
-    for piece in pieces_of(file):
-        for part in reader.feed(piece):
-            if isinstance(part, Described):
-                return part.agent_id
-    raise InvalidArgument("file: not an archive of `kvasir agents export`", field="file")
+    reader, why = ArchiveReader(), "it ends early"
+    try:
+        for piece in pieces_of(file):
+            for part in reader.feed(piece):
+                if isinstance(part, Described):
+                    return part.agent_id
+    except InvalidArgument as error:
+        why = error.message
+    raise InvalidArgument(f"{file}: not an archive of `kvasir agents export` ({why})", field="file")

@@ -9,15 +9,29 @@ from rich.console import Console
 from rich.table import Table
 
 from kvasir.cli import failures, hub
-from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
 from kvasir.cli.rows import size
 from kvasir.clients import InferenceClient
+from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2 as pb
 
 models = typer.Typer(help="Fetch, list, load and remove models.", no_args_is_help=True)
 _DropOption = Annotated[
     bool, typer.Option("--drop-unstored", help="Go on even if hot memories that cannot be stored are lost.")
 ]
+
+
+def complete_model(context: typer.Context, incomplete: str) -> list[str]:
+    """Names of the engine's models that begin so, for the shell; none when the engine cannot say them soon."""
+    try:
+        endpoint = completing(context).engine
+        client = InferenceClient.connect(
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, timeout_s=COMPLETION_S
+        )
+        with client:
+            return [model.name for model in client.list_models() if model.name.startswith(incomplete)]
+    except (KvasirError, ValueError, OSError):
+        return []
 
 
 @contextmanager
@@ -65,7 +79,9 @@ def list_models(
 @models.command("load")
 def load_model(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="A name of `kvasir models ls`.", metavar="NAME")],
+    name: Annotated[
+        str, typer.Argument(help="A name of `kvasir models ls`.", metavar="NAME", autocompletion=complete_model)
+    ],
     drop_unstored: _DropOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,7 +96,9 @@ def load_model(
 @models.command("unload")
 def unload_model(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(help="Left out: the loaded model.", metavar="[NAME]")] = "",
+    name: Annotated[
+        str, typer.Argument(help="Left out: the loaded model.", metavar="NAME", autocompletion=complete_model)
+    ] = "",
     drop_unstored: _DropOption = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -15,6 +15,7 @@ from kvasir import errors
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.holding import holders
 from kvasir.cli.running.home import Endpoint, Home
+from kvasir.cli.showing.terminal import visible
 from kvasir.credentials import CredentialFileError
 
 OK, PROBLEMS, USAGE, UNREACHABLE, REFUSED, NOT_FOUND, DAMAGED, BUG, INTERRUPTED = 0, 1, 2, 3, 4, 5, 6, 70, 130
@@ -62,7 +63,7 @@ HINTS_BY_REASON: dict[str, str] = {
     "CANNOT_CHECK": "A running store is stopped by `kvasir down`; a lost index is rebuilt by `kvasir store recover`.",
     "CANNOT_RECOVER": "A running store is stopped by `kvasir down`.",
     "MODEL_NOT_LOADED": "`kvasir models load NAME` loads one.",
-    "AGENT_EXISTS": "Choose another name; an import adds a version with --replace.",
+    "AGENT_EXISTS": "Choose another name.",
     "FILE_EXISTS": "Say --force to replace it.",
     "COMMAND_FAILED": "Please report it, with that file.",
 }
@@ -132,12 +133,13 @@ def _wrong_usage(error: typer.TyperException) -> WrongUsage:
     """The command line's own refusal. `typer` says what is wrong, and its context which command's help to read."""
     context = getattr(error, "ctx", None)
     [option, *_] = getattr(getattr(error, "param", None), "opts", None) or [getattr(error, "option_name", None)]
-    said = error.format_message().strip().rstrip(".").replace("Value error, ", "")
+    said = error.format_message().strip().removesuffix(".").replace("Value error, ", "")
     if context is None:
         return WrongUsage(said, field=option)
     if any(option in parameter.opts for parameter in context.find_root().command.params):
         return WrongUsage(f"{option} stands before the command: kvasir {option} … {context.info_name}", field=option)
-    return WrongUsage(f"{said}. See `{context.command_path} --help`", field=option)
+    end = "" if said.endswith("?") else "."
+    return WrongUsage(f"{said}{end} See `{context.command_path} --help`", field=option)
 
 
 @contextmanager
@@ -177,5 +179,5 @@ def report(error: errors.KvasirError, caller: Caller) -> int:
         except BrokenPipeError:  # a `kvasir up -d` that was ready is read by nobody; its log is
             pass
     line = " ".join(part for part in (f"kvasir: {error.message.rstrip('.')}.", hint(error)) if part)
-    sys.stderr.write(" ".join(line.split()) + "\n")
+    sys.stderr.write(visible(" ".join(line.split())) + "\n")
     return exit_code(error)

@@ -12,8 +12,10 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
+from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
 
+help_words.show_plain_words()
 app = typer.Typer(
     name="kvasir",
     help="An agent's KV cache is its memory. Kvasir keeps it.",

@@ -15,8 +15,8 @@ from rich.table import Table
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
-from kvasir.cli.progress import counting_progress
 from kvasir.cli.rows import size, stats_row
+from kvasir.cli.showing.progress import counting_progress
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
 
@@ -113,7 +113,7 @@ def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
 @app.command("scrub")
 def scrub(
     context: typer.Context,
-    agent: Annotated[str, typer.Argument(help="Only this agent's blobs. Left out: all blobs.", metavar="[AGENT]")] = "",
+    agent: Annotated[str, typer.Argument(help="Only this agent's blobs. Left out: all blobs.", metavar="AGENT")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Hash every stored blob again. Damaged blobs are quarantined and named; engines compute them again."""

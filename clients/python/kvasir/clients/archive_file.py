@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from kvasir.errors import AlreadyExists, InvalidArgument
+from kvasir.errors import AlreadyExists, InvalidArgument, NotFound
 
 _PIECE_BYTES = 1 << 20
 
@@ -17,9 +17,11 @@ def new_file(path: Path, *, replace: bool = True) -> Iterator[BinaryIO]:
     """A file (0600) that gets its name only when it is whole and durable. An error leaves nothing behind.
 
     Raises InvalidArgument where something other than a regular file has the name (a device, a link, a directory), and
-    AlreadyExists where a file has it and `replace` is not said.
+    AlreadyExists where a file has it and `replace` is not said, and NotFound without its directory.
     """
     _check_target(path, replace)
+    if not path.parent.is_dir():
+        raise NotFound(f"{path.parent}: there is no such directory", field="file", reason="FILE_NOT_FOUND")
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:64]}.", suffix=".part")
     part = Path(name)
     try:
@@ -36,7 +38,9 @@ def new_file(path: Path, *, replace: bool = True) -> Iterator[BinaryIO]:
 
 def _check_target(path: Path, replace: bool) -> None:
     if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise InvalidArgument(f"{path}: is no regular file, and is left as it is", field="file", reason="FILE_REFUSED")
+        raise InvalidArgument(
+            f"{path}: is not a regular file, and is left as it is", field="file", reason="FILE_REFUSED"
+        )
     if path.exists() and not replace:
         raise AlreadyExists(f"{path}: exists already", field="file", reason="FILE_EXISTS")
 

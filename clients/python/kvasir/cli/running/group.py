@@ -15,6 +15,7 @@ from kvasir.cli.running.health import ENGINE_SERVICE, PATIENCE_S, STORE_SERVICE,
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
+from kvasir.cli.showing.terminal import visible
 from kvasir.errors import NotFound
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
@@ -91,7 +92,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
 def logs(
     context: typer.Context,
     service: Annotated[
-        str, typer.Argument(help="store, engine, http, or up (of `kvasir up -d`). Left out: all.", metavar="[SERVICE]")
+        str, typer.Argument(help="store, engine, http, or up (of `kvasir up -d`). Left out: all.", metavar="SERVICE")
     ] = "",
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Of each log, so many of its last lines.")] = 20,
@@ -121,7 +122,7 @@ def _show_line(caller: Caller, name: str, line: str) -> None:
     if caller.as_json:
         caller.line({"service": name, "line": line})
     else:
-        caller.out.file.write(f"{name + ': ' if name else ''}{line}\n")
+        caller.out.file.write(f"{name + ': ' if name else ''}{visible(line)}\n")
         caller.out.file.flush()
 
 

@@ -17,6 +17,7 @@ from kvasir.cli.agents import MOST_VERSION, complete_agent, store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.rows import origin, size
 from kvasir.cli.running.holding import is_led
+from kvasir.cli.showing import terminal
 from kvasir.cli.talking import typed
 from kvasir.cli.talking.turn import TurnResult, follow_turn
 from kvasir.clients import GenerateOptions, InferenceClient, message
@@ -38,11 +39,12 @@ _RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 def chat(
     context: typer.Context,
     agent: Annotated[
-        str, typer.Argument(help="The agent's name.", metavar="[AGENT]", autocompletion=complete_agent)
+        str, typer.Argument(help="The agent's name.", metavar="AGENT", autocompletion=complete_agent)
     ] = "me",
     once: Annotated[
-        str, typer.Option(help="Say this, print the reply, and end. -: what standard input holds.", metavar="TEXT")
-    ] = "",
+        str | None,
+        typer.Option(help="Say this, print the reply, and end. -: what standard input holds.", metavar="TEXT"),
+    ] = None,
     system: Annotated[str, typer.Option(help="The system message of a new agent.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
@@ -51,7 +53,7 @@ def chat(
     """Talk with an agent, which remembers. Reads lines from a pipe too; --json prints one object per reply."""
     caller = caller_of(context, as_json)
     text = sys.stdin.read().strip() if once == "-" else once
-    if once and not text:
+    if once is not None and not (text or "").strip():
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
     # What was said before Ctrl-C is what a person has read.
     options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature}, keep_partial=True)
@@ -60,7 +62,7 @@ def chat(
     with engine, failures.naming("engine", caller):
         conversation = Conversation(caller, engine, agent, system, options)
         conversation.meet()
-        if once:
+        if text is not None:
             conversation.say(text)
         else:
             conversation.run()
@@ -169,14 +171,12 @@ class Conversation:
 
     def _write(self, text: str) -> None:
         if not self.caller.as_json:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            terminal.write(text)
 
     def _write_dimly(self, text: str) -> None:
         """Show the model's reasoning to people. A pipe gets answers alone."""
         if sys.stdout.isatty() and not self.caller.as_json:
-            sys.stdout.write(f"\x1b[2m{text}\x1b[22m")
-            sys.stdout.flush()
+            terminal.write(text, is_dim=True)
 
     def _on_progress(self) -> Callable[[inference_pb2.PrefillProgress], None]:
         def show(progress: inference_pb2.PrefillProgress) -> None:

@@ -1,0 +1,1 @@
+"""How the command line shows things: words of help, text of others, progress."""

@@ -1,0 +1,19 @@
+"""How `--help` names what is typed: a flag wants nothing, a value is a word in capitals, an argument is its name."""
+
+from typing import Any
+
+from typer.core import TyperArgument, TyperOption
+
+_WORDS = {"bool": "", "path": "PATH", "dir": "PATH", "file": "PATH", "str": "TEXT", "int": "N", "float": "N"}
+
+
+def show_plain_words() -> None:
+    """Let typer show these words instead of Python's types. A `metavar` goes before them."""
+    pythons = TyperOption.display_type
+
+    def word(option: TyperOption, ctx: Any) -> str:
+        kind = pythons(option, ctx).strip("<>").removesuffix(" range")
+        return _WORDS.get(kind.removeprefix("list[").removesuffix("]"), kind)
+
+    for kind, shown in ((TyperOption, word), (TyperArgument, lambda _argument, ctx: "")):  # noqa: ARG005  typer's name
+        setattr(kind, "display_type", shown)  # noqa: B010  mypy forbids to assign a method

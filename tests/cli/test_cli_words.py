@@ -1,0 +1,48 @@
+"""What the command line says: help in plain words, refusals that name the thing and what to do."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.cli.main import app
+from typer.main import get_command
+
+from tests.cli.running import in_process
+
+
+def commands(command: Any, *words: str) -> Iterator[tuple[str, ...]]:
+    """Every command of the tree, by its words."""
+    yield words
+    for name, below in getattr(command, "commands", {}).items():
+        yield from commands(below, *words, name)
+
+
+EVERY = [words for words in commands(get_command(app)) if words != ("store", "serve")]
+
+
+def test_help_shows_words_and_no_types_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(EVERY) > 30
+    for words in EVERY:
+        in_process(*words, "--help")
+        shown = capsys.readouterr().out
+        assert "Usage: kvasir" in shown
+        assert not [part for part in ("<bool>", "<str>", "<path>", " range", "[[") if part in shown], shown
+        flags = [line.split() for line in shown.splitlines() if line.startswith(("│ --json ", "│ --help "))]
+        assert all(words[2] in ("Print", "Show") for words in flags), "a flag wants no value"
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], int, str]] = {
+    "a user that is none": (("--home", "~kvasir-nobody/x", "status"), 2, "--home: ~kvasir-nobody/x: there is no such"),
+    "a command that is none": (("agent", "ls"), 2, "Did you mean 'agents'? See `kvasir --help`."),
+    "a version that is none": (("agents", "rollback", "ada", str(1 << 63)), 2, "is larger than"),
+    "a label that is none": (("agents", "label", "ada", "red"), 2, "label: expected KEY=VALUE, got 'red'"),
+    "no directory": (("agents", "export", "ada", "/tmp/kv-nowhere/ada.kva"), 5, "/tmp/kv-nowhere: there is no such"),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_a_refusal_names_what_is_wrong(refused: tuple[tuple[str, ...], int, str], tmp_path: Path) -> None:
+    words, code, told = refused
+    ended = in_process("--home", tmp_path, *words)
+    assert (ended.code, told in ended.err) == (code, True), ended.err
