@@ -10,15 +10,16 @@ unexport PYTHONDONTWRITEBYTECODE
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
+# Three workers for two cores: a third of the time a test waits for a service, a process or a timeout.
 test: install lint ## Everything CI runs: lint, types, contract, walls, tests; at its end the slowest twenty
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
+	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
 
 # What needs no service, no model and no disk that syncs: chosen by measurement, a minute in all.
 CHECKED := $(addprefix tests/inference/,bench edge memory model scheduling text turns) \
   tests/kvasir tests/mutation tests/fairness/test_shared_resources.py tests/test_walls.py tests/test_lessons.py tests/test_readme.py
 
 check: install lint ## While you work, a minute: lint, types, contract, walls, and the tests that need no service and no model
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(CHECKED)
+	$(BIN)/python -m pytest -n 3 --dist worksteal $(CHECKED)
 
 test-gpu: install ## KV and engine on the GPU that MLX finds, TF32 off; says so where there is none
 	$(BIN)/python -m tests.on_gpu $(GPU)
@@ -79,6 +80,7 @@ campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on tw
 	$(BIN)/python -m tests.fuzz engine --requests 20000 --seed 4
 	KVASIR_KILLS=200 $(BIN)/python -m pytest --timeout 7200 tests/cachestore/service/test_kills.py
 	$(BIN)/python -m pytest --timeout 7200 -m campaign
+	KVASIR_WHOLE=1 $(BIN)/python -m pytest -n 3 --dist worksteal --timeout 7200
 
 campaign-fairness: install ## One namespace does its worst while another works, for every shared resource; an hour
 	$(BIN)/python -m tests.fairness.campaign $(FAIRNESS)

@@ -1,6 +1,8 @@
 """What every test run begins with."""
 
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +15,19 @@ from tests.on_gpu import gpu, skip_with_reasons
 
 settings.register_profile("a busy machine is no failure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("a busy machine is no failure")
+
+
+MEMORY, ROOM_BYTES = Path("/dev/shm"), 8 << 30
+
+
+def pytest_configure() -> None:
+    """Temporary files lie in memory where there is room: half of what the store's tests take is waiting for a disk.
+
+    What a sync is for, a loss of power, is tested on a recording of all effects; and a kill leaves this memory as it
+    leaves the page cache of a disk.
+    """
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > ROOM_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

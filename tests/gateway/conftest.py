@@ -1,13 +1,16 @@
-"""A house of two namespaces with a gateway before it, shared by the tests of this folder that kill nothing."""
+"""A house of two namespaces with a gateway before it, shared by the tests of this folder that kill nothing.
 
+The SDKs take seconds to import: only the process that runs their tests does it.
+"""
+
+import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-from anthropic import Anthropic
-from openai import OpenAI
 
 from tests.gateway.serving import GatewayProcess, running_gateway, write_keys
 from tests.system_fixtures import House
@@ -25,7 +28,9 @@ class Front:
     gateway: GatewayProcess
     keys: dict[str, str]
 
-    def openai(self, caller: str = "ada", *, is_strict: bool = True, **headers: str) -> OpenAI:
+    def openai(self, caller: str = "ada", *, is_strict: bool = True, **headers: str) -> Any:
+        from openai import OpenAI
+
         return OpenAI(
             base_url=f"{self.gateway.url}/v1",
             api_key=self.keys[caller],
@@ -34,7 +39,9 @@ class Front:
             _strict_response_validation=is_strict,
         )
 
-    def anthropic(self, caller: str = "ada", **headers: str) -> Anthropic:
+    def anthropic(self, caller: str = "ada", **headers: str) -> Any:
+        from anthropic import Anthropic
+
         return Anthropic(
             base_url=self.gateway.url,
             api_key=self.keys[caller],
@@ -64,6 +71,16 @@ def running_front(root: Path, *, engine_options: Sequence[str] = ()) -> Iterator
             yield Front(house, gateway, keys)
     finally:
         house.close()
+
+
+@pytest.fixture(scope="session")
+def openai() -> Any:
+    return importlib.import_module("openai")
+
+
+@pytest.fixture(scope="session")
+def anthropic() -> Any:
+    return importlib.import_module("anthropic")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,6 @@ from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir_gateway import anthropic_messages, openai_responses
 from kvasir_gateway.turn import Asked
-from openai import BadRequestError
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
@@ -93,7 +92,7 @@ def test_a_conversation_that_is_edited_in_its_middle_goes_on_warm_from_its_secon
     assert last.usage.prompt_tokens - cached(last) < 20
 
 
-def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(front: Front) -> None:
+def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(front: Front, openai: Any) -> None:
     def talk(text: str, **headers: str) -> tuple[str, int]:
         client = front.openai(**{"x-agent-id": "told", **headers}).chat.completions.with_raw_response
         raw = client.create(model=MODEL, max_tokens=4, messages=[{"role": "user", "content": text}])
@@ -112,9 +111,9 @@ def test_what_becomes_of_a_named_agents_memory_is_asked_and_told_in_a_header(fro
     assert remembered() == (1, "My name is Anna.")
     assert talk("Quite another talk.", **{"x-agent-memory": "replace"})[0] == "replaced"
     assert remembered() == (2, "Quite another talk.")
-    with pytest.raises(BadRequestError, match="expected one of"):
+    with pytest.raises(openai.BadRequestError, match="expected one of"):
         talk("?", **{"x-agent-memory": "all"})
-    with pytest.raises(BadRequestError, match="needs x-agent-id"):
+    with pytest.raises(openai.BadRequestError, match="needs x-agent-id"):
         ask(front.openai(**{"x-agent-memory": "replace"}), [{"role": "user", "content": "?"}])
     streamed = {"model": MODEL, "max_tokens": 4, "stream": True, "messages": [{"role": "user", "content": "Streamed."}]}
     headers = {**front.bearer(), "x-agent-id": "streamed"}

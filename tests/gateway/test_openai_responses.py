@@ -2,20 +2,18 @@
 
 from typing import Any
 
-import openai
 import pytest
-from openai.types.responses import Response
 
 from tests.gateway.conftest import Front
 from tests.gateway.serving import MODEL
 
 
-def cached(response: Response) -> int:
+def cached(response: Any) -> int:
     assert response.usage is not None
-    return response.usage.input_tokens_details.cached_tokens
+    return int(response.usage.input_tokens_details.cached_tokens)
 
 
-def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front) -> None:
+def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front, openai: Any) -> None:
     client = front.openai()
     first = client.responses.create(model=MODEL, instructions="Be kind.", input="Responses: my name is Anna.")
     assert first.status == "completed"
@@ -43,7 +41,7 @@ def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front) -> None:
         front.openai("eve").responses.create(model=MODEL, input="?", previous_response_id=first.id)
 
 
-def test_a_request_refers_to_a_bounded_number_of_items(front: Front) -> None:
+def test_a_request_refers_to_a_bounded_number_of_items(front: Front, openai: Any) -> None:
     many: Any = [{"type": "item_reference", "id": "msg_1bm90aGluZw"}] * 257
     with pytest.raises(openai.BadRequestError, match="at most 256 items of type item_reference"):
         front.openai().responses.create(model=MODEL, input=many)
@@ -84,7 +82,7 @@ def test_a_function_is_called_and_its_output_read(front: Front) -> None:
     assert cached(answer) > 0
 
 
-def test_a_prompt_is_completed_whole_and_streamed(front: Front) -> None:
+def test_a_prompt_is_completed_whole_and_streamed(front: Front, openai: Any) -> None:
     client = front.openai()
     asked: dict[str, Any] = {"model": MODEL, "prompt": "The market was", "max_tokens": 8}
     whole = client.completions.create(**asked)

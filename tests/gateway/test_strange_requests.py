@@ -10,7 +10,6 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from kvasir.clients import Choice, Reply
 from kvasir.common.v1.message_pb2 import ToolCall
@@ -20,8 +19,6 @@ from kvasir.server.fair_shares import Shares
 from kvasir_gateway import anthropic_messages, app, errors
 from kvasir_gateway.app import BodyRoom
 from kvasir_gateway.turn import Asked
-from schemathesis import GenerationMode, checks
-from schemathesis.specs.openapi import checks as of_the_document
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
@@ -215,6 +212,10 @@ def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
 
 def test_fuzzed_by_its_own_document_it_answers_as_documented(front: Front) -> None:
     """Schemathesis makes the requests. Some are made sensible, so that they reach the engine."""
+    import schemathesis  # it takes a second, which only who runs this test waits for
+    from schemathesis import GenerationMode, checks
+    from schemathesis.specs.openapi import checks as of_the_document
+
     document = httpx.get(f"{front.gateway.url}/openapi.json").json()
     schema = schemathesis.openapi.from_dict(document)
     schema.config.update(base_url=front.gateway.url)

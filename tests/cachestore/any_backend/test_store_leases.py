@@ -15,6 +15,7 @@ from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.records import HeldLease, LeaseToken, LeaseWanted, LineKey, Origin
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Clock, Lab, publish, upload
+from tests.sampling import sampled
 from tests.synthetic import SMALL, SyntheticAgent
 
 KV = kv_identity_hash(SMALL)
@@ -301,7 +302,7 @@ steps = st.lists(
 
 
 @given(steps)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=sampled(20, of=60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_is_taken_back_from_an_owner_that_may_count_on_its_lease(
     new_lab: Callable[[Path], Lab], steps: list[tuple[str, str]]
 ) -> None:

@@ -1,9 +1,8 @@
 """What is no regular file is damaged, and nobody waits for it; and a clock beyond the year 9999 stands at its end."""
 
+import contextlib
 import os
-import shutil
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,9 @@ from tests.synthetic import SMALL, SyntheticAgent
 
 
 def a_socket(path: Path) -> None:
-    # Made elsewhere: a path here may be longer than the name of a socket can be.
-    with tempfile.TemporaryDirectory(dir="/tmp") as short, socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{short}/s")
-        shutil.move(f"{short}/s", path)
+    # By its name alone: the whole path may be longer than the name of a socket can be.
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path.name)
 
 
 def a_directory(path: Path) -> None:

@@ -11,9 +11,10 @@ from cachestore_svc.records import SnapshotVersion
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, assert_restores, damaged, publish, upload
 from tests.cachestore.core.power_loss import RecordingDisk, losses
+from tests.sampling import sampled
 from tests.synthetic import MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
 
-MOMENTS = 200
+MOMENTS = sampled(60, of=200)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from kvasir.formats.digest import Digest
 from cachestore_svc.records import Origin, SnapshotVersion
 from cachestore_svc.store import Store
 from tests.cachestore.core.lab import NS, Lab, publish, upload
+from tests.sampling import sampled
 from tests.synthetic import SMALL, WINDOWED, SyntheticAgent, SyntheticSnapshot
 
 KV = kv_identity_hash(SMALL)
@@ -200,7 +201,7 @@ class Walk(RuleBasedStateMachine):
 
 
 Walk.TestCase.settings = settings(
-    max_examples=30, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=sampled(10, of=30), stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )
 test_no_row_that_was_brought_is_ever_lent_or_bound = Walk.TestCase
 

@@ -39,8 +39,6 @@ BORDERS = (1, 2, 63, 64, 65, 255, 256, 257, 300)
 ROOMY, NONE = 1 << 40, 0  # budgets of decoded values: a copy of every row, or decoding on read
 IS_MKL = device() == "cpu" and "mkl" in (load_optimized_blas() or "")
 
-pytestmark = pytest.mark.usefixtures("attention_step")
-
 in_blocks_too = pytest.mark.usefixtures("attention_step")  # as on a machine whose kernels sum in blocks
 
 

@@ -248,8 +248,8 @@ class World:
         ledger, running = self.memories.ledger, self.scheduler.running
         assert ledger.free_bytes + ledger.used_bytes + ledger.promised_bytes == ledger.total_bytes
         assert min(ledger.free_bytes, ledger.used_bytes, ledger.promised_bytes) >= 0
-        held = {page for job in running if job.kv is not None for page in job.kv.pages}
-        assert ledger.used_pages == len(held | self.memories.pages), "a page is nobody's"
+        held = self.memories.pages.union(*(job.kv.pages for job in running if job.kv is not None))
+        assert ledger.used_pages == len(held), "a page is nobody's"
         for job in running:
             assert job.reservation is not None
             assert job.kv is None or len(job.kv.pages) <= job.reservation.most_pages

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
+from tests.sampling import sampled
 
 STEP_S = 0.016  # without masks
 
@@ -87,6 +88,7 @@ rows = st.builds(Row, st.sampled_from("abc"), st.one_of(st.none(), st.floats(0.0
 
 
 @given(st.lists(rows, min_size=1, max_size=12))
+@settings(max_examples=sampled(30, of=100))
 def test_all_decode_in_the_end_and_masks_stay_within_their_part(rows: list[Row]) -> None:
     dearest_s = sum(row.mask_s or 0 for row in rows)
     steps = 2000

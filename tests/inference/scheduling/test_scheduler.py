@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from inference_svc.engine.scheduling.pacing import most_tokens
 from inference_svc.engine.scheduling.schedulable import Rules
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, Job, World, key_of
+from tests.sampling import sampled
 
 seconds = st.floats(0.001, 0.5)
 
@@ -16,7 +17,7 @@ seconds = st.floats(0.001, 0.5)
 
 
 @given(seconds, seconds, seconds, st.lists(st.integers(1, 20 * CELL), min_size=1, max_size=4), st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sampled(20, of=60), deadline=None)
 def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_cell(
     budget_s: float, cell_s: float, token_s: float, prompts: list[int], decoding: int
 ) -> None:
@@ -31,7 +32,7 @@ def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_c
 
 
 @given(seconds, seconds, seconds, st.integers(1, 9))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=sampled(13, of=40), deadline=None)
 def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_one_of_them(
     budget_s: float, cell_s: float, begin_s: float, restored: int
 ) -> None:
@@ -132,7 +133,7 @@ def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> Non
     st.lists(st.integers(1, 12 * CELL), min_size=2, max_size=6),
     st.dictionaries(st.integers(1, 30), st.integers(1, 900), max_size=5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=sampled(20, of=60), deadline=None)
 def test_between_two_cells_of_one_prompt_every_other_that_waits_gets_one(
     prompts: list[int], later: dict[int, int]
 ) -> None:
@@ -187,7 +188,7 @@ def test_a_warm_turn_with_one_cell_left_goes_before_longer_prompts() -> None:
 
 
 @given(st.integers(2, 6), st.integers(2, 8))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=sampled(10, of=20), deadline=None)
 def test_warm_turns_never_take_two_cells_in_a_row_from_a_longer_prompt(warm: int, cells: int) -> None:
     world = World(rules=Rules(ageing_s=1e9))
     for agent in range(warm):
@@ -226,7 +227,7 @@ def test_an_interactive_prompt_is_computed_before_background_ones() -> None:
 
 
 @given(st.floats(0.5, 5.0), st.integers(1, 3))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=sampled(10, of=20), deadline=None)
 def test_background_work_begins_and_goes_on_though_people_never_stop_asking(ageing_s: float, at_once: int) -> None:
     """It counts as interactive once it has waited `ageing_s`, to begin and for each of its cells."""
     rules = Rules(ageing_s=ageing_s, max_running=3)
@@ -282,7 +283,7 @@ def test_a_turn_without_room_is_not_overtaken() -> None:
         max_size=9,
     )
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=sampled(16, of=50), deadline=None)
 def test_every_turn_is_served_to_its_end(work: list[Job]) -> None:
     world = World(budget_bytes=2100)
     world.submit(*work)
@@ -305,7 +306,7 @@ def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
 
 
 @given(st.integers(0, 12), st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=sampled(16, of=50), deadline=None)
 def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int, other: int) -> None:
     """(LESSONS 25) While it waits, while its prompt is computed, and while it decodes."""
     world = World(budget_bytes=4000, rules=Rules(budget_s=0.0, max_running=2))

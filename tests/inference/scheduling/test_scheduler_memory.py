@@ -20,6 +20,7 @@ from tests.inference.scheduling.scheduling_world import (
     key_of,
     memory,
 )
+from tests.sampling import sampled
 
 
 def hot(budget: int, **sizes: int) -> Hot:
@@ -97,7 +98,9 @@ class LedgerHistory(RuleBasedStateMachine):
 
 
 def test_free_and_used_and_promised_bytes_are_the_total_after_any_calls() -> None:
-    run_state_machine_as_test(LedgerHistory, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(
+        LedgerHistory, settings=settings(max_examples=sampled(20, of=60), stateful_step_count=40, deadline=None)
+    )
 
 
 def test_a_turn_that_extends_a_memory_needs_room_only_for_what_is_new() -> None:
@@ -462,7 +465,7 @@ def test_a_turn_gives_way_only_so_often(most: int) -> None:
 
 
 @given(st.integers(1, 3), st.integers(0, 3), st.floats(0.5, 3.0))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=sampled(10, of=15), deadline=None)
 def test_background_turns_end_though_people_never_stop_asking_for_their_room(
     count: int, most: int, ageing_s: float
 ) -> None:
