@@ -17,16 +17,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 import structlog
+from kvasir.address import AddressTaken
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 from kvasir.server.interceptors import settle_garbage
+from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.shared_room import SharedRoom
+from kvasir.server.wellness import Ailment, Wellness
 
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
 from cachestore_svc.edge.agent_service import AgentService
+from cachestore_svc.edge.metrics import StoreNumbers
 from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
@@ -47,6 +52,7 @@ _FILE_LIMITS = (65_536, 10_240)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 _PROGRESS_S = 1.0
+_PROTOCOL = "kvasir.cachestore.v1"
 # Exit codes. The last is that of `kvasir` for what is not there.
 OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5
 
@@ -76,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if command == "check":
                 return check(store, repair, as_json)
             return scrub(store, as_json) if command == "scrub" else collect(store, dry_run, as_json)
-    except (ConfigError, RefusedToStart, KvasirError) as error:
+    except (ConfigError, RefusedToStart, AddressTaken, KvasirError) as error:
         print(f"cachestore_svc: {error}", file=sys.stderr)
         return CANNOT_RUN
 
@@ -99,10 +105,13 @@ async def serve(settings: StoreSettings) -> None:
     store = await asyncio.to_thread(open_store, settings)
     threads = StoreThreads()
     collecting: asyncio.Task[None] | None = None
+    stop_page: Callable[[], None] | None = None
     try:
         service, agents = _services(settings, store, threads, peers, edge.stopping)
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
+        if settings.metrics_listen:
+            stop_page = _page(store, threads, edge.rpcs).serve(settings.metrics_listen)
         await edge.start()
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
@@ -114,6 +123,8 @@ async def serve(settings: StoreSettings) -> None:
         if collecting is not None:
             collecting.cancel()
             await asyncio.gather(collecting, return_exceptions=True)
+        if stop_page is not None:
+            await asyncio.to_thread(stop_page)
         await asyncio.to_thread(threads.close)
         await asyncio.to_thread(store.close)
     log.info("store.stopped")
@@ -135,6 +146,17 @@ def _services(
         stopping=stopping,
     )
     return service, AgentService(store, threads, transfers, stall_timeout_s=settings.stall_timeout_s)
+
+
+def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts) -> OperatorPage:
+    async def wellness() -> Wellness:
+        try:
+            return Wellness(await threads.run(HOUSE, store.ailments))
+        except KvasirError as error:
+            return Wellness([Ailment(error.reason, error.message)])
+
+    asked = asked_of_loop(asyncio.get_running_loop(), wellness)
+    return OperatorPage(About("store", _PROTOCOL), StoreNumbers(store, rpcs).metrics, asked)
 
 
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
@@ -267,6 +289,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
+    ("metrics-listen", str, "127.0.0.1:PORT for Prometheus metrics and /healthz, to this machine only"),
     ("stop-grace-s", float, "how long running calls may go on after SIGTERM"),
 )
 

@@ -8,11 +8,11 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvasir.address import Address, parse_address
+from kvasir.address import Address, check_operators_address, parse_address
 from kvasir.clients import Tls
 from kvasir.credentials import CredentialFileError, read_token
 from kvasir.server.serving import Listening
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cachestore_svc.records import MIB, StoreConfig
@@ -69,10 +69,17 @@ class StoreSettings(BaseSettings):
     """A caller or peer that neither sends nor takes anything for so long in the middle of a transfer is given up."""
     stop_grace_s: Annotated[float, Field(ge=0)] = 5.0
     """How long running calls may go on after SIGTERM."""
+    metrics_listen: str = ""
+    """127.0.0.1:PORT: Prometheus metrics and /healthz over HTTP, to this machine only. Empty: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"
     """For people, or for programs. Prompt text, tokens and credentials are in neither."""
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _is_loopback(cls, given: str) -> str:
+        return check_operators_address(given) if given else given
 
     def store_config(self) -> StoreConfig:
         return StoreConfig(

@@ -32,6 +32,11 @@ class Counters:
         with self._lock:
             self._counts[namespace][name] += count
 
+    def of_all(self) -> Counter[str]:
+        """Sums over namespaces."""
+        with self._lock:
+            return sum(self._counts.values(), Counter[str]())
+
     def of(self, namespace: str) -> dict[str, int]:
         with self._lock:
             return dict(self._counts[namespace])

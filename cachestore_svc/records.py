@@ -362,6 +362,21 @@ class AgentUsage:
 
 
 @dataclass(frozen=True, slots=True)
+class Totals:
+    """Sizes of all namespaces together, but for those that are kept out because their entries are damaged."""
+
+    agent_count: int
+    snapshot_count: int
+    blob_count: int
+    blob_bytes: int
+    logical_bytes: int  # what the newest versions would take if nothing were shared
+    reserved_bytes: int
+    unreferenced_bytes: int
+    damaged_blob_count: int
+    free_disk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Sizes and counters of one namespace."""
 

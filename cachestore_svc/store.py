@@ -13,6 +13,7 @@ from typing import Self
 from kvasir.errors import Conflict, DataLoss, NotFound
 from kvasir.formats.digest import Digest
 from kvasir.names import check_agent_id, check_namespace
+from kvasir.server.wellness import Ailment
 
 from cachestore_svc import prefixes
 from cachestore_svc.blobs.backend import BlobBackend
@@ -50,6 +51,7 @@ from cachestore_svc.records import (
     SnapshotVersion,
     Stats,
     StoreConfig,
+    Totals,
     VerifyProgress,
     named_version,
 )
@@ -356,6 +358,18 @@ class Store(LeaseStore):
         """Sizes and counters. No side effect."""
         check_namespace(namespace)
         return statistics.stats_of(self._core, namespace)
+
+    def totals(self) -> Totals:
+        """Sizes of all namespaces, for the store's owner. Reads the whole index, in slices."""
+        return statistics.totals_of(self._core)
+
+    def counted(self) -> Mapping[str, int]:
+        """Counts since the start, summed over namespaces."""
+        return self._core.counters.of_all()
+
+    def ailments(self) -> list[Ailment]:
+        """What is wrong with the store, for its owner. Raises where the index does not answer."""
+        return statistics.ailments_of(self._core)
 
     # --- inside ---
 

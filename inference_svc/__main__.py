@@ -6,21 +6,23 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from types import ModuleType
 
 import structlog
+from kvasir.address import AddressTaken
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.log_errors import without_payload
+from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge.agent_service import AGENT_ROLES, AGENT_SERVICE_NAME, add_agent_service
-from inference_svc.edge.metrics import serve_metrics
+from inference_svc.edge.metrics import numbers_of
 from inference_svc.edge.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, ServiceLimits, new_request_id
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.grammar_trial import GrammarTrial
@@ -33,9 +35,11 @@ from inference_svc.model.model_host import ModelHost
 from inference_svc.served_model import ServedModel, open_served
 from inference_svc.service_status import status_of
 from inference_svc.turns.admission import Admission
+from inference_svc.wellness import wellness_of
 
 _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78
+_PROTOCOL = "kvasir.inference.v1"
 
 
 def main() -> int:
@@ -43,7 +47,7 @@ def main() -> int:
         settings = read_settings(sys.argv[1:])
         _set_up_logging(settings)
         run(serve(settings))
-    except (ConfigError, RefusedToStart, CredentialFileError) as error:
+    except (ConfigError, RefusedToStart, AddressTaken, CredentialFileError) as error:
         print(f"inference_svc: {error}", file=sys.stderr)
         return _EX_CONFIG
     except KvasirError as error:
@@ -65,7 +69,7 @@ async def serve(settings: EngineSettings) -> None:
     stores = _stores(settings)
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
     stats = ServiceStats(time.monotonic())
-    admission = Admission(settings.admission, stats, time.monotonic)
+    admission = Admission(settings.admission, time.monotonic)
 
     def open_model(name: str, path: str) -> Awaitable[ServedModel]:
         return open_served(name, path, settings, stores, owner.name, admission, stats, time.monotonic, _now_ms)
@@ -80,7 +84,10 @@ async def serve(settings: EngineSettings) -> None:
         for store in stores.values():
             stack.push_async_callback(store.close)
         if settings.metrics_listen:
-            stack.callback(_serve_metrics(settings.metrics_listen, status))
+            wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values()))
+            about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
+            page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs), wellness)
+            stack.callback(page.serve(settings.metrics_listen))
         # Connected before the first turn, whose budget for the store is better spent on reading.
         await asyncio.gather(*(store.answers() for store in stores.values()))
         if problems := [store.problem for store in stores.values() if store.problem]:
@@ -95,6 +102,7 @@ async def serve(settings: EngineSettings) -> None:
                 host,
                 stores,
                 formats,
+                stats,
                 status,
                 limits=_limits(settings),
                 is_stopping=server.stopping.is_set,
@@ -160,13 +168,6 @@ def _limits(settings: EngineSettings) -> ServiceLimits:
         reader_stall_s=settings.reader_stall_s,
         admission=settings.admission,
     )
-
-
-def _serve_metrics(address: str, status: Callable[[], ServiceStatus]) -> Callable[[], None]:
-    try:
-        return serve_metrics(address, status)
-    except OSError as error:
-        raise RefusedToStart(f"--metrics-listen {address}: {error.strerror or error}") from None
 
 
 def _now_ms() -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvasir.address import parse_address
+from kvasir.address import check_operators_address
 from kvasir.clients import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
@@ -120,7 +120,7 @@ class EngineSettings(BaseSettings):
     """Also serve mlx.grpc.engine.MlxEngine, at the same address, for gateways that speak it.
     Needs kvasir[neighbour]."""
     metrics_listen: str = ""
-    """127.0.0.1:PORT: Prometheus metrics over HTTP, to this machine only. Empty: none."""
+    """127.0.0.1:PORT: Prometheus metrics and /healthz over HTTP, to this machine only. Empty: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"
@@ -147,11 +147,7 @@ class EngineSettings(BaseSettings):
     @field_validator("metrics_listen")
     @classmethod
     def _is_loopback(cls, given: str) -> str:
-        if given:
-            address = parse_address(given)
-            if address.socket_path is not None or not address.is_loopback:
-                raise ValueError(f"{given}: metrics have no TLS and no credential: listen on 127.0.0.1:PORT")
-        return given
+        return check_operators_address(given) if given else given
 
     @field_validator("store_token_file", mode="before")
     @classmethod

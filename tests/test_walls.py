@@ -91,7 +91,7 @@ IMPORTS = (
     ),
     Wall(
         ("prometheus_client",),
-        ("inference_svc/edge/metrics.py",),
+        ("*/edge/metrics.py", f"{GATEWAY}/metrics.py", f"{SDK}/server/operator_page.py"),
         "numbers are counted in plain data and shown in one place",
     ),
     Wall(
@@ -359,8 +359,8 @@ ROOMS = {
     SDK: {
         "bench": "clients credentials errors formats",
         "cli": "address bench clients credentials errors formats",
-        "clients": "address errors formats status",
-        "server": "address credentials errors status",
+        "clients": "address call_context errors formats status",
+        "server": "address call_context credentials errors status",
         "formats": "errors names",
     },
     GATEWAY: {},

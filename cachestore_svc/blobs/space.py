@@ -80,6 +80,13 @@ class Space:
         with self._lock:
             self._stored[namespace] -= size_bytes
 
+    @property
+    def is_disk_full(self) -> bool:
+        """Whether no byte may be written, beside what must stay free and what was promised."""
+        with self._lock:
+            kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
+            return self._disk.free_bytes(self._config.data_dir) <= self._reserved.total() + kept
+
     def reserved_bytes(self, namespace: str) -> int:
         with self._lock:
             return self._reserved[namespace]

@@ -1,11 +1,13 @@
-"""Sizes and counters of a namespace, computed when asked."""
+"""Sizes and counters, computed when asked, and what is wrong with a store."""
 
 from collections.abc import Callable
 from functools import partial
 
+from kvasir.server.wellness import Ailment
+
 from cachestore_svc.core import Core
 from cachestore_svc.index.catalog import CatalogView, Sums
-from cachestore_svc.records import Stats
+from cachestore_svc.records import Stats, Totals
 
 _SumsOf = Callable[[str, str, CatalogView], Sums]
 
@@ -27,6 +29,34 @@ def stats_of(core: Core, namespace: str) -> Stats:
         damaged_blob_count=damaged,
         counters=core.counters.of(namespace),
     )
+
+
+def totals_of(core: Core) -> Totals:
+    """See cachestore_svc.store.Store.totals."""
+    each = [stats_of(core, namespace) for namespace in core.sound_namespaces()]
+    return Totals(
+        agent_count=sum(stats.agent_count for stats in each),
+        snapshot_count=sum(stats.snapshot_count for stats in each),
+        blob_count=sum(stats.blob_count for stats in each),
+        blob_bytes=sum(stats.blob_bytes for stats in each),
+        logical_bytes=sum(stats.logical_bytes for stats in each),
+        reserved_bytes=sum(stats.reserved_bytes for stats in each),
+        unreferenced_bytes=sum(stats.unreferenced_bytes for stats in each),
+        damaged_blob_count=sum(stats.damaged_blob_count for stats in each),
+        free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
+    )
+
+
+def ailments_of(core: Core) -> list[Ailment]:
+    """See cachestore_svc.store.Store.ailments."""
+    core.sound_namespaces()  # raises where the index does not answer
+    found = []
+    if core.space.is_disk_full:
+        found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
+    if core.catalog.damage:
+        what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"
+        found.append(Ailment("INDEX_DAMAGED", f"{what}; stop the store and run: kvasir store recover"))
+    return found
 
 
 def _sums(core: Core, namespace: str, sums_of: _SumsOf, count: int) -> list[int]:

@@ -1,15 +1,17 @@
 """The inference service on the wire: checks requests, streams turns, ends them when their reader goes away."""
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from kvasir.credentials import ADMIN, OWNER
-from kvasir.errors import DeadlineExceeded, PermissionDenied, Unavailable
+from kvasir.call_context import call_name, name_call
+from kvasir.credentials import ADMIN, OWNER, Principal
+from kvasir.errors import Cancelled, DeadlineExceeded, KvasirError, PermissionDenied, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.names import check_request_id
@@ -19,7 +21,7 @@ from inference_svc.edge import messages, stats_messages
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
 from inference_svc.memory.remote_cache import RemoteCache
-from inference_svc.memory.service_stats import ServiceStatus
+from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import AdmissionLimits
@@ -66,6 +68,11 @@ def new_request_id() -> str:
     return secrets.token_hex(8)
 
 
+def _id_of_call() -> str:
+    """For a turn whose request has none."""
+    return call_name() or new_request_id()
+
+
 def new_seed() -> int:
     return secrets.randbits(63)
 
@@ -78,6 +85,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         host: ModelHost[ServedModel],
         stores: Mapping[str, RemoteCache],
         formats: ReplyFormats,
+        stats: ServiceStats,
         status: Callable[[], ServiceStatus],
         *,
         limits: ServiceLimits,
@@ -90,6 +98,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._host = host
         self._stores = stores
         self._formats = formats
+        self._stats = stats
         self._status = status
         self._limits = limits
         self._is_stopping = is_stopping
@@ -100,16 +109,22 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         request: pb.GenerateRequest,
         context: Any,
     ) -> None:
-        self._check_serves()
         caller = current_principal()
+        with self._counting_refusals(caller.namespace):
+            name_call(request.request_id)
+            await self._generate(request, caller, context)
+
+    async def _generate(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
+        self._check_serves()
         checked = messages.turn_request(
             request,
             namespace=caller.namespace,
             caller=caller.name,
             max_prompt_bytes=self._limits.max_prompt_bytes,
-            new_request_id=new_request_id,
+            new_request_id=_id_of_call,
             new_seed=new_seed,
         )
+        name_call(checked.request_id)
         served = await self._host.awake(request.model)
         await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
         running = (await self._host.awake(request.model)).turns.begin(checked)
@@ -123,15 +138,20 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
             running.cancel()
 
     async def Warm(self, request: pb.WarmRequest, context: Any) -> pb.WarmResponse:
-        self._check_serves()
         caller = current_principal()
+        with self._counting_refusals(caller.namespace):
+            return await self._warm(request, caller)
+
+    async def _warm(self, request: pb.WarmRequest, caller: Principal) -> pb.WarmResponse:
+        self._check_serves()
         checked = messages.warm_request(
             request,
             namespace=caller.namespace,
             caller=caller.name,
             max_prompt_bytes=self._limits.max_prompt_bytes,
-            new_request_id=new_request_id,
+            new_request_id=_id_of_call,
         )
+        name_call(checked.request_id)
         served = await self._host.awake(request.model)
         running = served.turns.begin(checked)
         started: TurnStarted | None = None
@@ -170,8 +190,12 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         return pb.ListHotMemoriesResponse(memories=found)
 
     async def CountTokens(self, request: pb.CountTokensRequest, context: Any) -> pb.CountTokensResponse:
-        self._check_serves()
         caller = current_principal()
+        with self._counting_refusals(caller.namespace):
+            return await self._count_tokens(request, caller)
+
+    async def _count_tokens(self, request: pb.CountTokensRequest, caller: Principal) -> pb.CountTokensResponse:
+        self._check_serves()
         checked = messages.count_request(
             request,
             namespace=caller.namespace,
@@ -237,6 +261,15 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         status = self._status()  # of now, and not of when a store that hangs has been given up
         is_reachable = await _answers(self._stores.get(current_principal().namespace))
         return stats_messages.stats(status, self._namespaces(), store_is_reachable=is_reachable)
+
+    @contextlib.contextmanager
+    def _counting_refusals(self, namespace: str) -> Iterator[None]:
+        try:
+            yield
+        except KvasirError as error:
+            if not error.is_failure and not isinstance(error, Cancelled | DeadlineExceeded):
+                self._stats.of(namespace).refusals[error.reason] += 1
+            raise
 
     def _check_serves(self) -> None:
         check_serves(self._is_stopping)

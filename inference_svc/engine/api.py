@@ -166,6 +166,8 @@ class Started:
 
     cached_tokens: int
     is_shared: bool = False
+    queue_s: float = field(default=0.0, compare=False)  # from submit until the engine began
+    restore_s: float = field(default=0.0, compare=False)  # until the KV was there
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,11 @@ class Engine:
         """How often a turn was preempted because another needed its room."""
         return self._worker.preemptions
 
+    @property
+    def silent_s(self) -> float:
+        """How long the thread that computes has given no sign; see MlxThread."""
+        return self._thread.silent_s
+
     def hot_sizes(self) -> dict[AgentKey, int]:
         """Allocated KV bytes of each hot memory, also of those that running turns extend."""
         return self._worker.memories.sizes()

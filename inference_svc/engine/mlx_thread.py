@@ -9,6 +9,7 @@ MLX, because no second thread has it.
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -51,11 +52,15 @@ class Letter(Generic[WorkerT, ResultT]):
 class MlxThread(Generic[WorkerT]):
     """Runs a worker: mailbox, step, mailbox, step …; sleeps while there is no work."""
 
-    def __init__(self, make_worker: Callable[[], WorkerT], name: str = "mlx") -> None:
+    def __init__(
+        self, make_worker: Callable[[], WorkerT], name: str = "mlx", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Start the thread and make the worker on it. Blocks until it is made; raises the error if that fails."""
         self._mailbox: queue.SimpleQueue[Letter[WorkerT, Any]] = queue.SimpleQueue()
         self._is_closing = threading.Event()
         self._has_ended = threading.Event()
+        self._clock = clock
+        self._seen_s = clock()
         made: Future[None] = Future()
         # Not a daemon: a daemon that is busy at exit aborts the process.
         self._thread = threading.Thread(target=self._run, args=(make_worker, made), name=name, daemon=False)
@@ -74,6 +79,12 @@ class MlxThread(Generic[WorkerT]):
         if self._has_ended.is_set():
             self._return_to_senders()
         return letter.result
+
+    @property
+    def silent_s(self) -> float:
+        """How long the thread has not looked at its mailbox: up to a second without work, the longest cell with it.
+        Infinite once it has ended."""
+        return float("inf") if self._has_ended.is_set() else self._clock() - self._seen_s
 
     def close(self) -> None:
         """End the worker and the thread; blocks until then. Earlier letters are delivered first. Idempotent."""
@@ -122,6 +133,7 @@ class MlxThread(Generic[WorkerT]):
             self._mailbox.get(timeout=_IDLE_POLL_S).deliver(worker)
 
     def _deliver_all(self, worker: WorkerT) -> None:
+        self._seen_s = self._clock()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._mailbox.get_nowait().deliver(worker)

@@ -238,7 +238,8 @@ class Sequence:
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
         self._stage = Status.PREFILLING
-        self._events.append(Started(cached, is_shared))
+        waited_s, restore_s = self._begun_s - self._submitted_s, self._restored_s - self._begun_s
+        self._events.append(Started(cached, is_shared, waited_s, restore_s))
         self._end_if_only_prompt()
 
     def preempted(self, files: tuple[bytes, ...]) -> None:

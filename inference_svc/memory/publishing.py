@@ -230,6 +230,7 @@ class Publisher:
         before: "asyncio.Task[SnapshotOutcome] | None" = None,
     ) -> SnapshotOutcome:
         publication = memory.publication
+        began_s = self._clock()
         held_bytes = sum(map(len, files_of(taken))) if isinstance(taken, Snapshot) else 0
         self.copies.held.take(key.namespace, held_bytes)
         try:
@@ -245,7 +246,9 @@ class Publisher:
                 if stream is not None:
                     await stream.drain()
                     sent_bytes += stream.sent_bytes
-                return await self._until_committed(key, memory, taken, store, sent_bytes)
+                committed = await self._until_committed(key, memory, taken, store, sent_bytes)
+                self._stats.of(key.namespace).times.commit.add(self._clock() - began_s)
+                return committed
         except TimeoutError:
             return self.failed(key, publication, f"the store did not take it within {self._limits.timeout_s:.0f} s")
         except errors.Conflict as error:

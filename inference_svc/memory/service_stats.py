@@ -5,10 +5,30 @@ thread, which at worst sees one counter a moment later than the next.
 """
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+
+from kvasir.server.durations import Durations
 
 from inference_svc.memory.outcomes import MissReason, SnapshotState, Source
+
+
+@dataclass(frozen=True, slots=True)
+class TurnTimes:
+    """How long the parts of turns took."""
+
+    queue: Durations = field(default_factory=Durations)  # until the engine began, or the turn was ended before
+    restore: Durations = field(default_factory=Durations)  # of memories that were read from the store
+    first_token: Durations = field(default_factory=Durations)  # from the request's arrival
+    token_gap: Durations = field(default_factory=Durations)  # from one token of a reply to the next
+    commit: Durations = field(default_factory=Durations)  # from the end of a turn until its memory was durable
+
+    def add_all(self, others: Iterable["TurnTimes"]) -> "TurnTimes":
+        """Those of others too. Returns itself."""
+        taken = list(others)
+        for part in fields(self):
+            getattr(self, part.name).add_all(getattr(other, part.name) for other in taken)
+        return self
 
 
 @dataclass(slots=True)
@@ -16,8 +36,8 @@ class NamespaceCounters:
     """Counters of one namespace since the start; `waiting_turns` and `running_turns` are current numbers."""
 
     turns: int = 0
-    ends: Counter[str] = field(default_factory=Counter)  # finished, cancelled, failed
-    refusals: Counter[str] = field(default_factory=Counter)  # by the refusal's reason
+    ends: Counter[str] = field(default_factory=Counter)  # finished, cancelled, refused, failed
+    refusals: Counter[str] = field(default_factory=Counter)  # of turns and counts, by the refusal's reason
     prefilled_tokens: int = 0
     cached_tokens: int = 0
     decoded_tokens: int = 0
@@ -27,6 +47,7 @@ class NamespaceCounters:
     published_bytes: int = 0
     waiting_turns: int = 0
     running_turns: int = 0
+    times: TurnTimes = field(default_factory=TurnTimes)
 
 
 @dataclass(slots=True)

@@ -94,6 +94,11 @@ class ModelHost(Generic[ServedT]):
         """The loaded model, even while it is being unloaded."""
         return self._served
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether idleness has unloaded the model, and the next turn loads it again."""
+        return bool(self._asleep) and self._served is None
+
     def state(self, name: str) -> ModelState:
         if name == self._loading:
             return ModelState.LOADING

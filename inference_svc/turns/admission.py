@@ -17,8 +17,6 @@ from kvasir.errors import ResourceExhausted
 from kvasir.server.fair_shares import Shares
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.memory.service_stats import ServiceStats
-
 _USUAL_TURN_S = 1.0  # assumed until a turn has ended
 _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.1, 30.0
 _NEWEST_WEIGHT = 0.1
@@ -50,12 +48,11 @@ class AdmissionLimits:
 class Admission:
     """The room of one service. On one event loop."""
 
-    def __init__(self, limits: AdmissionLimits, stats: ServiceStats, clock: Callable[[], float]) -> None:
+    def __init__(self, limits: AdmissionLimits, clock: Callable[[], float]) -> None:
         """`clock` gives seconds, monotonic."""
         self.limits = limits
         self.restoring = SharedRoom(limits.max_restoring_bytes)
         self.publishing = SharedRoom(limits.max_publishing_bytes)
-        self._stats = stats
         self._clock = clock
         self._turns = Shares(limits.max_turns)
         self._of_caller: Counter[tuple[str, str]] = Counter()
@@ -66,8 +63,7 @@ class Admission:
     @contextlib.contextmanager
     def turn(self, namespace: str, caller: str, prompt_bytes: int) -> Iterator[None]:
         """A turn's place, until the end of the block. Raises ResourceExhausted."""
-        with self._counting_refusals(namespace):
-            self._check_turn(namespace, caller, prompt_bytes)
+        self._check_turn(namespace, caller, prompt_bytes)
         began = self._clock()
         self._hold(namespace, caller, prompt_bytes)
         try:
@@ -82,16 +78,15 @@ class Admission:
         """KV that a turn may come to need, until the end of the block. Raises ResourceExhausted."""
         if not _has_room(self._kv_bytes, namespace, needed_bytes):
             own_bytes, most = self._kv_bytes.held(namespace), self.limits.max_kv_backlog_bytes
-            with self._counting_refusals(namespace):
-                raise self._refusal(
-                    namespace,
-                    "MEMORY_BUSY",
-                    f"KV memory: the turn's KV may need {needed_bytes} bytes, the namespace's turns that wait or run "
-                    f"{own_bytes}; of the {most} that may be asked for at once, no more are this namespace's now",
-                    needed_bytes=needed_bytes,
-                    open_bytes=own_bytes,
-                    max_bytes=most,
-                )
+            raise self._refusal(
+                namespace,
+                "MEMORY_BUSY",
+                f"KV memory: the turn's KV may need {needed_bytes} bytes, the namespace's turns that wait or run "
+                f"{own_bytes}; of the {most} that may be asked for at once, no more are this namespace's now",
+                needed_bytes=needed_bytes,
+                open_bytes=own_bytes,
+                max_bytes=most,
+            )
         self._kv_bytes.hold(namespace, needed_bytes)
         try:
             yield
@@ -149,14 +144,6 @@ class Admission:
             retry_after_s=self.retry_after_s(namespace),
             metadata={name: str(number) for name, number in numbers.items()},
         )
-
-    @contextlib.contextmanager
-    def _counting_refusals(self, namespace: str) -> Iterator[None]:
-        try:
-            yield
-        except ResourceExhausted as refusal:
-            self._stats.of(namespace).refusals[refusal.reason] += 1
-            raise
 
     def _hold(self, namespace: str, caller: str, prompt_bytes: int) -> None:
         self._turns.hold(namespace, 1)

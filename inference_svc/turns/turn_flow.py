@@ -242,7 +242,7 @@ class TurnService:
             self._end_early(turn, errors.Cancelled("the turn was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
-            end = "cancelled" if running.is_cancelled else end
+            end = "cancelled" if running.is_cancelled else "refused" if _is_refusal(error) else end
             self._end_early(turn, error)
         else:
             end = "cancelled" if running.is_cancelled else "finished"
@@ -253,6 +253,8 @@ class TurnService:
                 counters.running_turns -= 1
             else:
                 counters.waiting_turns -= 1
+                if end == "cancelled":  # else long waits would be missing where readers give up
+                    counters.times.queue.add(self._clock() - turn.arrived)
 
     def _end_early(self, turn: TurnState, error: BaseException) -> None:
         """The last that the reader hears of a turn that leaves no memory."""
@@ -549,6 +551,10 @@ def _same_version(planned: Recollection, found: Recollection) -> Recollection:
     ):
         raise _MemoryMovedError
     return replace(found, base=planned.base)
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, errors.KvasirError) and not error.is_failure
 
 
 def _moved_away() -> errors.Unavailable:

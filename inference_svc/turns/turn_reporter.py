@@ -103,6 +103,9 @@ class TurnReporter:
         if not turn.has_begun:
             counters.waiting_turns -= 1
             counters.running_turns += 1
+            counters.times.queue.add(turn.queue_s + event.queue_s)
+            if source is Source.WARM:
+                counters.times.restore.add(turn.restore_s + event.restore_s)
         turn.has_begun, turn.computed = True, cached_tokens
         turn.prompt_tokens, turn.cached_tokens = len(prepared.tokens.ids), cached_tokens
         turn.restoring.close()
@@ -124,12 +127,22 @@ class TurnReporter:
         )
 
     def _tokens(self, event: Tokens) -> None:
-        if self._turn.first_token_at is None:
-            self._turn.first_token_at = self._clock()
+        self._time(len(event.ids))
         self._counters.decoded_tokens += len(event.ids)
         self._turn.completion_tokens += len(event.ids)
         part = self._turn.reader.push(event.text)
         self._turn.running.tell(TurnDelta(part.answer, event.ids, part.reasoning, event.logprobs))
+
+    def _time(self, tokens: int) -> None:
+        turn, times, now_s = self._turn, self._counters.times, self._clock()
+        gaps, since_s = tokens, now_s - (turn.last_token_at or now_s)
+        if turn.first_token_at is None:
+            turn.first_token_at = now_s
+            times.first_token.add(now_s - turn.arrived)
+            gaps -= 1
+        if gaps > 0:
+            times.token_gap.add(since_s / gaps, gaps)
+        turn.last_token_at = now_s
 
     def _ended(self, event: Ended) -> None:
         part = self._turn.reader.end(event.generated_text.removeprefix(event.text))

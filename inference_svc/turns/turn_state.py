@@ -97,6 +97,7 @@ class TurnState:
     damage: Miss | None = None
     rewind_point_chars: int | None = None  # prompt characters after which a model with states records a rewind point
     first_token_at: float | None = None
+    last_token_at: float | None = None
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
     snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end

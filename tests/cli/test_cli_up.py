@@ -1,5 +1,6 @@
 """`kvasir up`, `chat` and `doctor` with real services: supervised as one, spoken to through a pipe, examined."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -20,6 +21,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from kvasir.address import parse_address
 from kvasir.cli import doctor
 from kvasir.cli.caller import Caller
 from kvasir.cli.running.checks import DEFAULT_HTTP, KvPolicy
@@ -34,6 +36,7 @@ from kvasir.credentials import read_credentials, read_token
 from inference_svc.config import EngineSettings
 from inference_svc.model import kvasir_tiny
 from tests.cli.running import Begun, Cli, answers, eventually, in_process
+from tests.scraping import health, scrape
 
 ROOT = Path(__file__).parent.parent.parent
 TURN_KEYS = {
@@ -61,7 +64,8 @@ def home() -> Iterator[Path]:
 def cli(home: Path) -> Iterator[Cli]:
     """A home with a running group."""
     cli = Cli(home)
-    with cli.running("up", "--http", f"127.0.0.1:{_free_port()}", is_fresh=True) as up:
+    addresses = ("--http", f"127.0.0.1:{_free_port()}", "--metrics-listen", f"127.0.0.1:{_three_free_ports()}")
+    with cli.running("up", *addresses, is_fresh=True) as up:
         wait_until_ready(home, up)
         yield cli
 
@@ -326,6 +330,16 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         shutil.rmtree(home)
 
 
+def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
+    rows = {row["name"]: row for row in cli.done("status", "--json").value["services"]}
+    ports = [parse_address(rows[name]["metrics"]).port for name in ("engine", "store", "http")]
+    assert ports == [ports[0], ports[0] + 1, ports[0] + 2]
+    for name, port in zip(("engine", "store", "gateway"), ports, strict=True):
+        assert scrape(port).labels("kvasir_build_info")["service"] == name
+        assert health(port)[0] == 200
+    assert f"metrics at 127.0.0.1:{ports[1]}" in cli.done("status").out
+
+
 def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> None:
     running = Home(cli.home).running()
     assert running is not None
@@ -333,9 +347,11 @@ def test_an_engine_that_hangs_is_told_from_one_that_does_not_run(cli: Cli) -> No
     try:
         found = in_process("--home", cli.home, "status", "--json")
         assert (found.code, [row["state"] for row in found.value["services"]]) == (3, ["ready", "hangs", "not ready"])
+        assert "ENGINE_HANGS" in found.value["services"][2]["problems"][0]
         told = cli("doctor", "--json")
         assert told.code == 1
         assert f"kill -9 {running.engine_pid}" in told.value["problems"][0]
+        assert "ENGINE_HANGS" in told.value["problems"][1]
         silent = cli("stats")
         assert (silent.code, f"the engine (pid {running.engine_pid}) lives" in silent.err) == (3, True)
     finally:
@@ -451,6 +467,8 @@ WRONG = {
     "HTTP for all": ("--http", "0.0.0.0:7801"),
     "HTTP and none": ("--http", "127.0.0.1:7801", "--no-http"),
     "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
+    "metrics where HTTP is": ("--metrics-listen", "127.0.0.1:7801", "--http", "127.0.0.1:7803"),
+    "the last port": ("--metrics-listen", "127.0.0.1:65535"),
     "no TLS": ("--store-listen", "0.0.0.0:7801"),
     "half of TLS": ("--tls-cert", "/tmp/cert.pem"),
     "no model": ("--model", "nonsense"),
@@ -531,6 +549,16 @@ def make_certificate(certificate: Path, key: Path) -> None:
     certificate.write_bytes(builder.sign(private, hashes.SHA256()).public_bytes(Encoding.PEM))
     key.write_bytes(private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
     key.chmod(0o600)
+
+
+def _three_free_ports() -> int:
+    """The first of them."""
+    while True:
+        first = _free_port()
+        with socket.socket() as second, socket.socket() as third, contextlib.suppress(OSError, OverflowError):
+            second.bind(("127.0.0.1", first + 1))
+            third.bind(("127.0.0.1", first + 2))
+            return first
 
 
 def _free_port() -> int:

@@ -55,8 +55,15 @@ class Front:
 
 
 @contextmanager
-def running_front(root: Path, *, engine_options: Sequence[str] = ()) -> Iterator[Front]:
+def running_front(
+    root: Path,
+    *,
+    store_options: Sequence[str] = (),
+    engine_options: Sequence[str] = (),
+    gateway_options: Sequence[str] = (),
+) -> Iterator[Front]:
     house = House(root, engine_options=engine_options)
+    house.store.options += store_options
     keys = write_keys(root / "credentials.toml")
     for service in (house.store, house.engine):
         service.options += ["--credentials-file", str(root / "credentials.toml")]
@@ -67,7 +74,8 @@ def running_front(root: Path, *, engine_options: Sequence[str] = ()) -> Iterator
         house.engine.options += ["--store-token-file", f"{namespace}={token}"]
     try:
         house.start()
-        with running_gateway(house, "--credentials", str(root / "credentials.toml"), "--origin", ORIGIN) as gateway:
+        options = ("--credentials", str(root / "credentials.toml"), "--origin", ORIGIN, *gateway_options)
+        with running_gateway(house, *options) as gateway:
             yield Front(house, gateway, keys)
     finally:
         house.close()

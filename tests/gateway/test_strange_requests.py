@@ -207,7 +207,7 @@ def test_what_is_no_http_is_answered_and_harms_nobody(front: Front) -> None:
             connection.settimeout(2)
             with contextlib.suppress(OSError):
                 connection.recv(100)
-    assert httpx.get(f"{front.gateway.url}/healthz").json() == {"status": "ok", "engine": True, "store": True}
+    assert httpx.get(f"{front.gateway.url}/healthz").json()["status"] == "ok"
 
 
 def test_fuzzed_by_its_own_document_it_answers_as_documented(front: Front) -> None:

@@ -13,6 +13,10 @@ class AddressError(ValueError):
     """The text is no address. The message says what was expected."""
 
 
+class AddressTaken(AddressError):
+    """Nothing can listen there now. The message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """A Unix socket's path, or a host and port."""
@@ -49,6 +53,17 @@ def parse_address(text: str) -> Address:
     if (":" in host) != is_v6 or "/" in host:
         raise AddressError(f"{text!r}: expected host:port, with a v6 address in brackets")
     return Address(host=host[1:-1] if is_v6 else host, port=int(port))
+
+
+def check_operators_address(text: str) -> str:
+    """The address, if it is HOST:PORT of this machine alone: what is shown to operators asks for no credential.
+
+    Raises AddressError.
+    """
+    address = parse_address(text)
+    if address.socket_path is not None or not address.is_loopback:
+        raise AddressError(f"{text}: metrics have no TLS and no credential: listen on 127.0.0.1:PORT")
+    return text
 
 
 def _socket_path(text: str) -> Path:

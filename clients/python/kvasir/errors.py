@@ -11,6 +11,8 @@ class KvasirError(Exception):
     """A refusal with a reason. `reason` is UPPER_SNAKE_CASE and stable; `metadata` is for programs."""
 
     reason = "INTERNAL"
+    # Whether the service failed. Any other error is a refusal: the service did as it should.
+    is_failure = False
 
     def __init__(
         self,
@@ -67,6 +69,7 @@ class DataLoss(KvasirError):
     """Stored bytes are damaged. They were reported and are not served."""
 
     reason = "BLOB_DAMAGED"
+    is_failure = True
 
 
 class Unavailable(KvasirError):
@@ -99,3 +102,4 @@ class Internal(KvasirError):
     """A bug of ours. The message names the request, nothing else."""
 
     reason = "INTERNAL"
+    is_failure = True

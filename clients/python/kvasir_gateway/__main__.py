@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import uvicorn
-from kvasir.address import AddressError, parse_address
+from kvasir.address import AddressError, AddressTaken, check_operators_address, parse_address
 from kvasir.clients import Tls
 from kvasir.credentials import (
     CredentialFileError,
@@ -26,11 +26,13 @@ from kvasir.credentials import (
     write_private_text,
 )
 from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 
-from kvasir_gateway.answering import Turns, WriteTimes
+from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import EngineLink
+from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.security import Gate
 
 _log = logging.getLogger("kvasir_gateway")
@@ -54,6 +56,7 @@ class Options:
     hosts: Sequence[str] = ()
     origins: Sequence[str] = ()
     max_body_mib: int = 8
+    metrics_listen: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,6 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         return asyncio.run(serve(_options(arguments)))
+    except AddressTaken as error:
+        print(f"kvasir_gateway: {error}", file=sys.stderr)
+        return 3
     except (InvalidArgument, AddressError, CredentialFileError) as error:
         print(f"kvasir_gateway: {error}", file=sys.stderr)
         return 2
@@ -83,6 +89,8 @@ async def serve(options: Options) -> int:
             "--credentials FILE names the API keys; --no-keys lets every program of this machine act as you",
             field="--credentials",
         )
+    if options.metrics_listen:
+        check_operators_address(options.metrics_listen)
     token = read_token(options.token_file) if options.token_file is not None else None
     tls = Tls(options.ca_file) if options.ca_file is not None else None
     credentials = read_credentials(options.credentials_file) if options.credentials_file is not None else None
@@ -95,18 +103,25 @@ async def serve(options: Options) -> int:
         gate=Gate(credentials, hosts=options.hosts, origins=options.origins),
         turns=Turns(conversations),
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
-        write_times=WriteTimes(),
+        numbers=GatewayNumbers(),
         now=time.time,
         clock=time.perf_counter,
         new_request_id=lambda: uuid.uuid4().hex,
     )
     listener = _listener(address.host, address.port)
+    stop_page = None
     try:
+        if options.metrics_listen:
+            wellness = asked_of_loop(asyncio.get_running_loop(), engine.wellness)
+            page = OperatorPage(About("gateway", "http"), around.numbers.metrics, wellness)
+            stop_page = page.serve(options.metrics_listen)
         await _serve(Gateway(around).app(), listener)
     finally:
+        if stop_page is not None:
+            await asyncio.to_thread(stop_page)
         listener.close()
         await engine.close()
-        times = around.write_times
+        times = around.numbers.written
         told = (times.count, 1000 * times.at_most_s(0.5), 1000 * times.at_most_s(0.99))
         _log.info("gateway.stopped events=%d written_within_ms_p50=%.3g p99=%.3g", *told)
     return 0
@@ -180,6 +195,9 @@ def _options(arguments: Sequence[str] | None) -> Options:
         "--origin", action="append", default=[], help="a site whose pages may call, as https://a.example"
     )
     parser.add_argument("--max-body-mib", type=int, default=8)
+    parser.add_argument(
+        "--metrics-listen", default="", metavar="HOST:PORT", help="Prometheus metrics and /healthz, on loopback"
+    )
     given = parser.parse_args(arguments)
     return Options(
         listen=given.listen,
@@ -192,6 +210,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         hosts=given.host,
         origins=given.origin,
         max_body_mib=given.max_body_mib,
+        metrics_listen=given.metrics_listen,
     )
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import TypeVar
@@ -15,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import CallerAtEngine
+from kvasir_gateway.metrics import GatewayNumbers
 from kvasir_gateway.turn import Chunks, Said, ToolUse, Turn
 
 _log = logging.getLogger(__name__)
@@ -118,32 +118,6 @@ async def gather(events: Events) -> Reply:
     return reply
 
 
-class WriteTimes:
-    """How long events of the engine took to be written to their readers, in buckets that double from 62.5 µs."""
-
-    _FIRST_S = 2.0**-14
-
-    def __init__(self) -> None:
-        self._counts = [0] * 24
-
-    @property
-    def count(self) -> int:
-        return sum(self._counts)
-
-    def add(self, seconds: float) -> None:
-        bucket = max(0, math.ceil(math.log2(max(seconds, self._FIRST_S) / self._FIRST_S)))
-        self._counts[min(bucket, len(self._counts) - 1)] += 1
-
-    def at_most_s(self, share: float) -> float:
-        """The upper edge of the bucket below which this share of all events lies; 0 without events."""
-        left = share * self.count
-        for bucket, count in enumerate(self._counts):
-            left -= count
-            if left <= 0 < self.count:
-                return self._FIRST_S * 2.0**bucket
-        return 0.0
-
-
 class EventStream:
     """A turn's answer as server-sent events, once its first event has come. It ends the turn when its reader leaves."""
 
@@ -154,13 +128,13 @@ class EventStream:
         chunks: Chunks,
         *,
         memory: Memory,
-        times: WriteTimes,
+        numbers: GatewayNumbers,
         clock: Callable[[], float],
         error_event: Callable[[KvasirError], str],
         headers: Mapping[str, str],
     ) -> None:
         self._memory = memory
-        self._times = times
+        self._numbers = numbers
         self._clock = clock
         self._first = first
         self._events = events
@@ -170,14 +144,16 @@ class EventStream:
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self._headers.items()]
+        self._numbers.open_streams += 1
         try:
             async with aclosing(self._events):
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await unless_left(receive, self._write(send))
                 await send({"type": "http.response.body", "body": b""})
         except (ClientLeft, OSError):
-            return  # the turn ended with its events
+            self._numbers.disconnects += 1  # the turn ended with its events
         finally:
+            self._numbers.open_streams -= 1
             self._memory.left()
 
     async def _write(self, send: Send) -> None:
@@ -188,7 +164,7 @@ class EventStream:
                 received_s = self._clock()
                 if text := chunks.frames(event):
                     await _piece(send, text)
-                self._times.add(self._clock() - received_s)
+                self._numbers.written.add(self._clock() - received_s)
             await _piece(send, chunks.end())
         except KvasirError as error:
             await _piece(send, self._error_event(error))

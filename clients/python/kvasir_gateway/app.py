@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
+from kvasir.call_context import name_call
 from kvasir.errors import DeadlineExceeded, Internal, InvalidArgument, KvasirError, NotFound, ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
@@ -33,9 +34,10 @@ from kvasir_gateway import (
     openai_responses,
     openapi,
 )
-from kvasir_gateway.answering import ClientLeft, EventStream, Turns, WriteTimes, gather, unless_left
+from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
+from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at
 from kvasir_gateway.security import Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
@@ -67,7 +69,7 @@ class Surroundings:
     gate: Gate
     turns: Turns
     limits: GatewayLimits
-    write_times: WriteTimes
+    numbers: GatewayNumbers
     now: Callable[[], float]  # Unix seconds
     clock: Callable[[], float]
     new_request_id: Callable[[], str]
@@ -118,7 +120,8 @@ class Gateway:
             get("/openapi.json", self.describe, is_open=True),
         ]
         handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
-        return Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
+        app = Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)
+        return CountedApp(app, self._around.numbers)
 
     async def chat_completions(self, call: Call) -> Answer:
         asked = await self._body(call, openai_chat.ChatRequest)
@@ -212,9 +215,8 @@ class Gateway:
         return JSONResponse(models.one(found, for_anthropic="anthropic-version" in call.request.headers))
 
     async def healthz(self, _call: Call) -> Response:
-        health = await self._around.engine.health()
-        is_well = all(health.values())
-        return JSONResponse({"status": "ok" if is_well else "unwell", **health}, 200 if is_well else 503)
+        wellness = await self._around.engine.wellness()
+        return JSONResponse(wellness.body(), wellness.http_status)
 
     async def describe(self, _call: Call) -> Response:
         return JSONResponse(self._document)
@@ -252,7 +254,7 @@ class Gateway:
             events,
             chunks(asked),
             memory=memory,
-            times=self._around.write_times,
+            numbers=self._around.numbers,
             clock=self._around.clock,
             error_event=lambda error: tell(error, call.request_id),
             headers={**headers, **_told(memory.agent_id, turn, first.started)},
@@ -270,11 +272,14 @@ class Gateway:
     ) -> Route:
         async def answered(request: Request, body: "BodyRoom") -> Any:
             request_id = self._around.new_request_id()
+            is_at(request.scope, path)
             try:
                 call = self._admitted(request, is_open, request_id, body)
                 request_id = call.request_id
+                name_call(request_id)
                 return await handler(call)
             except (ClientLeft, ClientDisconnect):
+                self._around.numbers.disconnects += 1
                 return Response(status_code=499)  # nobody reads it
             except KvasirError as error:
                 return refused(request, error, request_id)

@@ -13,6 +13,7 @@ from kvasir.clients import AioInferenceClient, GenerateOptions, Tls
 from kvasir.errors import InvalidArgument, KvasirError, NotFound
 from kvasir.formats import manifest
 from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir.server.wellness import Ailment, Wellness
 
 from kvasir_gateway.conversations import PREFIX, Kept
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
@@ -143,18 +144,26 @@ class EngineLink:
         client = next(self._next)
         return CallerAtEngine(client if token is None else client.with_token(token))
 
-    async def health(self, within_s: float = 2.0) -> dict[str, bool]:
+    async def wellness(self, within_s: float = 2.0) -> Wellness:
         """Whether the engine answers, and whether it reaches its store."""
         try:
             async with asyncio.timeout(within_s):
                 stats = await self._own[0].get_stats()
-        except (KvasirError, TimeoutError):
-            return {"engine": False, "store": False}
-        return {"engine": True, "store": stats.store_is_reachable}
+        except TimeoutError:
+            return _unwell("ENGINE_HANGS", f"the engine has not answered for {within_s:g} s", engine=False)
+        except KvasirError as error:
+            return _unwell("ENGINE_UNREACHABLE", f"the engine cannot be asked ({error.reason})", engine=False)
+        if not stats.store_is_reachable:
+            return _unwell("STORE_UNREACHABLE", "the engine cannot reach its store: nothing is read or stored there")
+        return Wellness((), {"engine": True, "store": True})
 
     async def close(self) -> None:
         for client in self._own:
             await client.close()
+
+
+def _unwell(reason: str, message: str, *, engine: bool = True) -> Wellness:
+    return Wellness([Ailment(reason, message)], {"engine": engine, "store": False})
 
 
 def mapping(message: Said) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kvasir.errors import ResourceExhausted
 
 from inference_svc.engine.api import Prefilled
-from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.turns.admission import Admission, AdmissionLimits
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.turn_data import TurnDelta, TurnEvent
@@ -33,8 +32,7 @@ LIMITS = AdmissionLimits(
 class Room:
     def __init__(self, limits: AdmissionLimits = LIMITS) -> None:
         self.now = 0.0
-        self.stats = ServiceStats(0.0)
-        self.admission = Admission(limits, self.stats, lambda: self.now)
+        self.admission = Admission(limits, lambda: self.now)
         self.taken = ExitStack()
 
     def take(self, turns: int, namespace: str, caller: str, prompt_bytes: int = 1) -> None:
@@ -61,8 +59,6 @@ def test_no_credential_and_no_namespace_takes_every_place() -> None:
     assert room.refusal("east", "a").reason == "QUEUE_FULL"
     room.taken.close()
     room.take(4, "north", "a")
-    assert room.stats.of("north").refusals == {"CALLER_BUSY": 1, "NAMESPACE_BUSY": 1}
-    assert room.stats.of("east").refusals == {"QUEUE_FULL": 1}
 
 
 def test_two_namespaces_leave_a_place_for_a_third() -> None:
@@ -97,7 +93,6 @@ def test_kv_that_open_turns_may_need_is_bounded_before_any_is_allocated_and_leav
             pass
     with room.admission.kv("north", 500):
         pass
-    assert room.stats.of("north").refusals == {"MEMORY_BUSY": 1}
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(601, 999)), max_size=12), st.integers(1, 150))

@@ -120,7 +120,7 @@ def serve(
 def service(around: Surroundings, stores: Mapping[str, Any] = MappingProxyType({})) -> TurnService:
     parts: Any = around
     stats = ServiceStats(0.0)
-    admission = Admission(SETTINGS.admission, stats, time.monotonic)
+    admission = Admission(SETTINGS.admission, time.monotonic)
     return TurnService(parts, parts, parts, parts, stores, {}, SETTINGS.turn_limits, admission, stats, time.monotonic)
 
 

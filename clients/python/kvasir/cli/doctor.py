@@ -121,7 +121,14 @@ def _version(name: str) -> str:
 
 
 def _service(state: ServiceState) -> dict[str, Any]:
-    return {"address": state.address, "is_ready": state.state == Health.READY, "state": state.state, "pid": state.pid}
+    return {
+        "address": state.address,
+        "is_ready": state.state == Health.READY,
+        "state": state.state,
+        "pid": state.pid,
+        "metrics": state.metrics,
+        "problems": list(state.problems),
+    }
 
 
 def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator[str]:
@@ -138,7 +145,10 @@ def service_problems(caller: Caller, states: Iterable[ServiceState]) -> Iterator
             remedy = f"; kill -9 {each.pid}, and `kvasir up` starts it again" if each.pid else ""
             yield f"the {each.name} hangs: something listens at {each.address} and does not answer{remedy}"
         elif each.state != Health.READY and (is_up or named.get(each.name)):
-            yield f"the {each.name} should run at {each.address}: {each.state}; look at `kvasir logs {each.name}`"
+            told = f": {'; '.join(each.problems)}" if each.problems else ""
+            yield f"the {each.name} should run at {each.address}: {each.state}{told}; look at `kvasir logs {each.name}`"
+        else:
+            yield from (f"the {each.name} is not well: {problem}" for problem in each.problems)
 
 
 def _loaded_model(caller: Caller) -> dict[str, Any]:

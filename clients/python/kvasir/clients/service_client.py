@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar, cast
 
 import grpc
 
+from kvasir.call_context import onward
 from kvasir.clients.channel import Metadata, bearer
 from kvasir.errors import Unavailable
 from kvasir.status import from_rpc_error
@@ -63,7 +64,7 @@ class ServiceClient:
     def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
         """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
         try:
-            response = getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
+            response = getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata + onward())
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         return _parsed(response)
@@ -75,7 +76,7 @@ class ServiceClient:
 
     def _responses(self, method: Any, request: Any, timeout_s: float | None) -> Generator[Any, None, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        call = method(request, timeout=timeout_s, metadata=self._metadata + onward())
         try:
             for response in call:
                 yield _parsed(response)

@@ -9,6 +9,7 @@ import contextvars
 import gc
 import inspect
 import logging
+import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -21,12 +22,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvasir import errors
+from kvasir.call_context import REQUEST_ID_KEY, call_name, name_call
 from kvasir.credentials import OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
 from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import places
+from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.shared_room import Place, SharedRoom
-from kvasir.status import abort
+from kvasir.status import abort, answer_to
 
 _LOG = logging.getLogger("kvasir.rpc")
 _BEARER = "Bearer "
@@ -56,6 +59,7 @@ _ANSWERING_S = 0.05
 # The same for a stream, which may last for hours.
 _BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
+_STRANGERS_LINES_PER_S = 10
 
 _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
 
@@ -93,28 +97,78 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class Errors(_Interceptor):
-    """The outermost interceptor: the one place where an exception becomes a status."""
+    """The outermost interceptor: the one place where an exception becomes a status, and where calls are counted."""
 
-    def __init__(self, new_request_id: Callable[[], str]) -> None:
+    def __init__(
+        self, new_request_id: Callable[[], str], counts: RpcCounts, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         super().__init__()
         self._new_request_id = new_request_id
+        self._counts = counts
+        self._clock = clock
+        self._strangers = _Strangers(clock)
 
     def _wrap(self, method: str, handler: Any) -> Any:
+        rpc = method.rpartition(".")[2]
+
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
+            began_s, status = self._clock(), "CANCELLED"  # until it is known to be another
             try:
+                for key, value in context.invocation_metadata() or ():
+                    if key == REQUEST_ID_KEY:
+                        name_call(value)
                 yield
+                status = "OK"
             except grpc.aio.AbortError:
+                status = "UNKNOWN"
                 raise
             except errors.KvasirError as error:
+                status = answer_to(error).code.name
+                self._refused(rpc, error)
                 await abort(context, error)
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
-                request_id = self._new_request_id()
+                status, request_id = "INTERNAL", call_name() or self._new_request_id()
                 _log_bug(method, request_id, error)
                 await abort(context, errors.Internal(f"internal error; request {request_id}"))
+            finally:
+                self._counts.ended(rpc, status, self._clock() - began_s)
 
         return _guarded(handler, guard, nullcontext)
+
+    def _refused(self, rpc: str, error: errors.KvasirError) -> None:
+        """A line for each, without the error's message, which may quote what was sent."""
+        level = logging.DEBUG if isinstance(error, errors.NotFound | errors.Cancelled) else logging.INFO
+        what, unheard = "rpc.refused", ""
+        if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
+            self._counts.refused_credentials[error.reason] += 1
+            left_out = self._strangers.left_out()
+            if left_out is None:
+                return
+            level, what, unheard = logging.WARNING, "credential.refused", f" left_out={left_out}" if left_out else ""
+        request_id = call_name() or self._new_request_id()
+        _LOG.log(level, "%s rpc=%s request_id=%s reason=%s%s", what, rpc, request_id, error.reason, unheard)
+
+
+class _Strangers:
+    """How many lines those get who may not call: anybody could fill the disk with more."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._second = 0
+        self._lines = self._left_out = 0
+
+    def left_out(self) -> int | None:
+        """How many got no line before the one that may be written now; None: none may."""
+        if (second := int(self._clock())) != self._second:
+            self._second, self._lines = second, 0
+        self._lines += 1
+        if self._lines > _STRANGERS_LINES_PER_S:
+            self._left_out += 1
+            return None
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
 
 class Authentication(_Interceptor):

@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server.interceptors import Authentication, Errors
+from kvasir.server.rpc_counts import RpcCounts
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
@@ -109,9 +110,11 @@ class EdgeServer:
         self._address, credentials = check_listening(listening)
         self._second_path = _second_path(listening, self._address)
         self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
+        self.rpcs = RpcCounts()
+        errors = Errors(new_request_id, self.rpcs)
         self._servers = [
             grpc.aio.server(
-                interceptors=(Errors(new_request_id), self.authentication),
+                interceptors=(errors, self.authentication),
                 options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
                 maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
             )

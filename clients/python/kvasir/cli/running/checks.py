@@ -9,7 +9,7 @@ import re
 import socket
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvasir.address import Address, parse_address
@@ -25,6 +25,7 @@ _GATEWAY_PACKAGES = ("kvasir_gateway", "starlette", "uvicorn")
 _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 # The gateway's own, where neither --http nor --no-http was said.
 DEFAULT_HTTP = "127.0.0.1:8642"
+_LAST_PORT = 65535
 
 
 class KvPolicy(enum.StrEnum):
@@ -150,13 +151,32 @@ def check_sizes(sizes: Mapping[str, float | None]) -> None:
         raise WrongUsage(f"{bad}: expected a number of GiB, got {sizes[bad]}", field=bad)
 
 
+def metrics_addresses(text: str) -> dict[str, str]:
+    """By option, the addresses of the engine's metrics, of the store's at the next port, and of the gateway's at the
+    one after it; nothing for no text. Raises WrongUsage.
+    """
+    if not text:
+        return {}
+    address = _host_and_port(text, "--metrics-listen")
+    ports = range(address.port, address.port + 3)
+    if ports[-1] > _LAST_PORT:
+        raise WrongUsage("--metrics-listen: it needs two more ports above it", field="--metrics-listen")
+    options = ("--metrics-listen", "--metrics-listen, of the store", "--metrics-listen, of the gateway")
+    return {option: str(replace(address, port=port)) for option, port in zip(options, ports, strict=True)}
+
+
+def _field(option: str) -> str:
+    """The option itself, of one that is told with whose address it is."""
+    return option.partition(",")[0]
+
+
 def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: Path | None) -> None:
     """Raise WrongUsage for addresses (by option) that are none, that meet, or that other machines reach without TLS."""
     taken: dict[int, str] = {}
     for option, text in addresses.items():
         address = _host_and_port(text, option)
         if other := taken.get(address.port):
-            raise WrongUsage(f"{option}: {other} has port {address.port} already", field=option)
+            raise WrongUsage(f"{option}: {other} has port {address.port} already", field=_field(option))
         taken[address.port] = option
         if not address.is_loopback:
             _check_public(option, text, tls_cert)
@@ -164,8 +184,9 @@ def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: P
 
 
 def _check_public(option: str, text: str, tls_cert: Path | None) -> None:
-    if option in ("--metrics-listen", "--http"):
-        raise WrongUsage(f"{option}: {text} is open to other machines, without TLS; use 127.0.0.1:PORT", field=option)
+    if option == "--http" or option.startswith("--metrics-listen"):
+        what = f"{option}: {text} is open to other machines, without TLS; use 127.0.0.1:PORT"
+        raise WrongUsage(what, field=_field(option))
     if tls_cert is None:
         raise WrongUsage(
             f"{option}: {text} is open to other machines: TLS is needed, --tls-cert and --tls-key", field=option
@@ -208,7 +229,7 @@ def check_free(text: str, option: str) -> None:
             probe.bind((address.host, address.port))
         except OSError as error:
             what = f"{option}: cannot listen on {text}: {error.strerror}; stop what is there or choose another port"
-            raise FailedPrecondition(what, reason="ADDRESS_IN_USE", field=option) from None
+            raise FailedPrecondition(what, reason="ADDRESS_IN_USE", field=_field(option)) from None
 
 
 def check_socket_free(path: Path) -> None:

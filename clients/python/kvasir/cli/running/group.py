@@ -11,7 +11,15 @@ from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
-from kvasir.cli.running.health import ENGINE_SERVICE, PATIENCE_S, STORE_SERVICE, Health, health, http_health
+from kvasir.cli.running.health import (
+    ENGINE_SERVICE,
+    PATIENCE_S,
+    STORE_SERVICE,
+    Health,
+    health,
+    http_health,
+    problems_at,
+)
 from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
@@ -31,6 +39,8 @@ class ServiceState:
     address: str
     pid: int  # 0: it has no process
     state: str
+    metrics: str = ""  # HOST:PORT; empty without
+    problems: tuple[str, ...] = ()  # why it is not well, as its /healthz says; nothing is known without it
 
 
 def service_states(caller: Caller) -> list[ServiceState]:
@@ -45,6 +55,7 @@ def service_states(caller: Caller) -> list[ServiceState]:
 
 def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, alive: list[int]) -> ServiceState:
     pid: int = 0
+    metrics: str = getattr(running, f"{name}_metrics", "")
     if running is not None and endpoint.address == home.endpoint(name).address:
         pid = getattr(running, f"{name}_pid")
         pid = pid if pid in alive else 0
@@ -57,7 +68,9 @@ def _state(name: str, endpoint: Endpoint, home: Home, running: Running | None, a
         state = "hangs"
     elif pid and answer is Health.STOPPED:
         state = "starting"
-    return ServiceState(name, endpoint.address, pid, state)
+    # The gateway says at its own address why it is not well.
+    asked = running.http if name == "http" and running is not None else metrics
+    return ServiceState(name, endpoint.address, pid, state, metrics, tuple(problems_at(asked, PATIENCE_S)))
 
 
 def down(context: typer.Context, as_json: JsonOption = False) -> None:
@@ -73,7 +86,7 @@ def down(context: typer.Context, as_json: JsonOption = False) -> None:
 
 
 def status(context: typer.Context, as_json: JsonOption = False) -> None:
-    """Show what runs in this home, and where. Exit code 3 unless all of it is ready."""
+    """Show what runs in this home, and where. Exit code 3 unless all of it is ready and well."""
     caller = caller_of(context, as_json)
     home, running = caller.home, caller.home.running()
     states = service_states(caller)
@@ -85,7 +98,7 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
         "logs": str(home.logs),
     }
     caller.result(value, lambda out: _show_status(out, value))
-    if any(each.state != Health.READY for each in states):
+    if any(each.state != Health.READY or each.problems for each in states):
         raise typer.Exit(UNREACHABLE)
 
 
@@ -131,8 +144,12 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
     out.print(f"{value['home']}: {led}")
     table = Table(box=None, pad_edge=False, show_header=False)
     for row in value["services"]:
-        table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"])
+        metrics = f"metrics at {row['metrics']}" if row["metrics"] else ""
+        table.add_row(row["name"], row["state"], f"pid {row['pid']}" if row["pid"] else "", row["address"], metrics)
     out.print(table)
+    for row in value["services"]:
+        for problem in row["problems"]:
+            out.print(f"{row['name']}: {problem}")
     if value["token_file"]:
         out.print(f"token: {value['token_file']}")
     out.print(f"logs: {value['logs']}")

@@ -3,6 +3,7 @@
 import asyncio
 import enum
 import http.client
+import json
 import socket
 
 import grpc
@@ -16,6 +17,7 @@ STORE_SERVICE = "kvasir.cachestore.v1.CacheStoreService"
 ENGINE_SERVICE = "kvasir.inference.v1.InferenceService"
 # A loaded machine answers late; a process that hangs does not answer at all.
 PATIENCE_S = 3.0
+_MAX_BODY_BYTES = 1 << 20
 
 
 class Health(enum.StrEnum):
@@ -47,19 +49,34 @@ async def http_health(address: str, timeout_s: float = 1.0) -> Health:
     return await asyncio.to_thread(_asked_over_http, address, timeout_s)
 
 
-def _asked_over_http(text: str, timeout_s: float) -> Health:
-    address = parse_address(text)
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+def problems_at(text: str, timeout_s: float) -> list[str]:
+    """Why the service is not well whose /healthz is at HOST:PORT; nothing where nobody answers, or no address is."""
     try:
-        connection.request("GET", "/healthz")
-        status = connection.getresponse().status
+        _, body = _healthz(text, timeout_s) if text else (0, b"{}")
+        return [f"{each['message']} ({each['reason']})" for each in json.loads(body).get("problems", [])]
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError, AttributeError):
+        return []
+
+
+def _asked_over_http(text: str, timeout_s: float) -> Health:
+    try:
+        status, _ = _healthz(text, timeout_s)
     except ConnectionError:
         return Health.STOPPED
     except (OSError, http.client.HTTPException):
         return Health.SILENT
+    return Health.READY if status == http.client.OK else Health.NOT_READY
+
+
+def _healthz(text: str, timeout_s: float) -> tuple[int, bytes]:
+    address = parse_address(text)
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=timeout_s)
+    try:
+        connection.request("GET", "/healthz")
+        answer = connection.getresponse()
+        return answer.status, answer.read(_MAX_BODY_BYTES)
     finally:
         connection.close()
-    return Health.READY if status == http.client.OK else Health.NOT_READY
 
 
 def _accepts(text: str) -> bool:

@@ -47,6 +47,9 @@ class Running:
     is_ready: bool = False  # all services were ready once
     http: str = ""  # HOST:PORT; empty without a gateway
     http_pid: int = 0
+    store_metrics: str = ""  # HOST:PORT of each one's metrics and /healthz; empty without
+    engine_metrics: str = ""
+    http_metrics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

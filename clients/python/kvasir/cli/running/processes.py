@@ -31,6 +31,7 @@ class StoreProcess:
     credentials_file: Path | None = None
     peers_file: Path | None = None  # read if it exists
     options: tuple[str, ...] = ()  # of the service, beside these
+    metrics_listen: str = ""  # HOST:PORT of loopback
     tls_cert_file: Path | None = None
     tls_key_file: Path | None = None
 
@@ -43,6 +44,7 @@ class StoreProcess:
             *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
             *_option("--tls-cert-file", self.tls_cert_file),
             *_option("--tls-key-file", self.tls_key_file),
+            *_option("--metrics-listen", self.metrics_listen),
             *self.options,
         )
 
@@ -61,6 +63,7 @@ class EngineProcess:
     state_dir: Path
     model: str = ""  # the shipped model when empty
     options: tuple[str, ...] = ()  # of the service, beside these
+    metrics_listen: str = ""  # HOST:PORT of loopback
     credentials_file: Path | None = None
     service_admin: str = ""
     tls_cert_file: Path | None = None
@@ -77,6 +80,7 @@ class EngineProcess:
             *_option("--tls-key-file", self.tls_key_file),
             *_option("--store-token-file", self.store.token_file),
             *_option("--store-ca-file", self.store.ca_file),
+            *_option("--metrics-listen", self.metrics_listen),
             *self.options,
         )
 
@@ -95,6 +99,7 @@ class GatewayProcess:
     log_file: Path
     state_dir: Path
     credentials_file: Path
+    metrics_listen: str = ""  # HOST:PORT of loopback
 
     def argv(self) -> tuple[str, ...]:
         return (
@@ -103,6 +108,7 @@ class GatewayProcess:
             *("--state-dir", str(self.state_dir), "--credentials", str(self.credentials_file)),
             *_option("--token-file", self.engine.token_file),
             *_option("--ca-file", self.engine.ca_file),
+            *_option("--metrics-listen", self.metrics_listen),
         )
 
     def service(self) -> Service:

@@ -103,7 +103,12 @@ def up(
         ),
     ] = False,
     metrics_listen: Annotated[
-        str, typer.Option(help="127.0.0.1:PORT for the engine's Prometheus metrics.", metavar="HOST:PORT")
+        str,
+        typer.Option(
+            help="127.0.0.1:PORT for the engine's Prometheus metrics and /healthz; the store's are at the next port, "
+            "the HTTP gateway's at the one after it.",
+            metavar="HOST:PORT",
+        ),
     ] = "",
     kv_policy: Annotated[
         KvPolicy | None,
@@ -168,7 +173,8 @@ def up(
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
     checks.check_sizes({"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib})
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
-    asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, "--metrics-listen": metrics_listen}
+    metrics = checks.metrics_addresses(metrics_listen)
+    asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, **metrics}
     addresses = {option: address for option, address in asked.items() if address}
     checks.check_addresses(addresses, tls_cert, tls_key)
     for each in models:
@@ -184,7 +190,7 @@ def up(
             make_credentials(home)
             logging = ("--log-level", log_level.value, "--log-format", log_format.value)
             engine_options = (
-                *_given(("--metrics-listen", metrics_listen), ("--kv-policy", kv_policy and kv_policy.value)),
+                *_given(("--kv-policy", kv_policy and kv_policy.value)),
                 *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
                 *_given(("--context-tokens", context_tokens), ("--keep-alive-s", keep_alive_s)),
                 *(["--batch-invariant"] if batch_invariant else []),
@@ -195,7 +201,16 @@ def up(
             store_options = (*_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)), *logging)
             gateway = http or ("" if no_http else _usual_http(caller, addresses))
             plan = plan_of(
-                home, model or [], listen, store_listen, gateway, tls_cert, tls_key, engine_options, store_options
+                home,
+                model or [],
+                listen,
+                store_listen,
+                gateway,
+                tls_cert,
+                tls_key,
+                engine_options,
+                store_options,
+                tuple(metrics.values()),
             )
             asyncio.run(_run(caller, plan, descriptor))
             return
@@ -259,8 +274,11 @@ def plan_of(
     tls_key: Path | None,
     engine_options: Sequence[str] = (),
     store_options: Sequence[str] = (),
+    metrics: Sequence[str] = (),
 ) -> Plan:
-    """The plan that the options ask for, which were checked."""
+    """The plan that the options ask for, which were checked. `metrics`: the addresses of the engine's, the store's and
+    the gateway's, or none."""
+    engine_metrics, store_metrics, http_metrics = metrics or ("", "", "")
     credentials = home.credentials_file if listen or store_listen or http else None
     has_tls = tls_cert is not None and tls_key is not None
     ca_file = tls_cert if has_tls else None
@@ -279,6 +297,7 @@ def plan_of(
         credentials_file=credentials,
         peers_file=home.peers_file,
         options=tuple(store_options),
+        metrics_listen=store_metrics,
         tls_cert_file=tls_cert if store_listen else None,
         tls_key_file=tls_key if store_listen else None,
     )
@@ -290,6 +309,7 @@ def plan_of(
         state_dir=home.engine_state,
         model=models[0] if models else "",
         options=(*(part for model in models[1:] for part in ("--model", model)), *engine_options),
+        metrics_listen=engine_metrics,
         credentials_file=credentials,
         service_admin=_PRINCIPALS[0].name if credentials else "",
         tls_cert_file=tls_cert if listen else None,
@@ -301,6 +321,7 @@ def plan_of(
         log_file=home.logs / "http.log",
         state_dir=home.gateway_state,
         credentials_file=home.credentials_file,
+        metrics_listen=http_metrics,
     )
     return Plan(store, engine, gateway if http else None)
 
@@ -329,6 +350,9 @@ async def _run(caller: Caller, plan: Plan, descriptor: int) -> None:
             is_ready=is_ready,
             http=plan.gateway.listen if plan.gateway else "",
             http_pid=supervisor.pid("http") if plan.gateway else 0,
+            store_metrics=plan.store.metrics_listen,
+            engine_metrics=plan.engine.metrics_listen,
+            http_metrics=plan.gateway.metrics_listen if plan.gateway else "",
         )
 
     was_ready = False

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, cast
 import grpc
 import grpc.aio
 
+from kvasir.call_context import onward
 from kvasir.clients.channel import Metadata, bearer
 from kvasir.errors import Unavailable
 from kvasir.status import from_rpc_error
@@ -64,7 +65,7 @@ class AioServiceClient:
     async def call_rpc(self, name: str, request: Any, timeout_s: float | None) -> Any:
         """One round trip of the RPC of that name, for whoever serves it for this service. None: no deadline."""
         try:
-            response = await getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata)
+            response = await getattr(self._stub, name)(request, timeout=timeout_s, metadata=self._metadata + onward())
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
         return _parsed(response)
@@ -77,7 +78,7 @@ class AioServiceClient:
 
     async def _responses(self, method: Any, request: Any, timeout_s: float | None) -> AsyncGenerator[Any, None]:
         """A stream's responses with typed errors. Leaving early cancels the call, so that the service stops too."""
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        call = method(request, timeout=timeout_s, metadata=self._metadata + onward())
         try:
             async for response in call:
                 yield _parsed(response)

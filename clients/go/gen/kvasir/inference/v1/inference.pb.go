@@ -3928,9 +3928,9 @@ type NamespaceStats struct {
 	Namespace string                 `protobuf:"bytes,1,opt,name=namespace,proto3" json:"namespace,omitempty"`
 	// Turns that were begun.
 	Turns int64 `protobuf:"varint,2,opt,name=turns,proto3" json:"turns,omitempty"`
-	// How they ended: finished, cancelled, failed.
+	// How they ended: finished, cancelled, refused (the service did as it should), failed.
 	TurnEnds map[string]int64 `protobuf:"bytes,3,rep,name=turn_ends,json=turnEnds,proto3" json:"turn_ends,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
-	// Requests that admission refused, by the refusal's reason.
+	// Turns and counts that were refused, by the reason.
 	Refusals map[string]int64 `protobuf:"bytes,4,rep,name=refusals,proto3" json:"refusals,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
 	// Tokens of prompts that were computed, and that were reused; tokens that were generated.
 	PrefilledTokens int64 `protobuf:"varint,5,opt,name=prefilled_tokens,json=prefilledTokens,proto3" json:"prefilled_tokens,omitempty"`

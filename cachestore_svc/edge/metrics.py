@@ -1,0 +1,56 @@
+"""Prometheus metrics of the store, summed over namespaces: its sizes, its work and its calls.
+
+No agent and no namespace is named: how many series there are does not depend on what callers do.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+
+from kvasir.server.operator_page import counter, gauge, rpc_metrics
+from kvasir.server.rpc_counts import RpcCounts
+from prometheus_client import Metric
+
+from cachestore_svc.records import Totals
+from cachestore_svc.store import Store
+
+# Sizes are read from the whole index. Who scrapes every few seconds gets the same ones again meanwhile.
+_SIZES_FOR_S = 30.0
+_MOVED_BYTES = {"bytes_read": "read", "bytes_written": "written"}
+
+
+class StoreNumbers:
+    """Reads a store for a scrape. On the threads of the operators' page."""
+
+    def __init__(self, store: Store, rpcs: RpcCounts, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._rpcs = rpcs
+        self._clock = clock
+        self._read_s = 0.0
+        self._totals: Totals | None = None
+
+    def metrics(self) -> Iterator[Metric]:
+        totals = self._sizes()
+        sizes = (
+            ("agents", "Agents that are remembered.", totals.agent_count),
+            ("snapshots", "Versions that can be gone back to.", totals.snapshot_count),
+            ("blobs", "Blobs that are listed.", totals.blob_count),
+            ("blob_bytes", "Their bytes.", totals.blob_bytes),
+            ("logical_bytes", "What the newest versions would take if nothing were shared.", totals.logical_bytes),
+            ("reserved_bytes", "Bytes set aside for writes under way.", totals.reserved_bytes),
+            ("unreferenced_bytes", "Bytes that nothing names, which rest or wait.", totals.unreferenced_bytes),
+            ("damaged_blobs", "Blobs that are not served because their bytes are damaged.", totals.damaged_blob_count),
+            ("free_disk_bytes", "Bytes that the disk has free.", totals.free_disk_bytes),
+        )
+        for name, help_text, value in sizes:
+            yield gauge(f"kvasir_store_{name}", help_text, value)
+        counted = dict(self._store.counted())
+        moved = {word: counted.pop(name, 0) for name, word in _MOVED_BYTES.items()}
+        yield counter("kvasir_store_moved_bytes", "Bytes of blobs that were read and written.", moved, "direction")
+        yield counter("kvasir_store_work", "What was done with blobs and versions.", counted, "what")
+        yield from rpc_metrics("kvasir_store", self._rpcs)
+
+    def _sizes(self) -> Totals:
+        now_s = self._clock()
+        if self._totals is None or now_s - self._read_s > _SIZES_FOR_S:
+            self._totals, self._read_s = self._store.totals(), now_s
+        return self._totals

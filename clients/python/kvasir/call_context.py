@@ -1,0 +1,37 @@
+"""What goes with a call to the calls that it makes: its request id, and its place in a trace.
+
+Both are of the task that serves the call, and of the tasks that it begins. A program that serves nobody has neither.
+"""
+
+import contextlib
+from contextvars import ContextVar
+
+from kvasir.errors import InvalidArgument
+from kvasir.names import check_request_id
+
+REQUEST_ID_KEY, TRACE_KEY = "x-request-id", "traceparent"
+
+_request_id: ContextVar[str] = ContextVar("kvasir_request_id", default="")
+_traceparent: ContextVar[str] = ContextVar("kvasir_traceparent", default="")
+
+
+def name_call(request_id: str) -> None:
+    """Give the call under way this name, if it may be one: only what is fit to be logged is."""
+    with contextlib.suppress(InvalidArgument):
+        _request_id.set(check_request_id(request_id))
+
+
+def call_name() -> str:
+    """The request id of the call under way; empty if it has none."""
+    return _request_id.get()
+
+
+def place_call(traceparent: str) -> None:
+    """Calls that are made from here on belong to this span (W3C Trace Context); empty: to none."""
+    _traceparent.set(traceparent)
+
+
+def onward() -> tuple[tuple[str, str], ...]:
+    """The metadata of calls that the call under way makes."""
+    told = ((REQUEST_ID_KEY, _request_id.get()), (TRACE_KEY, _traceparent.get()))
+    return tuple((key, value) for key, value in told if value)

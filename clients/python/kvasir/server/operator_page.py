@@ -1,0 +1,159 @@
+"""The page that operators' programs read, to this machine only: `/metrics` for Prometheus, and `/healthz`.
+
+It has threads of its own, so that it answers for a service whose event loop does not. It asks for no credential, and
+so names no agent and no namespace: labels are words of this program and names of configured models.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, cast
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvasir.address import AddressTaken, parse_address
+from kvasir.server import build
+from kvasir.server.durations import Durations
+from kvasir.server.rpc_counts import RpcCounts
+from kvasir.server.wellness import Ailment, Wellness
+
+_READER_S = 10.0
+_LOOP_S = 3.0
+_INFINITE = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """Which service this is."""
+
+    service: str
+    protocol: str
+    device: Callable[[], str] = str  # what computes; empty: nothing does
+
+
+class OperatorPage(Collector):
+    """Reads a service's numbers and its wellness anew whenever somebody asks."""
+
+    def __init__(self, about: About, numbers: Callable[[], Iterable[Metric]], wellness: Callable[[], Wellness]) -> None:
+        """`numbers` and `wellness` are called on a thread of the page; `wellness` may take its time."""
+        self._about = about
+        self._numbers = numbers
+        self._wellness = wellness
+        self._build = {"service": about.service, "version": build.version(), "commit": build.commit()}
+
+    def serve(self, address: str) -> Callable[[], None]:
+        """Serve at host:port of loopback. Returns what ends it. Raises AddressTaken."""
+        parsed = parse_address(address)
+        try:
+            server = ThreadingHTTPServer((parsed.host, parsed.port), self._handler())
+        except OSError as error:
+            raise AddressTaken(f"--metrics-listen {address}: {error.strerror or error}") from None
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
+
+    def collect(self) -> Iterator[Metric]:
+        facts = {**self._build, "protocol": self._about.protocol, "device": self._about.device()}
+        family = GaugeMetricFamily("kvasir_build_info", "1, with what runs.", labels=list(facts))
+        family.add_metric(list(facts.values()), 1)
+        yield family
+        yield from self._numbers()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()  # the registry would call collect() before there is anything to tell
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        page, registry = self, CollectorRegistry()
+        registry.register(self)
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _READER_S
+
+            def do_GET(self) -> None:
+                path = self.path.partition("?")[0]
+                if path == "/metrics":
+                    self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
+                elif path == "/healthz":
+                    wellness = page._wellness()
+                    self._answer(wellness.http_status, "application/json", json.dumps(wellness.body()).encode())
+                else:
+                    self._answer(404, "text/plain", b"/metrics or /healthz\n")
+
+            def _answer(self, status: int, kind: str, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("content-type", kind)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the library's name
+                """Scrapes are not worth a line."""
+
+        return Handler
+
+
+def asked_of_loop(
+    loop: asyncio.AbstractEventLoop, ask: Callable[[], Coroutine[Any, Any, Wellness]]
+) -> Callable[[], Wellness]:
+    """Asks a service on its event loop, from a thread of the page. A loop that does not answer hangs."""
+
+    def wellness() -> Wellness:
+        asked = asyncio.run_coroutine_threadsafe(ask(), loop)
+        try:
+            return asked.result(_LOOP_S)
+        except TimeoutError:
+            asked.cancel()
+            return Wellness([Ailment("HANGS", f"the service has not answered itself for {_LOOP_S:g} s")])
+
+    return wellness
+
+
+def counter(name: str, help_text: str, counts: Mapping[Any, float] | float, *labels: str) -> Metric:
+    """A counter. With labels: `counts` by their values, a string or a tuple of strings."""
+    return _family(CounterMetricFamily, name, help_text, counts, labels)
+
+
+def gauge(name: str, help_text: str, values: Mapping[Any, float] | float, *labels: str) -> Metric:
+    """The same for a number that also falls."""
+    return _family(GaugeMetricFamily, name, help_text, values, labels)
+
+
+def histogram(name: str, help_text: str, durations: Durations | Mapping[str, Durations], *labels: str) -> Metric:
+    """A histogram of seconds; with a label, one for each of its values."""
+    family = HistogramMetricFamily(name, help_text, labels=labels)
+    by_label = {"": durations} if isinstance(durations, Durations) else dict(durations)
+    for value, each in sorted(by_label.items()):
+        buckets = [("+Inf" if bound == _INFINITE else str(bound), count) for bound, count in each.up_to()]
+        family.add_metric([value] if labels else [], buckets, each.sum_s)
+    return family
+
+
+def rpc_metrics(prefix: str, counts: RpcCounts) -> Iterator[Metric]:
+    """What a gRPC service counts of its calls."""
+    yield counter(f"{prefix}_rpcs", "Calls that have ended.", counts.calls, "rpc", "status")
+    yield histogram(f"{prefix}_rpc_seconds", "How long calls took; of a stream, all of it.", counts.seconds, "rpc")
+    refused = counts.refused_credentials
+    yield counter(f"{prefix}_refused_credentials", "Calls without a credential that allows them.", refused, "reason")
+
+
+def _family(
+    kind: Any, name: str, help_text: str, counts: Mapping[Any, float] | float, labels: tuple[str, ...]
+) -> Metric:
+    if not labels:
+        return cast("Metric", kind(name, help_text, value=counts))
+    family = kind(name, help_text, labels=labels)
+    for values, count in sorted(dict(counts).items()):  # type: ignore[arg-type]  # it has labels
+        family.add_metric([values] if isinstance(values, str) else list(values), count)
+    return cast("Metric", family)

@@ -1,0 +1,34 @@
+"""Whether the inference service is well: its model, the thread that computes, and its stores."""
+
+import asyncio
+from collections.abc import Collection
+
+from kvasir.server.wellness import Ailment, Wellness
+
+from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.model.model_host import ModelHost, ModelState
+from inference_svc.served_model import ServedModel
+
+# Longer than the slowest cell of a prompt takes.
+_HANGS_AFTER_S = 60.0
+
+
+async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache]) -> Wellness:
+    """Asks the stores anew. On the event loop."""
+    answers = await asyncio.gather(*(store.answers() for store in stores))
+    ailments = [*_of_model(host)]
+    if not all(answers):
+        away = f"the cache store does not answer for {answers.count(False)} of {len(answers)} namespaces"
+        ailments.append(Ailment("STORE_UNREACHABLE", f"{away}: memories are neither read nor stored"))
+    return Wellness(ailments, {"model": host.loaded, "model_sleeps": host.sleeps})
+
+
+def _of_model(host: ModelHost[ServedModel]) -> list[Ailment]:
+    served = host.served
+    if served is not None and served.engine.silent_s > _HANGS_AFTER_S:
+        return [Ailment("HANGS", f"the thread that computes gives no sign since {served.engine.silent_s:.0f} s")]
+    if served is not None or host.sleeps:
+        return []
+    if any(host.state(name) is ModelState.LOADING for name in host.names):
+        return [Ailment("MODEL_CHANGING", "a model is being loaded")]
+    return [Ailment("MODEL_NOT_LOADED", "no model is loaded")]

@@ -1,0 +1,63 @@
+"""Each service says on /healthz whether it is well, and if not, why: killed, hung and full are told apart."""
+
+import time
+from collections.abc import Callable
+
+from tests.operating.conftest import Watched
+
+
+def eventually(is_so: Callable[[], bool], within_s: float = 20.0) -> None:
+    give_up = time.monotonic() + within_s
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+
+
+def test_all_are_well_at_first(watched: Watched) -> None:
+    assert {name: watched.problems(name) for name in watched.ports} == {name: (200, []) for name in watched.ports}
+
+
+def test_a_killed_store_turns_engine_and_gateway_unwell_and_back(watched: Watched) -> None:
+    house = watched.front.house
+    house.store.kill()
+    assert watched.problems("engine") == (503, ["STORE_UNREACHABLE"])
+    assert watched.problems("gateway") == (503, ["STORE_UNREACHABLE"])
+    house.store.start()
+    eventually(lambda: watched.problems("engine") == (200, []))
+    eventually(lambda: watched.problems("gateway") == (200, []))
+
+
+def test_a_hung_store_and_a_hung_engine_are_told_by_those_who_ask_them(watched: Watched) -> None:
+    house = watched.front.house
+    house.store.freeze()
+    try:
+        assert watched.problems("engine") == (503, ["STORE_UNREACHABLE"])
+    finally:
+        house.store.thaw()
+    eventually(lambda: watched.problems("engine") == (200, []))
+    house.engine.freeze()
+    try:
+        assert watched.problems("gateway") == (503, ["ENGINE_HANGS"])
+    finally:
+        house.engine.thaw()
+    eventually(lambda: watched.problems("gateway") == (200, []))
+
+
+def test_a_full_disk_is_told(watched: Watched) -> None:
+    store = watched.front.house.store
+    store.kill()
+    store.options += ["--free-disk-reserve-bytes", str(1 << 60)]
+    store.start()
+    assert watched.problems("store") == (503, ["DISK_FULL"])
+    store.kill()
+    del store.options[-2:]
+    store.start()
+    assert watched.problems("store") == (200, [])
+
+
+def test_an_engine_without_a_model_is_not_well(watched: Watched) -> None:
+    with watched.front.house.client() as owner:
+        owner.unload_model(drop_unstored=True)
+        assert watched.problems("engine") == (503, ["MODEL_NOT_LOADED"])
+        owner.load_model("kvasir-tiny")
+    assert watched.problems("engine") == (200, [])
