@@ -1,7 +1,7 @@
 """Clients of others, each unmodified but for its base URL, before real services: `make test-http-clients` runs it.
 
 They are installed into a folder of their own, because their dependencies are none of ours. A client whose toolchain is
-not there is named and left out.
+not there is named and left out. Then everything is killed, and each goes on with its conversation, which must be warm.
 """
 
 import os
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.gateway.conftest import Front, running_front
@@ -24,44 +25,59 @@ def main(arguments: Sequence[str]) -> int:
     """Returns 1 if a client failed. The argument is the folder to install into."""
     folder = Path(arguments[0]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    talks = [_python(folder, script, packages) for script, packages in PYTHON_CLIENTS.items()]
+    talks += [_node(folder), Talk("curl", ["sh", str(HERE / "curl_talk.sh")])]
+    there = [talk for talk in talks if talk is not None]
     with tempfile.TemporaryDirectory() as root, running_front(Path(root)) as front:
-        ended = [_python(front, folder, script, packages) for script, packages in PYTHON_CLIENTS.items()]
-        ended.append(_node(front, folder))
-        ended.append(_talk(front, ["sh", str(HERE / "curl_talk.sh")], "curl"))
+        ended = [_talk(front, talk) for talk in there]
+        front.gateway.kill()
+        front.house.restart()
+        front.gateway.start()
+        ended += [_talk(front, talk, "go on") for talk in there]
     return 0 if all(ended) else 1
 
 
-def _python(front: Front, folder: Path, script: str, packages: Sequence[str]) -> bool:
+@dataclass(frozen=True)
+class Talk:
+    """A client's program."""
+
+    name: str
+    command: list[str]
+
+
+def _python(folder: Path, script: str, packages: Sequence[str]) -> Talk:
     python = folder / packages[0] / "bin/python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", python.parents[1]], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *packages], check=True)
-    return _talk(front, [str(python), str(HERE / script)], packages[0])
+    return Talk(packages[0], [str(python), str(HERE / script)])
 
 
-def _node(front: Front, folder: Path) -> bool:
+def _node(folder: Path) -> Talk | None:
     if shutil.which("npm") is None:
         print("AI SDK: left out, there is no npm here")
-        return True
+        return None
     own = folder / "ai-sdk"
     own.mkdir(exist_ok=True)
     for name in ("package.json", "ai_sdk_talk.mjs"):
         shutil.copy(HERE / name, own / name)
     if not (own / "node_modules").exists():
         subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=own, check=True)
-    return _talk(front, ["node", str(own / "ai_sdk_talk.mjs")], "AI SDK")
+    return Talk("AI SDK", ["node", str(own / "ai_sdk_talk.mjs")])
 
 
-def _talk(front: Front, command: list[str], name: str) -> bool:
+def _talk(front: Front, talk: Talk, *words: str) -> bool:
+    """Run it. What it wants to say when it goes on, it keeps in a file."""
     known = {
+        "KVASIR_TOLD": str(front.house.root / f"{talk.name}.json"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "KVASIR_URL": front.gateway.url,
         "KVASIR_KEY": front.keys["ada"],
         "KVASIR_MODEL": MODEL,
     }
-    code = subprocess.run(command, env={**os.environ, **known}, timeout=300, check=False).returncode
+    code = subprocess.run([*talk.command, *words], env={**os.environ, **known}, timeout=300, check=False).returncode
     if code:
-        print(f"{name}: failed with {code}")
+        print(f"{talk.name}: failed with {code}")
     return code == 0
 
 

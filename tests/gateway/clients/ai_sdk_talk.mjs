@@ -1,5 +1,6 @@
 // The Vercel AI SDK, unmodified but for baseURL, with three of its providers: turns, a stream, a tool, an object, a cancel.
 import assert from "node:assert/strict";
+import { readFileSync, writeFileSync } from "node:fs";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
@@ -24,14 +25,24 @@ const weather = tool({
 
 for (const [provider, model] of Object.entries(models)) {
   const options = { model, maxOutputTokens: 40, maxRetries: 0 };
+  const cachedIn = (usage) => usage.inputTokenDetails?.cacheReadTokens ?? usage.cachedInputTokens;
+  const kept = `${process.env.KVASIR_TOLD}.${provider}`;
+  if (process.argv[2]) {
+    const told = JSON.parse(readFileSync(kept, "utf8"));
+    const again = await generateText({ ...options, messages: [...told, { role: "user", content: "And now?" }] });
+    assert(cachedIn(again.usage) > 30, JSON.stringify(again.usage));
+    console.log(`AI SDK, ${provider}: after kill -9, cached ${cachedIn(again.usage)}`);
+    continue;
+  }
   const messages = [{ role: "user", content: "My name is Anna." }];
   const first = await generateText({ ...options, messages });
   messages.push(...first.response.messages, { role: "user", content: "What is my name?" });
   const second = await generateText({ ...options, messages });
   assert.match(second.text, /Anna/);
-  const cached = second.usage.inputTokenDetails?.cacheReadTokens ?? second.usage.cachedInputTokens;
+  const cached = cachedIn(second.usage);
   assert(cached > 15, JSON.stringify(second.usage));
 
+  writeFileSync(kept, JSON.stringify([...messages, ...second.response.messages]));
   let streamed = "";
   for await (const text of streamText({ ...options, messages }).textStream) streamed += text;
   assert.equal(streamed, second.text);

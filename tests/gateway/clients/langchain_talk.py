@@ -1,9 +1,12 @@
 """LangChain's ChatOpenAI, unmodified but for base_url: turns, a stream, a tool, structured output, a cancel."""
 
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Literal
 
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage, messages_from_dict, messages_to_dict
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, ConfigDict
@@ -34,11 +37,18 @@ def main() -> None:
         model=os.environ["KVASIR_MODEL"],
         max_tokens=40,
     )
+    kept = Path(os.environ["KVASIR_TOLD"])
+    if sys.argv[1:]:
+        again = chat.invoke([*messages_from_dict(json.loads(kept.read_text())), HumanMessage("And now?")])
+        assert cached(again) > 30, again.usage_metadata
+        print("LangChain: after kill -9 of everything, cached", cached(again))
+        return
     told = [HumanMessage("My name is Anna.")]
     told += [chat.invoke(told), HumanMessage("What is my name?")]
     second = chat.invoke(told)
     assert "Anna" in second.text, second
     assert cached(second) > 15, second.usage_metadata
+    kept.write_text(json.dumps(messages_to_dict([*told, second])))
     streamed = "".join(chunk.text for chunk in chat.stream(told))
     assert streamed == second.text, (streamed, second.text)
     for _ in chat.stream(told):

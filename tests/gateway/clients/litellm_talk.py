@@ -1,6 +1,9 @@
 """LiteLLM, unmodified but for api_base, through both APIs: turns, a stream, a tool, structured output."""
 
+import json
 import os
+import sys
+from pathlib import Path
 from typing import Any
 
 import litellm
@@ -30,7 +33,14 @@ def main() -> None:
             "api_key": os.environ["KVASIR_KEY"],
             "max_tokens": 40,
         }
-        told: list[Any] = [{"role": "user", "content": "My name is Anna."}]
+        kept = Path(f"{os.environ['KVASIR_TOLD']}.{provider}")
+        if sys.argv[1:]:
+            asked_again = [*json.loads(kept.read_text()), {"role": "user", "content": "And now?"}]
+            used = litellm.completion(messages=asked_again, **common).usage
+            assert used.prompt_tokens_details.cached_tokens > 30, used
+            print(f"LiteLLM ({provider}): after kill -9, cached {used.prompt_tokens_details.cached_tokens}")
+            continue
+        told: list[Any] = [{"role": "user", "content": f"My name is Anna. I speak through {provider}."}]
         first = litellm.completion(messages=told, **common)
         told += [
             {"role": "assistant", "content": first.choices[0].message.content},
@@ -39,6 +49,7 @@ def main() -> None:
         second = litellm.completion(messages=told, **common)
         cached = second.usage.prompt_tokens_details.cached_tokens
         assert "Anna" in second.choices[0].message.content, second
+        kept.write_text(json.dumps([*told, {"role": "assistant", "content": second.choices[0].message.content}]))
         assert cached > 15, second.usage
         streamed = "".join(
             chunk.choices[0].delta.content or "" for chunk in litellm.completion(messages=told, stream=True, **common)
