@@ -33,8 +33,9 @@ def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front, openai: 
         {"role": "user", "content": "What is my name?"},
     ]
     assert "Anna" in client.responses.create(model=MODEL, instructions="Be kind.", input=referring).output_text
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as lost:
         front.openai("eve").responses.create(model=MODEL, input=referring)
+    assert lost.value.param == "input[1].id"
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model=MODEL, input="?", previous_response_id="resp_1bm90aGluZw")
     with pytest.raises(openai.NotFoundError):

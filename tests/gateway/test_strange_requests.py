@@ -16,8 +16,8 @@ from kvasir.common.v1.message_pb2 import ToolCall
 from kvasir.errors import DeadlineExceeded, ResourceExhausted
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.fair_shares import Shares
-from kvasir_gateway import anthropic_messages, app, errors
-from kvasir_gateway.app import BodyRoom
+from kvasir_gateway import anthropic_messages, errors, security
+from kvasir_gateway.security import BodyRoom
 from kvasir_gateway.turn import Asked
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -168,7 +168,7 @@ def test_all_bodies_together_have_a_bound(pieces: list[int]) -> None:
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_SENDING_S", 0.05)
+    monkeypatch.setattr(security, "_SENDING_S", 0.05)
     with pytest.raises(DeadlineExceeded) as late:
         asyncio.run(BodyRoom(Shares(100)).read(_sending([10], is_whole=False), 200))
     assert errors.http_status(late.value) == 408

@@ -1,6 +1,5 @@
 """The application: one row per route, and what every request passes: site, key, size, its API's shape of errors."""
 
-import asyncio
 import logging
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 from urllib.parse import unquote
 
 from kvasir.call_context import name_call
-from kvasir.errors import DeadlineExceeded, Internal, InvalidArgument, KvasirError, NotFound, ResourceExhausted
+from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.fair_shares import Shares
@@ -38,11 +37,10 @@ from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unl
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at
-from kvasir_gateway.security import Gate, Site
+from kvasir_gateway.security import BodyRoom, Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
 _MAX_PAGE = 1000
-_SENDING_S = 60.0  # for the whole body
 # What a header may ask of an agent's memory, in the words of GenerateOptions.
 _MEMORY: Mapping[str, Mapping[str, Any]] = {
     "replace": {"replace_memory": True},
@@ -84,7 +82,7 @@ class Call:
     namespace: str
     agent_id: str
     request_id: str
-    body: "BodyRoom"
+    body: BodyRoom
 
 
 Answer = Response | EventStream
@@ -152,7 +150,7 @@ class Gateway:
         for number, place in places.items():
             given = asked.input[number]["id"]  # type: ignore[index]  # it is a list: it has references
             if place not in said:
-                raise openai_responses.lost(given)
+                raise openai_responses.lost(given, f"input[{number}].id")
             asked.input[number] = openai_responses.referenced(given, place, said[place][-1])  # type: ignore[index]
         if previous is None:
             return ()
@@ -270,7 +268,7 @@ class Gateway:
     def _route(
         self, path: str, handler: Callable[[Call], Awaitable[Any]], *, methods: list[str], is_open: bool = False
     ) -> Route:
-        async def answered(request: Request, body: "BodyRoom") -> Any:
+        async def answered(request: Request, body: BodyRoom) -> Any:
             request_id = self._around.new_request_id()
             is_at(request.scope, path)
             try:
@@ -290,7 +288,7 @@ class Gateway:
 
         return Route(path, _Endpoint(answered, self._bodies), methods=methods)
 
-    def _admitted(self, request: Request, is_open: bool, new_request_id: str, body: "BodyRoom") -> Call:
+    def _admitted(self, request: Request, is_open: bool, new_request_id: str, body: BodyRoom) -> Call:
         holder = None if is_open else self._around.gate.holder(request.headers)
         body.namespace = holder.principal.namespace if holder is not None else ""
         return Call(
@@ -301,48 +299,6 @@ class Gateway:
             request_id=_request_id(request, new_request_id),
             body=body,
         )
-
-
-class BodyRoom:
-    """One request's share of the room for all bodies, from its first byte until its answer is sent."""
-
-    def __init__(self, room: Shares) -> None:
-        self._room = room
-        self._held = 0
-        self.namespace = ""
-
-    async def read(self, request: Request, max_bytes: int) -> bytes:
-        """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
-        DeadlineExceeded."""
-        too_large = errors.BodyTooLarge(f"the body has more than {max_bytes} bytes")
-        length = request.headers.get("content-length", "")
-        if length.isdigit() and int(length) > max_bytes:
-            raise too_large
-        data = bytearray()
-        try:
-            async with asyncio.timeout(_SENDING_S):
-                async for piece in request.stream():
-                    if len(data) + len(piece) > max_bytes:
-                        raise too_large
-                    self._take(len(piece))
-                    data += piece
-        except TimeoutError:
-            text = f"the body did not come within {_SENDING_S:.0f} s"
-            raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
-        return bytes(data)
-
-    def release(self) -> None:
-        self._room.give_back(self.namespace, self._held)
-        self._held = 0
-
-    def _take(self, count: int) -> None:
-        if count and not self._room.take(self.namespace, count):
-            raise ResourceExhausted(
-                f"bodies of open requests take all their room: {self._room.held_by_all} of {self._room.total} bytes",
-                reason="PROMPTS_TOO_LARGE",
-                retry_after_s=1,
-            )
-        self._held += count
 
 
 class _Endpoint:

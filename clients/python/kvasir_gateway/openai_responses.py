@@ -130,23 +130,23 @@ class ResponsesRequest(Body):
         return schema_text(asked.schema_ if asked.type == "json_schema" else None)
 
 
-def place_of(given: str) -> Place:
+def place_of(given: str, field: str = "previous_response_id") -> Place:
     """Raises NotFound for an id that this gateway never gave, or that names a turn nobody remembers."""
     match = _ID.fullmatch(given)
     if match is None:
-        raise lost(given)
+        raise lost(given, field)
     try:
         names = base64.urlsafe_b64decode(match[2] + "=" * (-len(match[2]) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):
-        raise lost(given) from None
+        raise lost(given, field) from None
     number, digest, request_id, agent_id = (*names.split("\n", 3), "", "", "")[:4]
     if not agent_id or not re.fullmatch("[0-9]{1,6}", number):
-        raise lost(given)
+        raise lost(given, field)
     return Place(agent_id, request_id, int(number), digest, match[1] == "resp_1", int(match[3] or 0))
 
 
-def lost(given: str) -> NotFound:
-    return NotFound(f"{given[:200]!r} is not remembered", reason="RESPONSE_NOT_FOUND", field="previous_response_id")
+def lost(given: str, field: str = "previous_response_id") -> NotFound:
+    return NotFound(f"{given[:200]!r} is not remembered", reason="RESPONSE_NOT_FOUND", field=field)
 
 
 def references(items: str | list[Item]) -> dict[int, Place]:
@@ -162,7 +162,8 @@ def references(items: str | list[Item]) -> dict[int, Place]:
         raise InvalidArgument(
             f"input: expected at most {MAX_REFERENCES} items of type item_reference, got {len(found)}", field="input"
         )
-    return {number: place_of(_text(item, "id", f"input[{number}]")) for number, item in found}
+    ids = {number: _text(item, "id", f"input[{number}]") for number, item in found}
+    return {number: place_of(given, f"input[{number}].id") for number, given in ids.items()}
 
 
 def referenced(given: str, place: Place, reply: Said) -> Item:
@@ -172,7 +173,7 @@ def referenced(given: str, place: Place, reply: Said) -> Item:
     if given.startswith("rs_"):
         return {"type": "reasoning"}
     if place.call >= len(reply.tool_calls):
-        raise lost(given)
+        raise lost(given, "input")
     call = reply.tool_calls[place.call]
     return {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments_json}
 

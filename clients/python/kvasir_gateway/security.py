@@ -4,20 +4,23 @@ A browser that was led to another site may send requests to a server on its own 
 rebinding) or in Origin; both are refused unless they were named. So is a key that no credential has, in constant time.
 """
 
+import asyncio
 import ipaddress
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvasir.credentials import ADMIN, CLIENT, OWNER, Credentials, Principal
-from kvasir.errors import KvasirError, PermissionDenied, Unauthenticated
+from kvasir.errors import DeadlineExceeded, KvasirError, PermissionDenied, ResourceExhausted, Unauthenticated
+from kvasir.server.fair_shares import Shares
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvasir_gateway.errors import refused
+from kvasir_gateway.errors import BodyTooLarge, refused
 
 _LOCAL_NAMES = frozenset({"localhost"})
 _MAX_KEY_CHARS = 4096
+_SENDING_S = 60.0  # for a whole body
 _EXPOSED = ("x-request-id", "request-id", "x-agent-id", "x-agent-memory", "retry-after")
 
 
@@ -70,6 +73,48 @@ class Gate:
     def _is_own(self, origin: str) -> bool:
         scheme, _, rest = origin.partition("://")
         return scheme in ("http", "https") and self._is_known(_host_of(rest))
+
+
+class BodyRoom:
+    """One request's share of the room for all bodies, from its first byte until its answer is sent."""
+
+    def __init__(self, room: Shares) -> None:
+        self._room = room
+        self._held = 0
+        self.namespace = ""
+
+    async def read(self, request: Request, max_bytes: int) -> bytes:
+        """The body. Raises BodyTooLarge as soon as that is known, ResourceExhausted without room for it, and
+        DeadlineExceeded."""
+        too_large = BodyTooLarge(f"the body has more than {max_bytes} bytes")
+        length = request.headers.get("content-length", "")
+        if length.isdigit() and int(length) > max_bytes:
+            raise too_large
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_SENDING_S):
+                async for piece in request.stream():
+                    if len(data) + len(piece) > max_bytes:
+                        raise too_large
+                    self._take(len(piece))
+                    data += piece
+        except TimeoutError:
+            text = f"the body did not come within {_SENDING_S:.0f} s"
+            raise DeadlineExceeded(text, reason="SENDER_STALLED") from None
+        return bytes(data)
+
+    def release(self) -> None:
+        self._room.give_back(self.namespace, self._held)
+        self._held = 0
+
+    def _take(self, count: int) -> None:
+        if count and not self._room.take(self.namespace, count):
+            raise ResourceExhausted(
+                f"bodies of open requests take all their room: {self._room.held_by_all} of {self._room.total} bytes",
+                reason="PROMPTS_TOO_LARGE",
+                retry_after_s=1,
+            )
+        self._held += count
 
 
 class Site:
