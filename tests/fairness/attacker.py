@@ -23,7 +23,7 @@ from tests.fairness.half_messages import HalfSender
 
 _REFUSED_PAUSE_S = 0.02
 _STARTS_WITHIN_S = 1.0
-# A connection has at most 128 streams.
+# A connection has at most 320 streams.
 _CALLS_PER_CHANNEL = 100
 _OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),

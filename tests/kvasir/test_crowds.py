@@ -167,6 +167,24 @@ def test_a_strangers_call_holds_no_place(tmp_path: Path) -> None:
     run(test())
 
 
+def test_one_connection_carries_all_calls_that_one_credential_may_have(tmp_path: Path) -> None:
+    """The call beyond them is refused with its reason, and neither waits nor ends as a broken connection would."""
+
+    async def test() -> None:
+        async with served(tmp_path) as service:
+            stub: Any = cachestore_pb2_grpc.CacheStoreServiceStub(await service.channel())  # type: ignore[no-untyped-call]
+            metadata = service.known("crowd0")
+            calls = [
+                stub.WatchEvents(pb.WatchEventsRequest(), metadata=metadata) for _ in range(MAX_RPCS_PER_PRINCIPAL)
+            ]
+            firsts = await asyncio.wait_for(asyncio.gather(*(call.read() for call in calls)), 30)
+            assert firsts == [pb.WatchEventsResponse()] * MAX_RPCS_PER_PRINCIPAL
+            one_more = stub.GetCapabilities(pb.GetCapabilitiesRequest(), metadata=metadata)
+            assert await reason_of(one_more) == "TOO_MANY_CALLS"
+
+    run(test())
+
+
 def test_four_credentials_of_one_namespace_do_not_shut_another_out(tmp_path: Path) -> None:
     async def test() -> None:
         async with served(tmp_path) as server:

@@ -19,7 +19,7 @@ from kvasir_gateway.conversations import PREFIX, Kept
 from kvasir_gateway.turn import Place, Said, ToolUse, Turn
 
 _PAGE = 1000
-# An engine allows 128 calls on a connection; what is beyond would wait, or be refused. Idle ones are not opened.
+# An engine allows 320 calls on a connection, and the gateway has many callers. Idle ones are not opened.
 _CONNECTIONS = 16
 _AGENTS_AT_ONCE = 8  # of which one request reads the memory
 

@@ -99,7 +99,7 @@ def _options(tls: Tls | None, safe_reads: Sequence[str]) -> list[tuple[str, str 
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 2_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        # Each channel has a connection of its own: a service allows 128 calls on one.
+        # Each channel has a connection of its own: a service bounds the calls on one.
         ("grpc.use_local_subchannel_pool", 1),
         # These calls do not go through a proxy that the environment names.
         ("grpc.enable_http_proxy", 0),

@@ -26,7 +26,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
-from kvasir.server.interceptors import Authentication, Errors
+from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, Errors
 from kvasir.server.rpc_counts import RpcCounts
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
@@ -35,7 +35,9 @@ MAX_MESSAGE_BYTES = 2 << 20
 _MAX_ANSWER_BYTES = 4 << 20
 _LOOKAHEAD_BYTES = 256 << 10
 _MAX_METADATA_BYTES = 16 << 10
-_MAX_STREAMS_PER_CONNECTION = 128
+# More calls than one credential may have, so that its next call is refused with a reason: of what is beyond this number,
+# gRPC's clients keep some waiting and end the others as if the connection had broken.
+_MAX_STREAMS_PER_CONNECTION = MAX_RPCS_PER_PRINCIPAL + 64
 # gRPC counts a call before the caller is known. Authentication limits known callers; this number is the backstop for a
 # burst of strangers' calls while they are being refused.
 MAX_RPCS_AT_ALL = 8192
