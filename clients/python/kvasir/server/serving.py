@@ -35,8 +35,8 @@ MAX_MESSAGE_BYTES = 2 << 20
 _MAX_ANSWER_BYTES = 4 << 20
 _LOOKAHEAD_BYTES = 256 << 10
 _MAX_METADATA_BYTES = 16 << 10
-# More calls than one credential may have, so that its next call is refused with a reason: of what is beyond this number,
-# gRPC's clients keep some waiting and end the others as if the connection had broken.
+# More calls than one credential may have, so that its next call is refused with a reason. Of calls beyond this number
+# gRPC's clients keep some waiting, and end the others as if the connection had broken.
 _MAX_STREAMS_PER_CONNECTION = MAX_RPCS_PER_PRINCIPAL + 64
 # gRPC counts a call before the caller is known. Authentication limits known callers; this number is the backstop for a
 # burst of strangers' calls while they are being refused.
