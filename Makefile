@@ -101,5 +101,12 @@ bench-http: install ## 200 streams through the gateway, then 500 readers who lea
 test-http-clients: install ## LangChain, LiteLLM, the AI SDK and curl before a gateway; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
 
+.PHONY: lint-swift
+lint-swift: install ## Generate Swift's stubs into out/swift, where protoc-gen-swift is; says so where it is not
+	@if command -v protoc-gen-swift >/dev/null; then \
+	  rm -rf out/swift && $(BIN)/buf generate proto --template proto/buf.gen.swift.yaml && \
+	  test -n "$$(find out/swift -name '*.pb.swift')" && echo "Swift: generated into out/swift"; \
+	else echo "Swift: NOT RUN, not installed here: protoc-gen-swift"; fi
+
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out
