@@ -15,8 +15,8 @@ from inference_svc.engine.api import Hot, Restored
 from inference_svc.engine.sampling import Sampler
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.sequence import Sequence
+from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.sequence_files import from_files
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
@@ -77,7 +77,7 @@ def _last_points(kv: SequenceKV) -> tuple[int, ...]:
 
 
 def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPool, model: ModelInfo) -> None:
-    """Give the turn its KV: the fork of what it reuses, or what its plan restores, or none.
+    """Give the turn its KV: the fork of what it reuses, or none; what its plan restores is on its way then.
 
     Raises FailedPrecondition (RESTORED_TOKENS_DIFFER, STATE_MISSING) and DataLoss (BLOB_DAMAGED); nothing has changed
     then.
@@ -91,7 +91,7 @@ def begin(sequence: Sequence, taken: tuple[Reuse, SequenceKV] | None, pool: KvPo
         sequence.known_chain = tuple(reuse.chain[: reuse.tokens // BLOCK_TOKENS])
         sequence.began(reuse.tokens, reuse.shareable_tokens, is_shared=reuse.is_shared)
     elif isinstance(sequence.plan.reuse, Restored):
-        _restore(sequence, sequence.plan.reuse, pool, model)
+        sequence.arrives(_RestoredKV(sequence, sequence.plan.reuse, pool, model))
     else:
         sequence.kv = SequenceKV(pool)
         sequence.began(0, 0)
@@ -118,21 +118,39 @@ def memory_left(sequence: Sequence, runner: ModelRunner, kv_identity_hash: str) 
     return ResidentMemory(kv, state, chain, priority=sequence.priority, state_bytes=kv.state_bytes)
 
 
-def _restore(sequence: Sequence, restored: Restored, pool: KvPool, model: ModelInfo) -> None:
-    keep = sequence.reusable_tokens
-    if not _begins_with(restored.token_ids, sequence.plan.token_ids, keep):
-        raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
-    files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
-    states = []
-    if model.has_states:
-        if restored.state is None or keep < restored.keep_tokens:
-            raise FailedPrecondition("the plan restores no state of the tokens that it keeps", reason="STATE_MISSING")
-        kept_ids = restored.token_ids[:keep]
-        states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
-    windows = _windows(restored, keep, model)
-    sequence.kv = from_files(pool, files, keep, states, windows)
-    sequence.known_chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
-    sequence.began(keep, restored.shareable_tokens)
+class _RestoredKV:
+    """What a plan restores, on its way (`Arrival`). The headers of all files are checked before the first is loaded."""
+
+    def __init__(self, sequence: Sequence, restored: Restored, pool: KvPool, model: ModelInfo) -> None:
+        keep = sequence.reusable_tokens
+        if not _begins_with(restored.token_ids, sequence.plan.token_ids, keep):
+            raise FailedPrecondition("the restored tokens are not the prompt's", reason="RESTORED_TOKENS_DIFFER")
+        files = check_files(model.kv_identity, model.kv_identity_hash, restored.blobs, restored.token_ids)
+        states = []
+        if model.has_states:
+            if restored.state is None or keep < restored.keep_tokens:
+                raise FailedPrecondition(
+                    "the plan restores no state of the tokens that it keeps", reason="STATE_MISSING"
+                )
+            kept_ids = restored.token_ids[:keep]
+            states = [check_state(model.kv_identity, model.kv_identity_hash, restored.state, kept_ids)]
+        self._load = KvLoad(pool, files, keep, states, _windows(restored, keep, model))
+        self._chain = tuple(file.header.identity.chain for file in files[: keep // BLOCK_TOKENS])
+        self._shareable = restored.shareable_tokens
+        self._sequence = sequence
+
+    @property
+    def kv(self) -> SequenceKV:
+        return self._load.kv
+
+    @property
+    def next_files(self) -> int:
+        return self._load.next_files
+
+    def advance(self, most_files: int) -> None:
+        if self._load.advance(most_files):
+            self._sequence.kv, self._sequence.known_chain = self.kv, self._chain
+            self._sequence.began(self.kv.length, self._shareable)
 
 
 def _windows(restored: Restored, keep: int, model: ModelInfo) -> dict[int, list[CheckedFile]]:

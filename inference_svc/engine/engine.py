@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
+from kvasir.formats.block_hash import BLOCK_TOKENS
 
 from inference_svc.engine.api import AgentKey, Failed, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
@@ -96,8 +97,8 @@ class Engine:
         by file identity, and the choices of `auto` by weights digest. `memory_budget_bytes` bounds all KV, hot and
         running. `policy`: None for the default (4 bits, groups of 64); a request for `auto` measures the model first,
         unless its choice is known, and asks it from `conversations_file` if that is written for its tokenizer.
-        `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while
-        other turns decode, a step computes prompts for so long, and one cell more. `name`: the model's name for
+        `compute_type`: None for float32 on a CPU, else the model's own. `step_budget_s`: while other turns decode, a
+        step computes prompts and loads KV for so long at most, or for less (`Rules`). `name`: the model's name for
         callers; empty: the name in its path. `batch_invariant`: see `ModelRunner`. Raises NotFound (no such model),
         FailedPrecondition (reason LAYER_NOT_KEPT, the layer and its class named; MODEL_NOT_LOADABLE), InvalidArgument
         (policy, compute type).
@@ -121,7 +122,7 @@ class Engine:
                 opened.info,
                 memory_budget_bytes,
                 memory_budget_bytes // _DECODED_PART,
-                _rules(opened.info, step_budget_s),
+                _rules(opened.info, step_budget_s, cuts_cells=runner.is_on_gpu and not batch_invariant),
                 time.monotonic,
             )
             made.append((opened, worker))
@@ -279,8 +280,9 @@ class Engine:
             )
 
 
-def _rules(model: ModelInfo, step_budget_s: float) -> Rules:
-    rules = Rules(cell_tokens=model.cell_tokens, budget_s=step_budget_s)
+def _rules(model: ModelInfo, step_budget_s: float, *, cuts_cells: bool) -> Rules:
+    least_tokens = BLOCK_TOKENS if cuts_cells else model.cell_tokens
+    rules = Rules(cell_tokens=model.cell_tokens, least_tokens=least_tokens, budget_s=step_budget_s)
     # Recurrent layers share no rows, and windows may have gone on: a turn would wait for its sibling in vain.
     return replace(rules, prefix_wait_s=0) if model.has_rewind_points else rules
 

@@ -19,10 +19,10 @@ from inference_svc.engine.sampling import sample
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
 from inference_svc.engine.scheduling.schedulable import Rules, Status
-from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Preempt, Scheduler
+from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Grant, Preempt, Scheduler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
-from inference_svc.engine.swapping import swap_in, swap_out
+from inference_svc.engine.swapping import SwapIn, swap_out
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.model.model_runner import ModelRunner
 
@@ -52,7 +52,6 @@ class EngineWorker:
         self._runner = runner
         self._model = model
         self._clock = clock
-        self._rules = rules
         self._scheduler: Scheduler[Sequence] = Scheduler(self.room, rules, self._turns)
         self._masks: MaskBudget[Sequence] = MaskBudget()
         batch = runner.new_batch(self._pool, decoded_budget_bytes // runner.compute_item_bytes)
@@ -77,7 +76,7 @@ class EngineWorker:
         if may_decode or self._decoder.is_ahead:
             self._decode(may_decode)
             self._emit_all()
-        has_prefilled = self._prefill(take_mail, spent_s)
+        has_prefilled = self._carry_out_grants(take_mail, spent_s)
         self._finish_generated()
         self._masks.end_step(self._clock() - before_s)
         self.memory_used_bytes = self.room.used_bytes
@@ -103,8 +102,7 @@ class EngineWorker:
         """The answer to `Wanted`: the preempted turn's files, or as many leading ones as could be read."""
         if sequence.status is Status.RESTORING:
             with self._guarding(sequence):
-                swap_in(sequence, self._pool, self._model, blobs)
-            self._emit_all()
+                sequence.arrives(SwapIn(sequence, self._pool, self._model, blobs))
 
     def files_stored(self, sequence: Sequence) -> None:
         """The files of a preempted turn are no longer held in memory."""
@@ -129,33 +127,29 @@ class EngineWorker:
             whole = memory_snapshot(self.memories.get(key), self._model, first_block, max_blocks)
             return whole and Snapshot(first_block, whole.blocks, None, whole.state)
         if sequence.kv is None:
-            return None  # it is preempted: the memory holds other blocks than the turn's
+            return None  # it was preempted, or its KV is on its way: the memory holds other blocks than the turn's
         self._decoder.batch.flush(sequence.kv)
         return running_snapshot(sequence, self._model, first_block, max_blocks)
 
     # --- beginning ---
 
     def _admit(self, take_mail: Callable[[], None]) -> None:
-        """Carry out what the scheduler decides about waiting turns. To restore a memory takes time: while turns decode,
-        that time counts as prefill of the step.
-        """
-        until_s = self._clock() + self._rules.budget_s
-        has_time = may_preempt = True
+        """Carry out what the scheduler decides about waiting turns."""
+        may_preempt = True
         while True:
             # A preempted turn must not lose a token that was drawn and not read.
             may_preempt_now = may_preempt and not self._decoder.is_ahead
-            match self._scheduler.admit(self._clock(), has_time=has_time, may_preempt=may_preempt_now):
+            match self._scheduler.admit(self._clock(), may_preempt=may_preempt_now):
                 case Admit(sequence, protected):
                     with self._guarding(sequence):
                         self._begin(sequence, protected)
-                    has_time = self._clock() < until_s or not any(map(_is_decoding, self._with_kv))
                 case Preempt(sequences):
                     for sequence in sequences:
                         with self._guarding(sequence):
                             self._preempt(sequence)
                     self._runner.release_unused()
-                    has_time, may_preempt = True, False
-                case Blocked(_, wants_preemption=True) if may_preempt:
+                    may_preempt = False
+                case Blocked(wants_preemption=True) if may_preempt:
                     self._settle()
                     take_mail()  # the snapshot of a turn that just ended, before its memory may be dropped for another
                 case Blocked():
@@ -217,25 +211,32 @@ class EngineWorker:
             else:
                 sequence.accept(token.token_id, token.logprobs)
 
-    def _prefill(self, take_mail: Callable[[], None], spent_s: float) -> bool:
-        """Compute cells of prompts while the scheduler grants them; `spent_s` of the step's time is spent already.
-        Returns whether there was one.
+    def _carry_out_grants(self, take_mail: Callable[[], None], spent_s: float) -> bool:
+        """Compute cells of prompts and load files while the scheduler grants them; `spent_s` of the step's time is
+        spent already. Returns whether there was a grant.
         """
-        began_s, cells = self._clock() - spent_s, 0
-        while (sequence := self._scheduler.grant_prefill(self._clock() - began_s)) is not None:
-            with self._guarding(sequence):
-                self._prefill_cell(sequence)
+        began_s, grants = self._clock() - spent_s, 0
+        while (grant := self._scheduler.grant(self._clock() - began_s)) is not None:
+            with self._guarding(grant.turn):
+                self._carry_out(grant)
             self._emit_all()
-            cells += 1
+            grants += 1
             take_mail()
-        return cells > 0
+        return grants > 0
 
-    def _prefill_cell(self, sequence: Sequence) -> None:
-        kv, sampler, cell = sequence.kv, sequence.sampler, sequence.next_cell()
+    def _carry_out(self, grant: Grant[Sequence]) -> None:
+        sequence = grant.turn
+        if sequence.arrival is not None:
+            sequence.arrival.advance(grant.size)
+        else:
+            self._prefill_cell(sequence, grant.size)
+
+    def _prefill_cell(self, sequence: Sequence, tokens: int) -> None:
+        kv, sampler, cell = sequence.kv, sequence.sampler, sequence.next_tokens(tokens)
         assert kv is not None
         assert sampler is not None
         self.computed_tokens += len(cell)
-        if not sequence.next_cell_draws:
+        if not sequence.draws_after(tokens):
             self._runner.prefill(kv, cell, lambda: sequence.is_cancelled)
             sequence.prefilled(len(cell))
             if sequence.is_at_rewind_point:
@@ -276,6 +277,9 @@ class EngineWorker:
             failure = Internal("the turn failed in the engine")
         sequence.finish(failure)
         kv, sequence.kv, sequence.swapped = sequence.kv, None, None
+        if sequence.arrival is not None:
+            sequence.arrival.kv.release()
+            sequence.arrival = None
         if failure is not None and kv is not None:
             kv.release()
         self.room.give_up(sequence)
@@ -338,10 +342,6 @@ class EngineWorker:
         turns = (each for each in self._turns if each.plan.key == key and each.plan.is_remembered)
         begun = (each for each in turns if each.status is not Status.WAITING)
         return next(begun, None)
-
-
-def _is_decoding(sequence: Sequence) -> bool:
-    return sequence.status is Status.DECODING
 
 
 def _cancelled() -> Cancelled:

@@ -6,7 +6,7 @@ No tensor is touched here: a sequence only holds the KV and the sampler that the
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from kvasir.errors import KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
@@ -46,6 +46,21 @@ if TYPE_CHECKING:  # so that the schedule of sequences is tested where there is 
     from inference_svc.kv.sequence_kv import SequenceKV
 
 
+class Arrival(Protocol):
+    """A turn's KV on its way from tensor files, some at a time."""
+
+    @property
+    def kv(self) -> "SequenceKV":
+        """What holds the pages that are taken so far."""
+
+    @property
+    def next_files(self) -> int:
+        """How many files can be loaded at once."""
+
+    def advance(self, most_files: int) -> None:
+        """Load the next files, at most so many. When the last one is there, the turn gets its KV and goes on."""
+
+
 @dataclass
 class SwappedOut:
     """What is known of a preempted turn's files."""
@@ -80,6 +95,7 @@ class Sequence:
         self.is_cancelled = False  # set from any thread
         # What it holds on the MLX thread.
         self.kv: SequenceKV | None = None
+        self.arrival: Arrival | None = None  # of its KV, while it is loaded
         self.sampler: Sampler | None = None
         self.known_chain: tuple[str, ...] = ()  # chain hashes of the first full blocks of its KV
         self.reservation: Reservation | None = None
@@ -216,9 +232,13 @@ class Sequence:
         return (self.prompt_rewind_point if self.computed < self.prompt_rewind_point < end else end) - self.computed
 
     @property
-    def next_cell_draws(self) -> bool:
-        """Whether the next cell ends the prompt and the reply's first token is not sampled yet."""
-        ends_prompt = self.computed + self.next_cell_tokens == self.prompt_tokens
+    def next_files(self) -> int:
+        """How many files of its KV can be loaded at once."""
+        return 0 if self.arrival is None else self.arrival.next_files
+
+    def draws_after(self, count: int) -> bool:
+        """Whether the next `count` tokens end the prompt and the reply's first token is not sampled yet."""
+        ends_prompt = self.computed + count == self.prompt_tokens
         return ends_prompt and len(self.token_ids) == self.prompt_tokens and self.plan.generates
 
     @property
@@ -229,6 +249,10 @@ class Sequence:
         """The turn's wait is over: the engine begins it."""
         self._begun_s = self._clock()
 
+    def arrives(self, arrival: Arrival) -> None:
+        """The turn's KV is loaded from files now. It ends with `began` or `resumed`."""
+        self._stage, self.arrival = Status.LOADING, arrival
+
     def began(self, cached: int, shareable: int, *, is_shared: bool = False) -> None:
         """KV of the first `cached` tokens is there. `is_shared`: another turn or memory of the namespace gave it."""
         self.cached = self.computed = cached
@@ -237,7 +261,7 @@ class Sequence:
         self._full_reported = self.full_blocks
         self.shareable = min(shareable, cached) // BLOCK_TOKENS * BLOCK_TOKENS
         self._restored_s = self._clock()
-        self._stage = Status.PREFILLING
+        self._stage, self.arrival = Status.PREFILLING, None
         waited_s, restore_s = self._begun_s - self._submitted_s, self._restored_s - self._begun_s
         self._events.append(Started(cached, is_shared, waited_s, restore_s))
         self._end_if_only_prompt()
@@ -257,14 +281,14 @@ class Sequence:
         rest is computed as before, the prompt in its cells and the reply token by token, so that its KV has the same
         bits. No token is sampled or reported again.
         """
-        self._stage = Status.PREFILLING
+        self._stage, self.arrival = Status.PREFILLING, None
         self._events.append(Resumed(computed, self.computed - computed))
         self.computed = computed
         self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
 
-    def next_cell(self) -> list[int]:
-        """Prompt tokens to compute next, up to an edge of the grid or the prompt's end."""
-        return self.token_ids[self.computed : self.computed + self.next_cell_tokens]
+    def next_tokens(self, count: int) -> list[int]:
+        """The `count` prompt tokens to compute next."""
+        return self.token_ids[self.computed : self.computed + count]
 
     def prefilled(self, count: int) -> None:
         """The next `count` prompt tokens were computed."""

@@ -18,8 +18,9 @@ from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.engine.beginning import MOST_REWIND_POINTS
 from inference_svc.engine.sequence import Sequence, SwappedOut
+from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.pages.pool import KvPool
-from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
+from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files, check_state
 from inference_svc.model.model_info import ModelInfo
@@ -59,63 +60,82 @@ def swap_out(sequence: Sequence, model: ModelInfo) -> None:
     sequence.preempted(files)
 
 
-def swap_in(sequence: Sequence, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]) -> None:
-    """Give the turn its KV from its files, or from as many leading ones as arrived whole."""
-    swapped, sequence.swapped = sequence.swapped, None
-    assert swapped is not None
-    restored = _whole if model.has_rewind_points else _leading
-    kv, kept = restored(sequence, swapped, pool, model, blobs) or (SequenceKV(pool), 0)
-    sequence.kv, sequence.known_chain = kv, sequence.known_chain[: kept // BLOCK_TOKENS]
-    sequence.resumed(kept, sequence.shareable)
+class SwapIn:
+    """A preempted turn's KV on its way back (`Arrival`) from its files, or from as many leading ones as came whole."""
 
+    def __init__(
+        self, sequence: Sequence, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
+    ) -> None:
+        assert sequence.swapped is not None
+        self._sequence = sequence
+        self._swapped = sequence.swapped
+        self._pool = pool
+        self._model = model
+        self._blobs = blobs
+        self._load = self._begun()
 
-_Kept = tuple[SequenceKV, int] | None  # KV and its tokens; None if nothing came back
+    @property
+    def kv(self) -> SequenceKV:
+        return self._load.kv
+
+    @property
+    def next_files(self) -> int:
+        return self._load.next_files
+
+    def advance(self, most_files: int) -> None:
+        try:
+            if not self._load.advance(most_files):
+                return
+        except DataLoss as error:
+            self._leave_out(error)
+            self._load = self._begun()
+            return
+        sequence, kept = self._sequence, self.kv.length
+        sequence.kv, sequence.swapped = self.kv, None
+        sequence.known_chain = sequence.known_chain[: kept // BLOCK_TOKENS]
+        sequence.resumed(kept, sequence.shareable)
+
+    def _begun(self) -> KvLoad:
+        """A load of the files that are left, whose headers are checked."""
+        while self._blobs:
+            try:
+                return self._whole() if self._model.has_rewind_points else self._leading()
+            except DataLoss as error:
+                self._leave_out(error)
+        return KvLoad(self._pool, (), 0)
+
+    def _leave_out(self, error: DataLoss) -> None:
+        """What is damaged, and all that needs it."""
+        logger.warning("swap.damaged")
+        damaged = 0 if self._model.has_rewind_points else int(error.metadata.get("blob", "0"))
+        self._blobs = self._blobs[: min(damaged, len(self._blobs) - 1)]
+
+    def _whole(self) -> KvLoad:
+        """All KV: states, and the rows of windows, are those of where they were taken. Raises DataLoss."""
+        swapped, identity, name = self._swapped, self._model.kv_identity, self._model.kv_identity_hash
+        tokens, rest = self._sequence.token_ids[: swapped.tokens], list(self._blobs)
+        groups: dict[int, list[CheckedFile]] = {}
+        for group, first in swapped.first_blocks.items():
+            count = -(-swapped.tokens // BLOCK_TOKENS) - first
+            groups[group] = check_files(identity, name, rest[:count], tokens, group, first)
+            del rest[:count]
+        points = swapped.rewind_points if self._model.has_states else ()
+        if len(rest) != len(points):
+            raise DataLoss(f"expected {len(points)} state files, got {len(rest)}")
+        states = [check_state(identity, name, blob, tokens[:point]) for blob, point in zip(rest, points, strict=True)]
+        files = groups.pop(0, [])
+        return KvLoad(self._pool, files, swapped.tokens, states, groups, points=swapped.rewind_points)
+
+    def _leading(self) -> KvLoad:
+        """As many leading tokens as the files cover. Raises DataLoss."""
+        sequence, model = self._sequence, self._model
+        covered = min(len(self._blobs) * BLOCK_TOKENS, self._swapped.tokens)
+        tokens = sequence.token_ids[:covered]
+        files = check_files(model.kv_identity, model.kv_identity_hash, self._blobs, tokens)
+        # The last position from which the rest of the prompt gets the same bits: an edge of the grid.
+        is_whole = covered == self._swapped.tokens or covered >= sequence.prompt_tokens
+        return KvLoad(self._pool, files, covered if is_whole else covered // model.cell_tokens * model.cell_tokens)
 
 
 def _is_covered(first_blocks: Mapping[int, int], tokens: int) -> bool:
     return all(first <= first_touched_block(group, tokens) for group, first in first_blocks.items())
-
-
-def _whole(
-    sequence: Sequence, swapped: SwappedOut, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
-) -> _Kept:
-    """All KV or none: states, and the rows of windows, are those of where they were taken."""
-    tokens, name, rest = sequence.token_ids[: swapped.tokens], model.kv_identity_hash, list(blobs)
-    groups: dict[int, list[CheckedFile]] = {}
-    try:
-        for group, first in swapped.first_blocks.items():
-            count = -(-swapped.tokens // BLOCK_TOKENS) - first
-            groups[group] = check_files(model.kv_identity, name, rest[:count], tokens, group, first)
-            del rest[:count]
-        if len(rest) != (len(swapped.rewind_points) if model.has_states else 0):
-            return None
-        states = [
-            check_state(model.kv_identity, name, blob, tokens[:point])
-            for blob, point in zip(rest, swapped.rewind_points if model.has_states else (), strict=True)
-        ]
-        files = groups.pop(0, [])
-        kv = from_files(pool, files, swapped.tokens, states, groups, points=swapped.rewind_points)
-    except DataLoss:
-        logger.warning("swap.damaged")
-        return None
-    return kv, swapped.tokens
-
-
-def _leading(
-    sequence: Sequence, swapped: SwappedOut, pool: KvPool, model: ModelInfo, blobs: collections.abc.Sequence[bytes]
-) -> _Kept:
-    while blobs:
-        covered = min(len(blobs) * BLOCK_TOKENS, swapped.tokens)
-        keep = covered if covered == swapped.tokens else _edge_before(sequence, covered, model.cell_tokens)
-        try:
-            files = check_files(model.kv_identity, model.kv_identity_hash, blobs, sequence.token_ids[:covered])
-            return (from_files(pool, files, keep), keep) if keep else None
-        except DataLoss as error:
-            logger.warning("swap.damaged")
-            blobs = blobs[: min(int(error.metadata.get("blob", "0")), len(blobs) - 1)]
-    return None
-
-
-def _edge_before(sequence: Sequence, tokens: int, cell_tokens: int) -> int:
-    """The last position from which the rest of the prompt gets the same bits: an edge of the grid."""
-    return tokens if tokens >= sequence.prompt_tokens else tokens // cell_tokens * cell_tokens

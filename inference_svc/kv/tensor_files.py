@@ -14,10 +14,11 @@ from kvasir.formats.block_file import (
     HeaderError,
     TensorSpec,
     check_schema,
-    encode_header,
     expected_state_tensors,
     expected_tensors,
+    header_with,
     parse_header,
+    tensor_entries,
 )
 from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 from kvasir.formats.layer_groups import layers_of
@@ -44,6 +45,19 @@ class CheckedFile:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """The tensors of a kind of file, and what follows from them: made once for all files of the kind."""
+
+    tensors: tuple[TensorSpec, ...]
+    entries: bytes
+    size_bytes: int  # of all tensors
+
+    @classmethod
+    def of(cls, tensors: tuple[TensorSpec, ...]) -> "_Schema":
+        return cls(tensors, tensor_entries(tensors), sum(tensor.size_bytes for tensor in tensors))
+
+
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
@@ -65,7 +79,7 @@ def check_files(
     if len(blobs) != len(expected):
         what = f"expected {len(expected)} tensor files, got {len(blobs)}"
         raise _damaged(min(len(blobs), len(expected)), what, group)
-    schemas = {rows: expected_tensors(identity, rows, group) for rows in {file.tokens for file in expected}}
+    schemas = {rows: _Schema.of(expected_tensors(identity, rows, group)) for rows in {file.tokens for file in expected}}
     files: list[CheckedFile] = []
     for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
         try:
@@ -85,7 +99,7 @@ def check_state(
     """
     expected = state_identity(kv_identity_hash, token_ids, len(token_ids))
     try:
-        return _checked(identity, expected_state_tensors(identity), expected, blob)
+        return _checked(identity, _Schema.of(expected_state_tensors(identity)), expected, blob)
     except HeaderError as error:
         raise _damaged_state(expected, str(error)) from None
 
@@ -100,12 +114,10 @@ def state_arrays(file: CheckedFile) -> list[tuple[TensorSpec, Array]]:
     return [(spec, np.require(array[None], requirements="A")) for spec, array in zip(specs, arrays, strict=True)]
 
 
-def page_units(identity: identity_pb2.KvIdentity, file: CheckedFile) -> Array:
+def page_units(file: CheckedFile, units: int) -> Array:
     """The tensors of a block or tail file as a page, uint16 [units]: of a block its bytes as they are, of a tail with
     zeros behind its rows.
     """
-    specs = expected_tensors(identity, BLOCK_TOKENS, file.header.identity.window)
-    units = sum(spec.size_bytes for spec in specs) // _UNIT_BYTES
     if file.header.identity.tokens == BLOCK_TOKENS:
         return np.frombuffer(file.data, np.uint16, units, file.header.data_offset)
     page = np.zeros(units, dtype=np.uint16)
@@ -148,16 +160,14 @@ def _views(file: CheckedFile) -> Iterator[Array]:
 
 def _checked(
     identity: identity_pb2.KvIdentity,
-    schema: tuple[TensorSpec, ...],
+    schema: _Schema,
     expected: FileIdentity,
     data: bytes,
 ) -> CheckedFile:
-    header = encode_header(expected, schema)
-    if data.startswith(header):
+    header = header_with(expected, schema.entries)
+    if data.startswith(header) and len(header) + schema.size_bytes == len(data):
         # Our own writer's header, byte for byte: nothing is left to parse, which saves half of a restore.
-        checked = Header(expected, schema, len(header))
-        if checked.size_bytes == len(data):
-            return CheckedFile(checked, data)
+        return CheckedFile(Header(expected, schema.tensors, len(header)), data)
     parsed = parse_header(data, len(data))
     if parsed.identity != expected:
         raise HeaderError(_difference(expected, parsed.identity))

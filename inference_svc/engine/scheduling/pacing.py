@@ -1,6 +1,6 @@
-"""How much a step may prefill: whole cells, a limited time while others decode, and a limited number of tokens.
+"""How much a step may prefill and load: a limited time while others decode, and a limited number of tokens.
 
-The grid says where a cell ends; this says only how many cells a step takes.
+The grid says where a cell ends; this says how many cells a step takes, and where cells may be cut, how long they are.
 
 Between namespaces time is shared: a namespace's prompts may take from decoding others as much time as each of those
 has of the decoding. Otherwise a crowd's prompts would take the budget and a cell more out of every step of theirs.
@@ -24,11 +24,12 @@ def most_tokens(position: int) -> int:
 
 @dataclass
 class StepPace:
-    """What one step has prefilled so far, and whether it may go on. A step's first cell is always allowed: every turn
-    goes on, however short the budget and however large the cell. Of several prompts the deepest one's limit holds.
+    """What one step has prefilled so far, and whether it may go on. A step's first piece of work is always allowed:
+    every turn goes on, however short the budget and however large the cell. Of several prompts the deepest one's limit
+    holds.
     """
 
-    budget_s: float
+    budget_s: float  # while a turn waits for its next token
     tokens: int = 0
     _starts: dict[Hashable, int] = field(default_factory=dict)  # by turn: the position of its first cell in this step
 
@@ -36,16 +37,10 @@ class StepPace:
     def has_begun(self) -> bool:
         return bool(self._starts)
 
-    def allows(
-        self, turn: Hashable, position: int, cell_tokens: int, spent_s: float, *, somebody_decodes: bool
-    ) -> bool:
-        """Whether the turn's cell of `cell_tokens` at `position` still belongs to this step, `spent_s` after its first
-        prefill began. While no turn waits for its next token, the time does not bind.
-        """
+    def allows(self, turn: Hashable, position: int, cell_tokens: int) -> bool:
+        """Whether the turn's cell of `cell_tokens` at `position` still belongs to this step, if there is time."""
         if not self.has_begun:
             return True
-        if somebody_decodes and spent_s >= self.budget_s:
-            return False
         deepest = max(self._starts.get(turn, position), *self._starts.values())
         return self.tokens + cell_tokens <= most_tokens(deepest)
 

@@ -10,10 +10,11 @@ from inference_svc.engine.scheduling.prefix_sharing import PrefixSource, Sharing
 
 
 class Status(Enum):
-    """Where a turn is in its life. It holds a reservation in the three states of `RUNNING`."""
+    """Where a turn is in its life. It holds a reservation in the states of `RUNNING`."""
 
     WAITING = "waiting"  # for room
-    RESTORING = "restoring"  # was preempted, has room again, and waits for its KV
+    RESTORING = "restoring"  # was preempted, has room again, and waits for the files of its KV
+    LOADING = "loading"  # the files of its KV are here, and become KV some at a time
     PREFILLING = "prefilling"  # prompt tokens are left to compute
     DECODING = "decoding"
     PREEMPTED = "preempted"  # gave up its room and waits for it again
@@ -21,7 +22,8 @@ class Status(Enum):
 
 
 NOT_BEGUN = frozenset({Status.WAITING, Status.PREEMPTED})
-RUNNING = frozenset({Status.RESTORING, Status.PREFILLING, Status.DECODING})
+WITH_KV = frozenset({Status.PREFILLING, Status.DECODING})
+RUNNING = WITH_KV | {Status.RESTORING, Status.LOADING}
 
 
 @dataclass
@@ -84,6 +86,10 @@ class Schedulable(Sharing, Hashable, Protocol):
         """Size of the next cell."""
 
     @property
+    def next_files(self) -> int:
+        """How many files it can load at once."""
+
+    @property
     def rest_tokens(self) -> int:
         """Prompt tokens left to compute."""
 
@@ -93,8 +99,12 @@ class Rules:
     """The numbers of the schedule."""
 
     cell_tokens: int = 256
+    least_tokens: int = 256
+    """A cell is cut, while any turn decodes, but not to less; in whole blocks."""
     budget_s: float = 0.1
-    """Prefill of a step ends with the first cell that ends after this, while any turn decodes."""
+    """Beside decoding, a step prefills and loads for no longer than this, but for its first piece of work."""
+    stalled_steps: float = 1.5
+    """Nor for longer than so many steps take that only decode."""
     ageing_s: float = 5.0
     """A turn that has waited this long, to begin or for its next cell, counts as interactive in its own namespace,
     while no other namespace has an interactive turn that could go on instead."""
@@ -103,7 +113,6 @@ class Rules:
     patience_s: float = 5.0
     """For this long a waiting turn does not drop hot memories that other waiting turns extend; those may begin first.
     """
-    max_running: int | None = None
     max_preemptions: int = 2
     """No turn is preempted more often."""
     company_s: float = 30.0

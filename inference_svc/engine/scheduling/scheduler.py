@@ -8,8 +8,8 @@ step is what the worker does between two looks at its mailbox:
         Admit: reserve bytes, give the turn its KV      # or its KV is on its way (RESTORING), or it failed and is over
         Preempt: free the rows of these turns           # they are PREEMPTED, or failed and are over
     decode one token for each turn of scheduler.begin_step(now); the others sit out
-    while (turn := scheduler.grant_prefill(seconds since the first)) is not None:
-        compute one cell of it; look at the mailbox: submit() and cancel end the loop before the next cell
+    while (grant := scheduler.grant(seconds since the first)) is not None:
+        compute a cell of its turn, or load files; look at the mailbox: submit() and cancel end the loop then
     remove() the turns that sampled their last token
 
 Rules within a namespace:
@@ -20,7 +20,7 @@ Rules within a namespace:
 - Room: admission is head-of-line. If the first turn does not fit in memory, no turn behind it is admitted, so that
   large turns cannot starve.
 - Prefill: round robin. A warm turn with one cell left goes first, but never twice in a row before cold turns.
-- Pace: `pacing` says how many cells a step takes.
+- Pace: `pacing` and `step_costs` say how many cells a step takes, how long they are, and how many files it loads.
 - Siblings: a turn waits while another prefills a prefix that both need (`prefix_sharing`), for `prefix_wait_s` at most.
 
 Rules between namespaces:
@@ -41,12 +41,14 @@ from itertools import count
 from typing import Generic, TypeAlias, TypeVar
 
 from inference_svc.engine.api import Priority
+from inference_svc.engine.grid import cut_cell
 from inference_svc.engine.scheduling.company import Company, Namespace
 from inference_svc.engine.scheduling.pacing import SharedTime, StepPace
 from inference_svc.engine.scheduling.prefix_sharing import PrefixSharing
 from inference_svc.engine.scheduling.room_shares import Room, RoomShares
-from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, Rules, Schedulable, Status
+from inference_svc.engine.scheduling.schedulable import NOT_BEGUN, RUNNING, WITH_KV, Rules, Schedulable, Status
 from inference_svc.engine.scheduling.seats import Seats
+from inference_svc.engine.scheduling.step_costs import StepCosts
 
 TurnT = TypeVar("TurnT", bound=Schedulable)
 
@@ -70,17 +72,27 @@ class Preempt(Generic[TurnT]):
 
 
 @dataclass(frozen=True)
-class Blocked(Generic[TurnT]):
-    """No other turn begins now. These found no room: the first of each namespace, and the first of each namespace whose
-    room is up to others (`RoomShares.is_up_to_others`). The latter keeps no turn of its namespace waiting.
-    `wants_preemption`: running turns would make room for one, if turns might be preempted now.
+class Blocked:
+    """No other turn begins now. `wants_preemption`: running turns would make room for one, if they might be preempted
+    now.
     """
 
-    turns: tuple[TurnT, ...]
     wants_preemption: bool = False
 
 
-Decision: TypeAlias = Admit[TurnT] | Preempt[TurnT] | Blocked[TurnT]
+@dataclass(frozen=True)
+class Grant(Generic[TurnT]):
+    """What the turn does next in this step: it computes a cell of so many tokens, or while its status is LOADING it
+    loads at most so many files.
+    """
+
+    turn: TurnT
+    size: int
+    position: int | None  # of the cell; None for files
+    began_s: float  # seconds of the step that were spent before
+
+
+Decision: TypeAlias = Admit[TurnT] | Preempt[TurnT] | Blocked
 
 
 @dataclass
@@ -101,6 +113,10 @@ class Scheduler(Generic[TurnT]):
         self._sharing: PrefixSharing[TurnT] = PrefixSharing()
         self._company = Company(self.rules.company_s)
         self._time = SharedTime()
+        self._costs = StepCosts()
+        self._granted: Grant[TurnT] | None = None  # the step's last one
+        self._is_plain = False  # the step decodes, and nothing else was granted
+        self._began_s = 0.0  # when the step began
         self._seats: dict[Namespace, Seats[TurnT]] = {}
         self._most_rows: int | None = None  # rows of one namespace in a step; None: all
 
@@ -134,17 +150,16 @@ class Scheduler(Generic[TurnT]):
 
     # --- beginning ---
 
-    def admit(self, now: float, *, has_time: bool = True, may_preempt: bool = True) -> Decision[TurnT]:
+    def admit(self, now: float, *, may_preempt: bool = True) -> Decision[TurnT]:
         """Decide which waiting turn begins next, or which running turns make room for one, and note the decision. The
         caller carries it out before it asks again.
-
-        `has_time`: whether a turn may begin now. To restore a long memory takes time, while others decode.
         """
         self._now = now
         self._awaited = set()
         self._company.forget_absent(now)
-        shares, is_full = self._shares(), self._is_full
-        # Turns without room, by namespace, each with the memories that were protected from it.
+        shares = self._shares()
+        # The first turn without room of each namespace, with the memories that were protected from it; and the first of
+        # each whose room is up to others (`RoomShares.is_up_to_others`), which keeps no other waiting.
         blocked: dict[Namespace, tuple[TurnT, Collection[Hashable]]] = {}
         up_to_others: dict[Namespace, tuple[TurnT, Collection[Hashable]]] = {}
         for turn in self._in_order():
@@ -156,17 +171,12 @@ class Scheduler(Generic[TurnT]):
             if self._waits_for_sibling(turn):
                 turn.schedule.found_no_room = False
                 continue
-            if is_full:
-                blocked.setdefault(turn.namespace, (turn, ()))
-                break
             claimed, protected = self._claimed(), frozenset[Hashable]()
             has_room = not shares.lacks(turn, claimed)
             if has_room:
                 protected = self._protected_from(turn, shares)
                 has_room = not self.room.missing_bytes(turn, protected)
                 turn.schedule.found_no_room = not has_room
-            if has_room and not has_time:
-                break
             if has_room:
                 return self._admitted(turn, protected)
             waits = up_to_others if shares.is_up_to_others(turn, claimed) else blocked
@@ -184,10 +194,10 @@ class Scheduler(Generic[TurnT]):
             chosen = self._preemptions(turn, self.room.missing_bytes(turn, protected))
             if chosen and self.room.can_swap_out(chosen):
                 if not may_preempt:
-                    return Blocked(tuple(turn for turn, _ in refused), wants_preemption=True)
+                    return Blocked(wants_preemption=True)
                 self._note_preempted(chosen)
                 return Preempt(chosen, turn)
-        return Blocked(tuple(turn for turn, _ in refused))
+        return Blocked()
 
     def _admitted(self, turn: TurnT, protected: frozenset[Hashable] | None) -> Admit[TurnT]:
         record = turn.schedule
@@ -226,7 +236,7 @@ class Scheduler(Generic[TurnT]):
         is_entitled = shares.is_under(blocked.namespace) and not lacking_bytes
         chosen: list[TurnT] = []
         for turn in self._preemptible_for(blocked):
-            if missing_bytes <= 0 and (chosen or not self._is_full):
+            if missing_bytes <= 0:
                 break
             if turn.namespace == blocked.namespace or (is_entitled and shares.is_over(turn.namespace)):
                 chosen.append(turn)
@@ -238,23 +248,29 @@ class Scheduler(Generic[TurnT]):
 
     def begin_step(self, now: float) -> tuple[TurnT, ...]:
         """Begin a step. Returns the turns that decode one token now; other decoding turns sit out. Then ask for
-        prefills.
+        grants.
         """
-        self._now = now
-        self._pace = StepPace(self.rules.budget_s)
+        if self._is_plain:
+            self._costs.stepped(now - self._began_s)
+        self._began_s = self._now = now
+        step_s = self._costs.step_s
+        most_s = self.rules.budget_s if step_s is None else self.rules.stalled_steps * step_s
+        self._pace = StepPace(min(self.rules.budget_s, most_s))
         self._is_disturbed = False
         decoding = [turn for turn in self.running if self._is_decoding(turn)]
+        self._is_plain = bool(decoding)
         self._time.begin_step(now, len({turn.namespace for turn in decoding}), self._company.places)
         return tuple(self._seated(decoding))
 
-    def grant_prefill(self, spent_s: float) -> TurnT | None:
-        """Give the step's next cell to a turn, which counts as served; None when the step's prefill is over.
+    def grant(self, spent_s: float) -> Grant[TurnT] | None:
+        """Give the step's next cell, or the next files, to a turn, which counts as served; None when that is over.
 
-        `spent_s`: seconds that the step's prefill took so far. The first cell is always granted if a turn prefills
-        whose namespace owes nothing. More cells follow while the time lasts (it binds only while turns decode), while
-        the table allows, and while no turn was submitted, was cancelled, or may begin with a sibling's prefix.
+        `spent_s`: seconds that the step's cells and files took so far. The first is always granted if there is a turn
+        whose namespace owes nothing. More follow while the time lasts (it binds only while turns decode), while the
+        table allows, and while no turn was submitted, was cancelled, or may begin with a sibling's prefix.
         """
         self._time.spent(spent_s)
+        self._learn(spent_s)
         if self._pace.has_begun:
             self._end_prefix_waits()
             if self._must_look_up():
@@ -262,13 +278,44 @@ class Scheduler(Generic[TurnT]):
         turn = self._next_in_round()
         if turn is None:
             return None
-        size = turn.next_cell_tokens
         decodes = any(self._is_decoding(other) for other in self.running)
-        if not self._pace.allows(turn, turn.computed, size, spent_s, somebody_decodes=decodes):
+        size = self._size(turn, self._pace.budget_s - spent_s if decodes else None)
+        loads = turn.status is Status.LOADING
+        position, tokens = (0, 0) if loads else (turn.computed, size)
+        if not size or not self._pace.allows(turn, position, tokens):
             return None
-        self._pace.take(turn, turn.computed, size)
+        self._pace.take(turn, position, tokens)
         self._serve(turn, spent_s)
-        return turn
+        self._is_plain = False
+        self._granted = Grant(turn, size, None if loads else position, spent_s)
+        return self._granted
+
+    def _size(self, turn: TurnT, left_s: float | None) -> int:
+        """How many tokens or files the turn's next grant has; 0 if the step has no time for one. `left_s`: seconds that
+        are left of the step; None: nobody waits for it.
+        """
+        loads = turn.status is Status.LOADING
+        whole, least = (turn.next_files, 1) if loads else (turn.next_cell_tokens, self.rules.least_tokens)
+        if left_s is None:
+            return whole
+        fits = self._costs.files_within(left_s) if loads else self._costs.tokens_within(left_s, turn.computed)
+        if fits is None:
+            fits = least if left_s > 0 else 0
+        if not self._pace.has_begun:
+            fits = max(fits, least)
+        if fits < min(whole, least):
+            return 0
+        return min(whole, fits) if loads else cut_cell(turn.computed, whole, fits)
+
+    def _learn(self, spent_s: float) -> None:
+        """The step's last grant was carried out, unless its turn is over. A prompt's few last tokens tell nothing: a
+        pass costs something by itself.
+        """
+        last, self._granted = self._granted, None
+        if last is None or last.turn.status not in RUNNING:
+            return
+        if last.position is None or last.size >= self.rules.least_tokens:
+            self._costs.learn(last.position, last.size, spent_s - last.began_s)
 
     # --- order ---
 
@@ -381,10 +428,6 @@ class Scheduler(Generic[TurnT]):
         """Whether a turn came, was cancelled, or may begin since the step began."""
         return self._is_disturbed or any(turn.is_cancelled for turn in self.turns)
 
-    @property
-    def _is_full(self) -> bool:
-        return self.rules.max_running is not None and len(self.running) >= self.rules.max_running
-
     def _preemptible_for(self, blocked: TurnT) -> list[TurnT]:
         """Turns that may give way to `blocked`, in the order in which they do."""
         agents = self._urgent_agents()
@@ -398,7 +441,7 @@ class Scheduler(Generic[TurnT]):
     def _is_preemptible(self, turn: TurnT) -> bool:
         return (
             turn.can_be_preempted
-            and turn.status is not Status.RESTORING
+            and turn.status in WITH_KV
             and not turn.is_cancelled
             and turn.schedule.preemptions < self.rules.max_preemptions
         )
@@ -413,7 +456,7 @@ class Scheduler(Generic[TurnT]):
         )
 
     def _with_kv(self) -> list[TurnT]:
-        return [turn for turn in self.running if turn.status is not Status.RESTORING]
+        return [turn for turn in self.turns if turn.status in WITH_KV]
 
     @staticmethod
     def _is_decoding(turn: TurnT) -> bool:
@@ -442,12 +485,12 @@ class Scheduler(Generic[TurnT]):
         return [turn for turn in decoding if turn in chosen]
 
     def _next_in_round(self) -> TurnT | None:
-        """The turn that gets the next cell. From the most urgent class choose the namespace that was served longest
-        ago. Of its turns choose a warm one with one cell left, unless its last cell went to such a turn out of order;
-        else the turn that was served longest ago.
+        """The turn that gets the next cell, or loads the next files. From the most urgent class choose the namespace
+        that was served longest ago. Of its turns choose one that loads, or a warm one with one cell left, unless its
+        last cell went to such a turn out of order; else the turn that was served longest ago.
         """
-        agents = self._urgent_agents()
-        prefilling = [turn for turn in self.turns if turn.status is Status.PREFILLING and not turn.is_cancelled]
+        agents, able = self._urgent_agents(), (Status.PREFILLING, Status.LOADING)
+        prefilling = [turn for turn in self.turns if turn.status in able and not turn.is_cancelled]
         prefilling = [turn for turn in prefilling if not self._owes(turn)]
         pressing = {turn.namespace for turn in prefilling if self._is_pressing(turn, agents)}
         urgent = [turn for turn in prefilling if self._is_urgent(turn, agents, pressing)]
@@ -456,10 +499,14 @@ class Scheduler(Generic[TurnT]):
         turns = urgent or prefilling
         first = min(turns, key=lambda turn: self._company.of(turn.namespace).served)
         turns = [turn for turn in turns if turn.namespace == first.namespace]
-        warm = [turn for turn in turns if turn.is_warm and turn.rest_tokens <= self.rules.cell_tokens]
+        warm = [turn for turn in turns if self._is_nearly_there(turn)]
         cold = [turn for turn in turns if turn not in warm]
         lane = warm if warm and not (self._company.of(first.namespace).was_warm and cold) else cold
         return min(lane, key=lambda turn: turn.schedule.served)
+
+    def _is_nearly_there(self, turn: TurnT) -> bool:
+        is_short = turn.is_warm and turn.rest_tokens <= self.rules.cell_tokens
+        return is_short or turn.status is Status.LOADING
 
     def _owes(self, turn: TurnT) -> bool:
         """Whether its namespace has taken more of others' time than it may, while they decode."""
@@ -471,7 +518,7 @@ class Scheduler(Generic[TurnT]):
     def _serve(self, turn: TurnT, spent_s: float) -> None:
         self._served += 2
         place = self._company.of(turn.namespace)
-        place.was_warm = turn.is_warm and turn.rest_tokens <= self.rules.cell_tokens
+        place.was_warm = self._is_nearly_there(turn)
         place.served = self._served
         if self._is_beside_others(turn):
             self._time.owes_next(place)

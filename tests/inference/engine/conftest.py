@@ -14,6 +14,7 @@ from tests.inference.engine.cells import cells_of_a_block, cells_of_new_engines
 from tests.inference.engine.driving import Driver
 from tests.inference.engine.families import ALL, BUDGET, write_family
 from tests.inference.engine.tiny_models import LLAMA, write_model
+from tests.on_gpu import gpu
 
 # A busy machine is no failure.
 settings.register_profile("unhurried", deadline=None)
@@ -26,14 +27,21 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Driver]]:
-    """By tokens of a cell, which must be those of new engines: an engine, opened at the first need."""
+def drivers(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int, bool], Driver]]:
+    """By tokens of a cell, which must be those of new engines, and batch invariance: an engine, opened at the first
+    need.
+    """
     opened: list[Driver] = []
 
     @cache
-    def driver(cell_tokens: int) -> Driver:
-        digests = tmp_path_factory.mktemp("digests")
-        engine = Engine.open(model_dir, cache_dir=digests, memory_budget_bytes=256 << 20, step_budget_s=0)
+    def driver(cell_tokens: int, batch_invariant: bool) -> Driver:
+        engine = Engine.open(
+            model_dir,
+            cache_dir=tmp_path_factory.mktemp("digests"),
+            memory_budget_bytes=256 << 20,
+            step_budget_s=0,
+            batch_invariant=batch_invariant,
+        )
         assert engine.model.cell_tokens == cell_tokens
         opened.append(Driver(engine))
         return opened[-1]
@@ -77,8 +85,10 @@ def cell_tokens(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 @pytest.fixture
-def driver(drivers: Callable[[int], Driver], cell_tokens: int) -> Driver:
-    return drivers(cell_tokens)
+def driver(drivers: Callable[[int, bool], Driver], cell_tokens: int, request: pytest.FixtureRequest) -> Driver:
+    """`batch_as_alone` asks for batch invariance where it is an option: a CPU always has it."""
+    is_marked = request.node.get_closest_marker("batch_as_alone") is not None
+    return drivers(cell_tokens, is_marked and bool(gpu()))
 
 
 @pytest.fixture

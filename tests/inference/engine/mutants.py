@@ -28,9 +28,9 @@ MUTANTS = (
     ),
     Mutant(
         "numbers that are not finite are let through",
-        "sequence_files.py",
-        "    if any(found):\n",
-        "    if False:\n",
+        "kv_load.py",
+        "        if any(is_wrong):\n",
+        "        if False:\n",
         "turns",
     ),
     Mutant(
@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "a file's length is not held against its header",
         "tensor_files.py",
-        "        if checked.size_bytes == len(data):",
-        "        if True:",
+        "if data.startswith(header) and len(header) + schema.size_bytes == len(data):",
+        "if data.startswith(header):",
         "turns",
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = (
     Mutant(
         "what was preempted is drawn again at the prompt's end",
         "engine_worker.py",
-        "        if not sequence.next_cell_draws:",
+        "        if not sequence.draws_after(tokens):",
         "        if sequence.computed + len(cell) < sequence.prompt_tokens:",
         "preempted_turns",
     ),
@@ -241,8 +241,8 @@ MUTANTS = (
     Mutant(
         "damage to what was preempted ends the turn",
         "swapping.py",
-        "        except DataLoss as error:",
-        "        except ZeroDivisionError as error:",
+        "        except DataLoss as error:\n            self._leave_out(error)\n            self._load",
+        "        except ZeroDivisionError as error:\n            self._leave_out(error)\n            self._load",
         "preempted_turns",
     ),
     Mutant(
@@ -264,9 +264,23 @@ MUTANTS = (
     Mutant(
         "nobody is preempted",
         "engine_worker.py",
-        "        has_time = may_preempt = True",
-        "        has_time, may_preempt = True, False",
+        "        may_preempt = True\n",
+        "        may_preempt = False\n",
         "preempted_turns",
+    ),
+    Mutant(
+        "who is cancelled while its files are loaded keeps their pages",
+        "engine_worker.py",
+        "            sequence.arrival.kv.release()\n",
+        "            globals().setdefault('_kept', []).append(sequence.arrival.kv)\n",
+        "loading",
+    ),
+    Mutant(
+        "all files of a memory are loaded in one step",
+        "engine_worker.py",
+        "            sequence.arrival.advance(grant.size)\n",
+        "            while sequence.arrival is not None:\n                sequence.arrival.advance(grant.size)\n",
+        "loading",
     ),
     Mutant(
         "who is preempted may be so again and again",

@@ -12,6 +12,7 @@ from tests.inference.engine.driving import Driver, Listener, tokens_of
 LENGTHS = (3, 255, 256, 257, 40, 511, 513, 120)
 
 
+@pytest.mark.batch_as_alone
 def test_eight_agents_say_and_remember_together_what_each_does_alone(driver: Driver) -> None:
     prompts = [tokens_of(length, seed) for seed, length in enumerate(LENGTHS)]
     limits = [5 + 9 * place for place in range(len(prompts))]
@@ -28,6 +29,7 @@ def test_eight_agents_say_and_remember_together_what_each_does_alone(driver: Dri
     assert [driver.files(key) for key in keys] == [driver.files(key) for key in alone_keys]
 
 
+@pytest.mark.batch_as_alone
 def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(250 + place, 50 + place) for place in range(6)]
     alone = [driver.reply(driver.turn(prompt, max_tokens=30, key=driver.key())) for prompt in prompts]
@@ -44,6 +46,7 @@ def test_who_joins_while_others_decode_changes_nobody(driver: Driver) -> None:
     assert [driver.reply(listener.end()) for listener in listeners] == alone
 
 
+@pytest.mark.batch_as_alone
 def test_a_cancelled_turn_leaves_the_batch_and_changes_nobody(driver: Driver) -> None:
     prompts = [tokens_of(100 + place, 70 + place) for place in range(3)]
     alone = [driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=40)) for prompt in prompts]
@@ -81,6 +84,7 @@ def test_a_forward_pass_that_fails_ends_its_turns_and_nothing_after(
     assert driver.reply(driver.turn(prompt, key=driver.key(), max_tokens=10)) == expected
 
 
+@pytest.mark.batch_as_alone
 @pytest.mark.cells_of_a_block
 def test_siblings_compute_what_they_share_once(driver: Driver) -> None:
     shared = tokens_of(512, 11)
@@ -93,6 +97,7 @@ def test_siblings_compute_what_they_share_once(driver: Driver) -> None:
     assert len(cells) == 2 + len(prompts)
 
 
+@pytest.mark.batch_as_alone
 @pytest.mark.cells_of_a_block
 def test_who_comes_later_begins_with_what_a_memory_of_the_namespace_holds(driver: Driver) -> None:
     shared = tokens_of(300, 12)

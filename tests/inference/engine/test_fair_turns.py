@@ -18,6 +18,7 @@ def small(model_dir: Path, tmp_path: Path) -> Iterator[Driver]:
         yield driver
 
 
+@pytest.mark.batch_as_alone
 def test_rows_that_sit_out_say_and_remember_to_the_bit_what_they_do_alone(driver: Driver) -> None:
     prompts = [tokens_of(length, 100 + length) for length in (3, 40, 120, 255, 256, 257, 300, 511, 513)]
     alone_keys, keys = [driver.key() for _ in prompts], [driver.key() for _ in prompts]

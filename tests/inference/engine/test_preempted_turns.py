@@ -72,7 +72,14 @@ def open_engine(model_dir: Path, cache_dir: Path) -> Engine:
         # Room for decoded copies, as on a machine with memory: only then does the batch hold rows back from their own
         # buffers, to write them in one go.
         patch.setattr(engine, "_DECODED_PART", Fraction(1, 16))
-        return Engine.open(model_dir, cache_dir=cache_dir, memory_budget_bytes=budget_bytes, step_budget_s=0)
+        # A turn that was preempted is compared with one that had no company.
+        return Engine.open(
+            model_dir,
+            cache_dir=cache_dir,
+            memory_budget_bytes=budget_bytes,
+            step_budget_s=0,
+            batch_invariant=True,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -183,8 +190,17 @@ def test_a_person_gets_the_room_within_a_step_and_a_cell(
         lambda files: (files[0], files[1][:-64], *files[2:]),
         lambda files: (files[1], *files[1:]),
         lambda files: (*files, files[-1]),
+        lambda files: (files[0], files[1][:-2] + b"\xff\xff", *files[2:]),
     ],
-    ids=["nothing", "one block", "all but the tail", "one that is short", "another's place", "one too many"],
+    ids=[
+        "nothing",
+        "one block",
+        "all but the tail",
+        "one that is short",
+        "another's place",
+        "one too many",
+        "not numbers",
+    ],
 )
 @pytest.mark.parametrize("cut", CUTS, ids=["decoding", "prefilling"])
 def test_what_of_a_turn_does_not_come_back_is_computed_again_and_nothing_is_said_twice(

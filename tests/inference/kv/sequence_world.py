@@ -22,10 +22,11 @@ from kvasir.formats.token_files import file_identities, state_identity
 
 from inference_svc.kv.batch.batch_state import BatchStateKV
 from inference_svc.kv.batch.decode_batch import DecodeBatch
+from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.block_table import needed_blocks, window_start
 from inference_svc.kv.prefill_layer import PrefillLayer, commit, prefill_layers
-from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
+from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.state_kv import StateKV
 from inference_svc.kv.tensor_files import check_files, check_state
@@ -290,9 +291,8 @@ class SequenceWorld:
         checked = {
             group: check_files(identity, name, found, tokens, group, firsts[group]) for group, found in blobs.items()
         }
-        all_tokens, restored = checked.pop(0, []), None
-        with self._others_untouched(), self._perhaps_no_room():
-            restored = from_files(self.pool, all_tokens, len(tokens), states, checked, points=points)
+        all_tokens = checked.pop(0, [])
+        restored = self._loaded(KvLoad(self.pool, all_tokens, len(tokens), states, checked, points=points))
         if restored is None:
             return
         self.members.remove(member)
@@ -410,6 +410,20 @@ class SequenceWorld:
         except ResourceExhausted:
             self.acts["no room"] += 1
             had_room.clear()
+
+    def _loaded(self, load: KvLoad) -> SequenceKV | None:
+        """What comes of a load, while others decode between its pieces; None without room, or if it is given up."""
+        at_once, pieces = self.random.choice((1, 2, 32)), self.random.choice((1, 2, 99, 99))
+        for _ in range(pieces):
+            is_whole = False
+            with self._others_untouched(), self._perhaps_no_room() as had_room:
+                is_whole = load.advance(at_once)
+            if is_whole or not had_room:
+                return load.kv if is_whole else None
+            self.step()
+        with self._others_untouched():
+            load.release()
+        return None
 
     # --- the model ---
 

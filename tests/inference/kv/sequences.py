@@ -9,6 +9,7 @@ import numpy as np
 from kvasir.cachestore.v1 import identity_pb2
 
 from inference_svc.kv.codec import EncodedRows
+from inference_svc.kv.kv_load import MOST_FILES, KvLoad
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.pages.block_table import window_start
 from inference_svc.kv.pages.page_rows import UNIT
@@ -39,6 +40,14 @@ class PoisonedPool(KvPool):
         for array in self.arrays:
             array[before:] = mx.full((pages - before, array.shape[1]), POISON, dtype=UNIT)
         mx.eval(self.arrays)
+
+
+def from_files(pool: KvPool, *files: Any, at_once: int = MOST_FILES, **more: Any) -> SequenceKV:
+    """The KV that `KvLoad` makes of files, `at_once` of them at a time."""
+    load = KvLoad(pool, *files, **more)
+    while not load.advance(at_once):
+        pass
+    return load.kv
 
 
 def four_bits() -> identity_pb2.KvPolicy:

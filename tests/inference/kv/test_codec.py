@@ -10,10 +10,10 @@ from kvasir.formats.token_files import file_identities
 
 from inference_svc.kv.codec import Codec, ExactCodec, QuantizedCodec, RotatedCodec
 from inference_svc.kv.policy import LADDER, PolicyRequest, Rung
-from inference_svc.kv.sequence_files import files_of, from_files
+from inference_svc.kv.sequence_files import files_of
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
-from tests.inference.kv.sequences import fed, full, identity_of, pool_of, same, values
+from tests.inference.kv.sequences import fed, from_files, full, identity_of, pool_of, same, values
 from tests.inference.kv.test_backends import tokens_of
 
 CODECS: dict[str, Codec] = {

@@ -13,14 +13,16 @@ from kvasir.formats.block_hash import chain_hashes, kv_identity_hash
 from kvasir.formats.layer_groups import first_touched_block, windows_of
 from kvasir.formats.token_files import file_identities
 
+from inference_svc.kv.kv_load import KvLoad
 from inference_svc.kv.page import PAGE_TOKENS
 from inference_svc.kv.policy import Rung, policy_of
-from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
+from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import CheckedFile, check_files
 from tests.inference.kv.sequences import (
     fed,
     four_bits,
+    from_files,
     full,
     page_bytes,
     pool_of,
@@ -245,6 +247,23 @@ def test_a_window_that_is_not_finite_is_refused_with_its_files_place(tensor: int
         from_files(pool, [], 600, windows={64: damaged})
     assert error.value.metadata == {"blob": "0", "window": "64"}
     assert pool.allocator.used == 0
+
+
+@pytest.mark.parametrize("pieces", range(8))
+def test_a_load_that_is_given_up_after_any_piece_gives_every_page_back(pieces: int) -> None:
+    kv = fed(SequenceKV(pool_of(MIXED)), [500, 100])
+    pool = pool_of(MIXED, pages=40)
+    load = KvLoad(pool, checked(kv.pool.identity, files(kv), 600), 600, windows=checked_windows(kv))
+    whole = [load.advance(1) for _ in range(pieces)]
+    assert whole == [False] * min(pieces, 6) + [True] * (pieces - 6)
+    assert load.kv.length == (600 if pieces > 6 else 0)
+    assert bool(pieces) == bool(pool.allocator.used)
+    load.release()
+    assert pool.allocator.used == 0
+    again = from_files(
+        pool, checked(kv.pool.identity, files(kv), 600), 600, windows=checked_windows(kv), at_once=pieces + 1
+    )
+    assert stored(again) == stored(kv)
 
 
 @pytest.mark.parametrize("pages", [1, 2, 4, 6, 8])

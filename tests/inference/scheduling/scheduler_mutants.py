@@ -6,29 +6,29 @@ from tests.mutation.mutant import Mutant, Suite
 
 ORDER, TURN = "scheduler", "scheduler_turn"
 HISTORY, PREFIX_WAIT, MEMORY = "scheduler_history", "scheduler_prefix_wait", "scheduler_memory"
-FAIRNESS = "scheduler_fairness"
+FAIRNESS, COSTS = "scheduler_fairness", "step_costs"
 
 MUTANTS = (
     # Pace
     Mutant(
         "the time does not end a step's prefill",
-        "pacing.py",
-        "if somebody_decodes and spent_s >= self.budget_s:",
-        "if False:",
+        "scheduler.py",
+        "self._pace.budget_s - spent_s if decodes else None",
+        "None",
         ORDER,
     ),
     Mutant(
         "the time binds although no turn decodes",
-        "pacing.py",
-        "if somebody_decodes and spent_s",
-        "if spent_s",
+        "scheduler.py",
+        "self._pace.budget_s - spent_s if decodes else None",
+        "self._pace.budget_s - spent_s",
         ORDER,
     ),
     Mutant(
         "a step without time prefills nothing",
-        "pacing.py",
-        "        if not self.has_begun:\n",
-        "        if False:\n",
+        "scheduler.py",
+        "        if not self._pace.has_begun:\n            fits",
+        "        if False:\n            fits",
         ORDER,
     ),
     Mutant(
@@ -54,11 +54,32 @@ MUTANTS = (
         ORDER,
     ),
     Mutant(
-        "all that wait begin in one step, however long it takes",
+        "streams wait for the budget, however short their steps are",
         "scheduler.py",
-        "            if has_room and not has_time:",
-        "            if False:",
-        ORDER,
+        "self.rules.budget_s if step_s is None else self.rules.stalled_steps * step_s",
+        "self.rules.budget_s",
+        COSTS,
+    ),
+    Mutant(
+        "a cell is never cut",
+        "scheduler.py",
+        "cut_cell(turn.computed, whole, fits)",
+        "whole",
+        COSTS,
+    ),
+    Mutant(
+        "deep tokens cost what the first ones do",
+        "step_costs.py",
+        "depth = position.bit_length()",
+        "depth = 0",
+        COSTS,
+    ),
+    Mutant(
+        "a step that does more than decode counts as plain",
+        "scheduler.py",
+        "        self._is_plain = False\n        self._granted",
+        "        self._granted",
+        COSTS,
     ),
     # Order
     Mutant(
@@ -142,17 +163,10 @@ MUTANTS = (
         ORDER,
     ),
     Mutant(
-        "more run than the rules say",
-        "scheduler.py",
-        "return self.rules.max_running is not None and len(self.running) >= self.rules.max_running",
-        "return False",
-        ORDER,
-    ),
-    Mutant(
         "a cancelled turn is served until it is removed",
         "scheduler.py",
-        "if turn.status is Status.PREFILLING and not turn.is_cancelled]",
-        "if turn.status is Status.PREFILLING]",
+        "if turn.status in able and not turn.is_cancelled]",
+        "if turn.status in able]",
         f"{ORDER} {HISTORY}",
     ),
     Mutant(
@@ -406,7 +420,7 @@ MUTANTS = (
     Mutant(
         "who has no rows to give up is asked to",
         "scheduler.py",
-        "            and turn.status is not Status.RESTORING\n            and not turn.is_cancelled",
+        "            and turn.status in WITH_KV\n            and not turn.is_cancelled",
         "            and not turn.is_cancelled",
         MEMORY,
     ),
@@ -420,7 +434,7 @@ MUTANTS = (
     Mutant(
         "who waits for its KV prefills",
         "scheduler.py",
-        "if turn.status is Status.PREFILLING and not turn.is_cancelled]",
+        "if turn.status in able and not turn.is_cancelled]",
         "if turn.status in RUNNING and turn.is_prefilling and not turn.is_cancelled]",
         MEMORY,
     ),

@@ -55,6 +55,8 @@ class Job:
     restore_s: float = 0.0  # how long its KV takes to come back after it was preempted
     restored_s: float = 0.0  # when it has come back
     is_restoring: bool = False
+    files: int = 0  # that become its KV before its first cell
+    cell_tokens: int = CELL
     kv: "Kv | None" = None
     reservation: Reservation | None = None
     schedule: ScheduleRecord = field(default_factory=ScheduleRecord)
@@ -86,6 +88,8 @@ class Job:
             return Status.PREEMPTED if self.preemptions else Status.WAITING
         if self.is_restoring:
             return Status.RESTORING
+        if self.files:
+            return Status.LOADING
         return Status.PREFILLING if self.is_prefilling else Status.DECODING
 
     @property
@@ -98,7 +102,12 @@ class Job:
 
     @property
     def next_cell_tokens(self) -> int:
-        return min((self.computed // CELL + 1) * CELL, self.prompt_tokens) - self.computed
+        edge = (self.computed // self.cell_tokens + 1) * self.cell_tokens
+        return min(edge, self.prompt_tokens) - self.computed
+
+    @property
+    def next_files(self) -> int:
+        return min(32, self.files)
 
     @property
     def rest_tokens(self) -> int:
@@ -165,13 +174,17 @@ class Hot(HotMemories[Kv]):
 
 @dataclass
 class World:
-    """`cell_s`, `token_s` and `begin_s`: how long a cell, a step's decoding and a beginning (a restore) take."""
+    """`cell_s`, `token_s` and `file_s`: how long a cell, a step's decoding and the load of a file take. `at_once`: the
+    most turns that find room together.
+    """
 
     budget_bytes: int = 1 << 40
     rules: Rules = field(default_factory=Rules)
     cell_s: float = 0.03
     token_s: float = 0.01
-    begin_s: float = 0.0
+    file_s: float = 0.0
+    at_once: int = 1 << 40
+    cost_s: Callable[[int, int], float] | None = None  # of a cell, by its position and tokens; else `cell_s`
     now: float = 0.0
     steps: int = 0
     gaps: list[float] = field(default_factory=list)  # from one token to the next, of every turn that decodes
@@ -180,6 +193,7 @@ class World:
     chunks: list[int] = field(default_factory=list)  # tokens prefilled by each step
     decoded: list[tuple[Job, ...]] = field(default_factory=list)  # by step
     begun: list[Job] = field(default_factory=list)  # in order, again after each preemption
+    refused: set[Job] = field(default_factory=set)  # that found no room at some time
     namespaces: set[str | None] = field(default_factory=set)  # that ever had a turn
     when_begun: Callable[[], object] = lambda: None  # in every step, once all have begun that could
     arrivals: dict[int, list[Job]] = field(default_factory=dict)  # submitted after so many cells of all
@@ -210,33 +224,29 @@ class World:
         assert self.steps < 3_000, "somebody waits for ever"
         for job in self.scheduler.cancelled():
             self._end(job, leaves=False)
-        before_s = self.now
         self.admit()
-        begun_s = self.now - before_s
         self._restore()
         self._decode()
-        self._prefill(begun_s)
+        self._prefill()
         for job in [job for job in self.scheduler.running if job.generated >= job.reply_tokens]:
             self._end(job, leaves=True)
         self.check()
 
-    def admit(self, *, has_time: bool = True) -> tuple[Job, ...]:
-        """Carry out what the scheduler decides until it decides no more; returns the turns that found no room."""
-        until_s, may_preempt = self.now + self.rules.budget_s, True
+    def admit(self) -> None:
+        """Carry out what the scheduler decides until it decides no more."""
+        may_preempt = True
         while True:
-            match self.scheduler.admit(self.now, has_time=has_time, may_preempt=may_preempt):
+            match self.scheduler.admit(self.now, may_preempt=may_preempt):
                 case Admit(job, protected):
                     self._begin(job, protected)
                 case Preempt(jobs, blocked):
                     self.when_begun()
                     self._preempt(jobs, blocked)
                     may_preempt = False
-                case Blocked(jobs):
+                case Blocked():
                     if may_preempt:
                         self.when_begun()
-                    return jobs
-            decodes = any(job.status is Status.DECODING for job in self.scheduler.running)
-            has_time = not decodes or self.now < until_s
+                    return
 
     def run(self, most_steps: int = 3_000) -> None:
         """Until nobody is left."""
@@ -283,7 +293,11 @@ class World:
         return job.needed_bytes - shared
 
     def missing_bytes(self, job: Job, protected: Collection[Hashable] | None) -> int:
-        return self.memories.missing_bytes(self.needed_bytes(job), self._protected(job, protected))
+        missing = self.memories.missing_bytes(self.needed_bytes(job), self._protected(job, protected))
+        missing = max(missing, int(len(self.scheduler.running) >= self.at_once))
+        if missing:
+            self.refused.add(job)
+        return missing
 
     def freed_bytes(self, job: Job) -> int:
         memory = self.memories.get(job.key) if job.reservation is not None and job.reservation.extends else None
@@ -326,7 +340,6 @@ class World:
         assert self.memories.reserve(job.reservation, self._protected(job, protected))
         job.begun_s = self.now if job.begun_s is None else job.begun_s
         self.begun.append(job)
-        self.now += self.begin_s
         if is_back:
             job.is_restoring, job.restored_s = True, self.now + job.restore_s
         else:
@@ -362,7 +375,7 @@ class World:
 
     def _decode(self) -> None:
         decoding = self.scheduler.begin_step(self.now)
-        able = [job for job in self.scheduler.running if not (job.is_cancelled or job.is_restoring)]
+        able = [job for job in self.scheduler.running if not (job.is_cancelled or job.is_restoring or job.files)]
         could = [job for job in able if not job.is_prefilling]
         assert set(decoding) <= set(could)
         if len(self.namespaces) == 1:
@@ -380,31 +393,45 @@ class World:
             self.gaps.append(self.now - self._last_token_s[job])
         self._last_token_s[job] = self.now
 
-    def _prefill(self, spent: float) -> None:
-        tokens = 0
+    def _prefill(self) -> None:
+        spent, tokens = 0.0, 0
         starts: dict[Job, int] = {}
-        computing = [job for job in self.scheduler.running if not job.is_restoring]
-        waits = any(job.is_prefilling and not job.is_cancelled for job in computing)
-        while (job := self.scheduler.grant_prefill(spent)) is not None:
+        able = (Status.PREFILLING, Status.LOADING)
+        waits = any(job.status in able and not job.is_cancelled for job in self.scheduler.running)
+        is_first = True
+        while (grant := self.scheduler.grant(spent)) is not None:
+            job, loads = grant.turn, grant.turn.status is Status.LOADING
+            assert job.status in able
             assert not job.is_cancelled
-            assert not job.is_restoring
-            decodes = any(not other.is_prefilling for other in self.scheduler.running if not other.is_restoring)
-            assert not tokens or not decodes or spent < self.rules.budget_s, "more than the budget and one cell"
-            starts.setdefault(job, job.computed)
-            tokens += job.next_cell_tokens
-            limit = min(most_tokens(start) for start in starts.values())
-            assert tokens <= max(limit, CELL), "more tokens than the table says"
-            job.shareable += CELL if job.shareable == job.computed and job.next_cell_tokens == CELL else 0
-            job.computed += job.next_cell_tokens
-            job.kv.grow_to(job.computed)
-            spent, self.now = spent + self.cell_s, self.now + self.cell_s
-            job.cells.append(self.now)
-            self.prefilled.append(job)
-            if not job.is_prefilling and not job.generated:
-                self._draw_token(job)
-            self.submit(*self.arrivals.pop(len(self.prefilled), ()))
-        assert tokens or not waits or len(self.namespaces) > 1, "nobody prefilled"
+            decodes = any(other.status is Status.DECODING for other in self.scheduler.running)
+            assert is_first or not decodes or spent < self.rules.budget_s, "more than the budget and one cell"
+            took_s = grant.size * self.file_s if loads else self._cell_s(job.computed, grant.size)
+            spent, self.now, is_first = spent + took_s, self.now + took_s, False
+            if loads:
+                assert grant.size <= job.next_files
+                job.files -= grant.size
+            else:
+                starts.setdefault(job, job.computed)
+                tokens += grant.size
+                limit = min(most_tokens(start) for start in starts.values())
+                assert tokens <= max(limit, job.cell_tokens), "more tokens than the table says"
+                self._compute(job, grant.size)
+        assert not is_first or not waits or len(self.namespaces) > 1, "nobody prefilled"
         self.chunks.append(tokens)
+
+    def _compute(self, job: Job, tokens: int) -> None:
+        """A cell, whose time has passed."""
+        job.shareable += tokens if job.shareable == job.computed and tokens % CELL == 0 else 0
+        job.computed += tokens
+        job.kv.grow_to(job.computed)
+        job.cells.append(self.now)
+        self.prefilled.append(job)
+        if not job.is_prefilling and not job.generated:
+            self._draw_token(job)
+        self.submit(*self.arrivals.pop(len(self.prefilled), ()))
+
+    def _cell_s(self, position: int, tokens: int) -> float:
+        return self.cell_s if self.cost_s is None else self.cost_s(position, tokens)
 
     def _end(self, job: Job, *, leaves: bool) -> None:
         job.ended_s = self.now

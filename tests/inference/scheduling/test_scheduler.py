@@ -31,18 +31,18 @@ def test_a_long_prompt_never_holds_others_tokens_up_longer_than_budget_and_one_c
     assert max(world.gaps) <= budget_s + cell_s + token_s + 1e-9
 
 
-@given(seconds, seconds, seconds, st.integers(1, 9))
+@given(seconds, seconds, st.floats(0.0001, 0.1), st.lists(st.integers(1, 200), min_size=1, max_size=9))
 @settings(max_examples=sampled(13, of=40), deadline=None)
-def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_one_of_them(
-    budget_s: float, cell_s: float, begin_s: float, restored: int
+def test_memories_that_are_brought_back_hold_others_tokens_up_no_longer_than_budget_and_a_file_or_a_cell(
+    budget_s: float, cell_s: float, file_s: float, restored: list[int]
 ) -> None:
     """(LESSONS 21) However many come at once."""
-    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, begin_s=begin_s)
+    world = World(rules=Rules(budget_s=budget_s), cell_s=cell_s, file_s=file_s)
     world.submit(Job(1, 60))
     world.step()
-    world.submit(*(Job(CELL, 5) for _ in range(restored)))
+    world.submit(*(Job(CELL, 5, files=files) for files in restored))
     world.run()
-    assert max(world.gaps) <= budget_s + begin_s + cell_s + world.token_s + 1e-9
+    assert max(world.gaps) <= budget_s + max(file_s, cell_s) + world.token_s + 1e-9
 
 
 def test_prefill_goes_on_by_a_cell_however_short_the_budget() -> None:
@@ -107,9 +107,9 @@ def test_a_cancel_ends_a_step_after_the_cell() -> None:
     world.submit(long, other)
     world.admit()
     world.scheduler.begin_step(0.0)
-    assert world.scheduler.grant_prefill(0.0) is long
+    assert granted(world, 0.0) is long
     long.is_cancelled = True
-    assert world.scheduler.grant_prefill(0.1) is None
+    assert granted(world, 0.1) is None
     assert world.scheduler.cancelled() == [long]
 
 
@@ -121,9 +121,14 @@ def test_who_is_cancelled_while_others_decode_gets_no_cell_and_no_token() -> Non
     world.step()
     doomed.is_cancelled = True
     assert world.scheduler.begin_step(world.now) == (decoding,)
-    assert world.scheduler.grant_prefill(0.0) is other
+    assert granted(world, 0.0) is other
     decoding.is_cancelled = True
     assert world.scheduler.begin_step(world.now) == ()
+
+
+def granted(world: World, spent_s: float) -> Job | None:
+    grant = world.scheduler.grant(spent_s)
+    return grant and grant.turn
 
 
 # --- taking turns ---
@@ -209,7 +214,7 @@ def test_warm_turns_never_take_two_cells_in_a_row_from_a_longer_prompt(warm: int
 
 
 def test_an_interactive_turn_begins_before_background_turns_that_waited_longer() -> None:
-    world = World(rules=Rules(max_running=1))
+    world = World(at_once=1)
     first, background, person = Job(), Job(priority=BACKGROUND), Job()
     world.submit(first, background, person)
     world.run()
@@ -230,8 +235,7 @@ def test_an_interactive_prompt_is_computed_before_background_ones() -> None:
 @settings(max_examples=sampled(10, of=20), deadline=None)
 def test_background_work_begins_and_goes_on_though_people_never_stop_asking(ageing_s: float, at_once: int) -> None:
     """It counts as interactive once it has waited `ageing_s`, to begin and for each of its cells."""
-    rules = Rules(ageing_s=ageing_s, max_running=3)
-    world = World(rules=rules)
+    world = World(rules=Rules(ageing_s=ageing_s), at_once=3)
     background = Job(4 * CELL, 3, priority=BACKGROUND)
     world.submit(*(Job(CELL, 5) for _ in range(6)), background)
     while background not in world.ended:
@@ -245,7 +249,7 @@ def test_background_work_begins_and_goes_on_though_people_never_stop_asking(agei
 
 
 def test_background_work_that_an_interactive_turn_of_its_agent_follows_is_not_put_off() -> None:
-    world = World(rules=Rules(max_running=1, ageing_s=1e9))
+    world = World(rules=Rules(ageing_s=1e9), at_once=1)
     running, before = Job(), Job(key=key_of("a"), priority=BACKGROUND)
     other, person = Job(priority=BACKGROUND), Job(key=key_of("a"))
     world.submit(running, other, before, person)
@@ -291,17 +295,6 @@ def test_every_turn_is_served_to_its_end(work: list[Job]) -> None:
     assert len(world.ended) == len(work)
 
 
-def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
-    world = World(rules=Rules(budget_s=0.1), begin_s=0.2)
-    world.submit(Job(reply_tokens=90))
-    world.step()
-    world.submit(Job(), Job(), Job())
-    world.admit()
-    assert len(world.scheduler.running) == 2
-    assert world.admit(has_time=False) == ()
-    assert len(world.scheduler.running) == 2
-
-
 # --- cancel ---
 
 
@@ -309,7 +302,7 @@ def test_a_beginning_that_took_long_is_the_last_of_its_step() -> None:
 @settings(max_examples=sampled(16, of=50), deadline=None)
 def test_a_cancelled_turn_frees_its_bytes_and_its_row_within_one_step(steps: int, other: int) -> None:
     """(LESSONS 25) While it waits, while its prompt is computed, and while it decodes."""
-    world = World(budget_bytes=4000, rules=Rules(budget_s=0.0, max_running=2))
+    world = World(budget_bytes=4000, rules=Rules(budget_s=0.0), at_once=2)
     world.submit(*(Job(100, 50) for _ in range(other)))
     job = Job(4 * CELL, 4, key=key_of("a"))
     world.submit(job)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from inference_svc.engine.api import AgentKey
 from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.scheduler import Grant
 from inference_svc.engine.scheduling.seats import Seats
 from tests.inference.scheduling.scheduling_world import BACKGROUND, CELL, INTERACTIVE, Hot, Job, World, memory
 from tests.sampling import sampled
@@ -43,14 +44,16 @@ def of(namespace: str, count: int, cells: int = 1, reply: int = 1, **fields: obj
 def test_no_background_turn_however_old_begins_before_another_namespaces_interactive_one(
     first: list[Job], later: dict[int, Job], at_once: int
 ) -> None:
-    world = World(rules=Rules(ageing_s=0.2, max_running=at_once))
+    """Unless that one found no room before: it does not keep others waiting."""
+    world = World(rules=Rules(ageing_s=0.2), at_once=at_once)
     world.arrivals = {after: [job] for after, job in later.items()}
     world.submit(*first)
     world.run()
     for job in world.ended:
         assert job.begun_s is not None
         for other in world.ended:
-            if job.priority is BACKGROUND and other.priority is INTERACTIVE and other.namespace != job.namespace:
+            comes_first = other.priority is INTERACTIVE and other.namespace != job.namespace
+            if job.priority is BACKGROUND and comes_first and other not in world.refused:
                 assert other.begun_s is not None
                 assert not other.submitted_s <= job.begun_s < other.begun_s
 
@@ -61,23 +64,23 @@ def test_no_background_prompt_is_computed_before_another_namespaces_interactive_
     first: list[Job], later: dict[int, Job]
 ) -> None:
     world = World(rules=Rules(ageing_s=0.0), cell_s=0.0)
-    grant_prefill = world.scheduler.grant_prefill
+    grant = world.scheduler.grant
 
-    def checked(spent_s: float) -> Job | None:
+    def checked(spent_s: float) -> Grant[Job] | None:
         people = {job.namespace for job in world.scheduler.running if job.is_prefilling and job.priority is INTERACTIVE}
-        job = grant_prefill(spent_s)
-        assert job is None or job.priority is INTERACTIVE or people <= {job.namespace}
-        return job
+        found = grant(spent_s)
+        assert found is None or found.turn.priority is INTERACTIVE or people <= {found.turn.namespace}
+        return found
 
-    world.scheduler.grant_prefill = checked  # type: ignore[method-assign]
+    world.scheduler.grant = checked  # type: ignore[method-assign]
     world.arrivals = {after: [job] for after, job in later.items()}
     world.submit(*first)
     world.run()
 
 
 def test_a_background_turn_waits_no_longer_for_its_own_people_because_others_find_no_room() -> None:
-    rules = Rules(ageing_s=2.0, max_running=3)
-    world = World(BUDGET, rules=rules)
+    rules = Rules(ageing_s=2.0)
+    world = World(BUDGET, rules=rules, at_once=3)
     world.submit(Job(100, 900, namespace="b", can_be_preempted=False))
     world.step()
     world.submit(*of("b", 1, 14))
@@ -96,7 +99,7 @@ def test_a_background_turn_waits_no_longer_for_its_own_people_because_others_fin
 @given(st.lists(st.sampled_from(NAMESPACES), min_size=2, max_size=24))
 @settings(max_examples=sampled(20, of=60), deadline=None)
 def test_turns_begin_one_of_each_namespace_after_the_other_and_in_order_inside(order: list[str]) -> None:
-    world = World(rules=Rules(max_running=1))
+    world = World(at_once=1)
     submitted = [job for namespace in order for job in of(namespace, 1)]
     world.submit(*submitted)
     world.run()

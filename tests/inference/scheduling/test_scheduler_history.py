@@ -19,7 +19,7 @@ from tests.inference.scheduling.scheduling_world import (
 from tests.sampling import sampled
 
 BUDGET = 12 * CELL
-RULES = Rules(budget_s=0.1, ageing_s=3.0, prefix_wait_s=2.0, patience_s=1.0, max_running=5, max_preemptions=2)
+RULES = Rules(budget_s=0.1, ageing_s=3.0, prefix_wait_s=2.0, patience_s=1.0, max_preemptions=2)
 AGENTS = st.integers(0, 4)
 PRIORITIES = st.sampled_from([INTERACTIVE, INTERACTIVE, BACKGROUND])
 
@@ -29,7 +29,7 @@ class History(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(BUDGET, RULES)
+        self.world = World(BUDGET, RULES, at_once=5)
         self.submitted: list[Job] = []
 
     @rule(

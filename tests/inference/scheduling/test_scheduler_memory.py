@@ -424,7 +424,7 @@ def test_a_turn_that_waited_long_enough_to_begin_does_not_give_way() -> None:
 
 
 def test_a_row_can_be_what_is_missing() -> None:
-    world = World(rules=Rules(max_running=2))
+    world = World(at_once=2)
     jobs = [Job(CELL, 50, priority=BACKGROUND) for _ in range(2)]
     world.submit(*jobs)
     world.step()

@@ -37,9 +37,9 @@ def prefill(one: Sequence, *, draws: bool = True) -> list[int]:
     """Every cell of the rest of its prompt; the last one draws, or none does."""
     cells = []
     while one.is_prefilling:
-        assert one.next_cell_draws is (draws and one.next_cell_tokens == one.rest_tokens)
+        assert one.draws_after(one.next_cell_tokens) is (draws and one.next_cell_tokens == one.rest_tokens)
         cells.append(one.next_cell_tokens)
-        assert one.next_cell() == one.token_ids[one.computed : one.computed + cells[-1]]
+        assert one.next_tokens(cells[-1]) == one.token_ids[one.computed : one.computed + cells[-1]]
         one.prefilled(cells[-1])
     return cells
 
@@ -95,9 +95,10 @@ def test_what_will_be_shareable_is_what_is_in_the_end(tokens: int, cached: int, 
 def test_the_cell_that_ends_the_prompt_draws_the_first_token_and_no_other_does() -> None:
     one = turn(CELL + 10)
     one.began(0, 0)
-    assert (one.rest_tokens, one.next_cell_tokens, one.next_cell_draws, one.is_warm) == (CELL + 10, CELL, False, False)
+    assert (one.rest_tokens, one.next_cell_tokens, one.is_warm) == (CELL + 10, CELL, False)
+    assert not one.draws_after(CELL)
     one.prefilled(CELL)
-    assert (one.rest_tokens, one.next_cell_tokens, one.next_cell_draws) == (10, 10, True)
+    assert (one.rest_tokens, one.next_cell_tokens, one.draws_after(10)) == (10, 10, True)
 
 
 @given(st.integers(1, 1500), st.integers(1, 600), st.booleans())

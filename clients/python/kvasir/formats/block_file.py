@@ -15,7 +15,6 @@ import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -167,15 +166,21 @@ def encode(identity: FileIdentity, tensors: Sequence[tuple[TensorSpec, bytes | b
 
 def encode_header(identity: FileIdentity, specs: Iterable[TensorSpec]) -> bytes:
     """The first bytes of a tensor file, length prefix included, for a reader that expects exactly these."""
+    return header_with(identity, tensor_entries(specs))
+
+
+def header_with(identity: FileIdentity, entries: bytes) -> bytes:
+    """As `encode_header`, of the `tensor_entries` of a file's tensors."""
     metadata = json.dumps({"__metadata__": {METADATA_KEY: identity.to_json()}}, separators=(",", ":")).encode()
-    header = metadata[:-1] + _tensor_entries(tuple(specs))
+    header = metadata[:-1] + entries
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
     return struct.pack("<Q", len(header)) + header
 
 
-@lru_cache(maxsize=256)
-def _tensor_entries(specs: tuple[TensorSpec, ...]) -> bytes:
-    """The tensors' part of a header, with the comma before and the brace behind: equal for all blocks of a layout."""
+def tensor_entries(specs: Iterable[TensorSpec]) -> bytes:
+    """The tensors' part of a header, with the comma before and the brace behind. It takes as long as a hundred headers,
+    and is equal for all blocks of a layout: who has many makes it once.
+    """
     entries: dict[str, object] = {}
     offset = 0
     for spec in specs:

@@ -21,7 +21,7 @@ from inference_svc.kv.batch.short_pass import ShortPass
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.policy import Rung, policy_of
 from inference_svc.kv.prefill_layer import InPlaceLayer, PrefillLayer, commit, prefill_layers
-from inference_svc.kv.sequence_files import files_of, first_whole_block, from_files
+from inference_svc.kv.sequence_files import files_of, first_whole_block
 from inference_svc.kv.sequence_kv import SequenceKV
 from inference_svc.kv.tensor_files import check_files
 from inference_svc.model import model_runner
@@ -33,6 +33,7 @@ from tests.inference.kv.sequences import (
     ANY_BYTES,
     DIM,
     PoisonedPool,
+    from_files,
     full,
     identity_of,
     page_bytes,

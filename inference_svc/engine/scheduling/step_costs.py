@@ -1,0 +1,57 @@
+"""What the parts of a step cost, learned from steps that were made: so a stream waits a step or two, and not a cell.
+
+Pure: callers pass in the time. A token of a prompt costs more the deeper it lies, because it attends to more; so cells
+are remembered by how often their position doubles.
+"""
+
+import math
+from collections import deque
+from statistics import median
+
+_PLAIN_STEPS = 9  # that are remembered: a few slow ones among them change nothing
+_WEIGHT = 0.25  # of the newest cost
+
+
+class StepCosts:
+    """Seconds of a step that only decodes, of a prompt's token, and of a file that becomes KV."""
+
+    def __init__(self) -> None:
+        self._steps_s: deque[float] = deque(maxlen=_PLAIN_STEPS)
+        self._token_s: dict[int, float] = {}  # by the bits of a cell's position
+        self._file_s: float | None = None
+
+    @property
+    def step_s(self) -> float | None:
+        """A step that only decodes; None as long as there was none."""
+        return median(self._steps_s) if self._steps_s else None
+
+    def stepped(self, took_s: float) -> None:
+        """A step did nothing but decode."""
+        self._steps_s.append(took_s)
+
+    def learn(self, position: int | None, size: int, took_s: float) -> None:
+        """So many tokens of a prompt were computed, from `position` on; or so many files became KV."""
+        if position is None:
+            self._file_s = _smoothed(self._file_s, took_s / size)
+        else:
+            depth = position.bit_length()
+            self._token_s[depth] = _smoothed(self._token_s.get(depth), took_s / size)
+
+    def tokens_within(self, seconds: float, position: int) -> int | None:
+        """How many tokens from `position` on are computed in so many seconds; None if that is not known."""
+        if not self._token_s:
+            return None
+        nearest = min(self._token_s, key=lambda depth: abs(depth - position.bit_length()))
+        return _within(seconds, self._token_s[nearest])
+
+    def files_within(self, seconds: float) -> int | None:
+        """How many files become KV in so many seconds; None if that is not known."""
+        return None if self._file_s is None else _within(seconds, self._file_s)
+
+
+def _smoothed(before: float | None, now: float) -> float:
+    return now if before is None else before + _WEIGHT * (now - before)
+
+
+def _within(seconds: float, each_s: float) -> int:
+    return int(min(max(0.0, seconds) / max(each_s, 1e-9), math.ldexp(1, 30)))

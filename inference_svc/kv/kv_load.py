@@ -1,0 +1,148 @@
+"""Tensor files become a sequence's KV, some at a time: so others can compute between them.
+
+Pages move as they are, and only tails are put into one. On the MLX thread.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import mlx.core as mx
+from kvasir.cachestore.v1 import identity_pb2
+from kvasir.formats.layer_groups import layers_of
+
+from inference_svc.kv.attention.host_copy import to_device
+from inference_svc.kv.page import PAGE_TOKENS
+from inference_svc.kv.pages.block_table import blocks_of
+from inference_svc.kv.pages.pool import KvPool
+from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
+from inference_svc.kv.state_kv import StateKV
+from inference_svc.kv.tensor_files import Array, CheckedFile, exponents, not_finite, page_units, state_arrays
+
+MOST_FILES = 32  # that reach the device at once
+
+
+class _GroupFiles:
+    """The files of one group of layers, which follow each other, and how many of them are loaded."""
+
+    def __init__(self, pool: KvPool, group: int, files: Sequence[CheckedFile]) -> None:
+        self.group = group
+        self.files = files
+        self.loaded = 0
+        self.exponents = exponents(pool.identity, group)
+        self.first_block = files[0].header.identity.start // PAGE_TOKENS
+
+    def take(self, most: int) -> tuple[range, list[CheckedFile]]:
+        """The next files, which count as loaded, and their blocks."""
+        some = slice(self.loaded, self.loaded + most)
+        blocks = range(self.first_block, self.first_block + len(self.files))[some]
+        self.loaded += len(blocks)
+        return blocks, list(self.files[some])
+
+
+class KvLoad:
+    """KV that is being made of files. Its pages go back to the pool if it is released, or dropped, before it is whole.
+
+    The files cover the first `keep` tokens from position 0, which are kept, with the rewind points of `states`. If the
+    model has recurrent layers, the last one is at `keep`. `windows`: files of each window, without a gap from a block
+    that the token at `keep` sees, or earlier, to the last. `points`: rewind points of a model without states, beside
+    `keep`, whose blocks are among these.
+    """
+
+    def __init__(
+        self,
+        pool: KvPool,
+        files: Sequence[CheckedFile],
+        keep: int,
+        states: Sequence[CheckedFile] = (),
+        windows: Mapping[int, Sequence[CheckedFile]] = MappingProxyType({}),
+        points: Collection[int] = (),
+    ) -> None:
+        self.kv = SequenceKV(pool)  # empty, but for pages, until it is whole
+        self._pool = pool
+        self._keep = keep
+        self._states = states
+        self._points = points
+        kept = {0: files[: blocks_of(keep)]}
+        kept |= {
+            window: [file for file in some if file.header.identity.start < keep] for window, some in windows.items()
+        }
+        self._left = deque(_GroupFiles(pool, group, some) for group, some in kept.items() if some)
+
+    @property
+    def next_files(self) -> int:
+        """How many files can be loaded at once: of one group of layers. 1 if there are none."""
+        return min(MOST_FILES, len(self._left[0].files) - self._left[0].loaded) if self._left else 1
+
+    def advance(self, most_files: int = MOST_FILES) -> bool:
+        """Load the next files, at most so many; returns whether the KV is whole. Evaluates.
+
+        Raises DataLoss, which names the file, for a value that is not finite, and ResourceExhausted if the pool has no
+        room; nothing is left of the load then.
+        """
+        try:
+            if self._left:
+                self._load_rows(self._left[0], min(most_files, MOST_FILES))
+            if not self._left:
+                self._finish()
+            self._pool.evaluate()
+        except BaseException:
+            self._pool.forget_writes()  # pages that are free again may be another's when they would be written
+            self.release()  # now: an error that is kept holds these frames, and with them the sequence
+            raise
+        return not self._left
+
+    def release(self) -> None:
+        """Give all pages back. Idempotent."""
+        self.kv.release()
+
+    def _load_rows(self, files: _GroupFiles, most: int) -> None:
+        """Take pages for the next files of a group, and write them."""
+        pool, group, first = self._pool, files.group, files.loaded
+        blocks, some = files.take(most)
+        for table in self.kv.tables:
+            if table.window == group:
+                table.pages |= dict(zip(blocks, pool.take(len(blocks)), strict=True))
+        units = to_device([page_units(file, files.exponents.size) for file in some])
+        bits = mx.array(files.exponents)
+        is_wrong: Any = ((bits != 0) & ((units & bits) == bits)).any(axis=1).tolist()
+        if any(is_wrong):
+            raise not_finite(first + is_wrong.index(True), group)
+        offset = 0
+        for layer in layers_of(pool.identity, group):
+            pool.write_pages(layer, self.kv.table_of(layer).held(blocks), units, offset)
+            offset += pool.formats[layer].units
+        if files.loaded == len(files.files):
+            self._left.popleft()
+
+    def _finish(self) -> None:
+        """All rows are there: set the length and the rewind points."""
+        kv = self.kv
+        kv.length = self._keep
+        for file in self._states:
+            tokens, found = file.header.identity.tokens, state_arrays(file)
+            arrays = [_to_mlx(array, spec.dtype) for spec, array in found]
+            kv.set_point(RewindPoint(tokens, _states_of(self._pool, tokens, arrays)))
+        if self._keep and kv.has_rewind_points and not kv.states:
+            for point in sorted({*self._points, self._keep}):
+                kv.set_point(RewindPoint(point, ()))
+        kv.keep_rewind_points(kv.rewind_points)  # and no page that neither they nor the next token needs
+        mx.eval(kv.state_arrays)
+
+
+def _states_of(pool: KvPool, tokens: int, arrays: Sequence[mx.array]) -> tuple[StateKV, ...]:
+    """The recurrent layers' states of a state file's tensors [1, …]."""
+    rest, states = list(arrays), []
+    for layer in pool.identity.layers:
+        if layer.kind == identity_pb2.LAYER_KIND_STATE:
+            state = StateKV(0)
+            state.tensors, state.offset = list(rest[: len(layer.state_tensors)]), tokens
+            del rest[: len(layer.state_tensors)]
+            states.append(state)
+    return tuple(states)
+
+
+def _to_mlx(array: Array, dtype: str) -> mx.array:
+    made = mx.array(array)
+    return made.view(mx.bfloat16) if dtype == "BF16" else made

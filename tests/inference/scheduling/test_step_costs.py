@@ -1,0 +1,90 @@
+"""How long running streams wait beside a prompt or a restore: a step or two, because what they cost is learned."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inference_svc.engine.grid import cut_cell
+from inference_svc.engine.scheduling.schedulable import Rules
+from inference_svc.engine.scheduling.step_costs import StepCosts
+from tests.inference.scheduling.scheduling_world import Job, World
+
+STEP_S = 0.005
+LONG = 32_768
+CELL = 2_048
+GPU = Rules(cell_tokens=CELL, least_tokens=256)
+
+
+def prefill_s(position: int, tokens: int) -> float:
+    """Somewhat as an 8B model's cells on an H200: 83 ms for 2,048 tokens at 32 K, 67 at 8 K."""
+    return 0.001 + tokens * 17.5e-6 * (1 + position / LONG)
+
+
+def streaming(rules: Rules = GPU, **costs: object) -> World:
+    """Four streams that run for a while already."""
+    world = World(rules=rules, token_s=STEP_S, cost_s=prefill_s, **costs)  # type: ignore[arg-type]
+    world.submit(*(Job(1, 1_000) for _ in range(4)))
+    for _ in range(10):
+        world.step()
+    return world
+
+
+def longest_stall(world: World, late: Job) -> float:
+    """The longest gap of the streams while a turn comes to its first token, in steps more than one."""
+    before = len(world.gaps)
+    world.submit(late)
+    while not late.generated:
+        world.step()
+    return max(world.gaps[before:]) / STEP_S - 1
+
+
+@pytest.mark.parametrize("late", [{"prompt_tokens": LONG}, {"files": 128}, {"files": 3}])
+def test_a_long_agent_stalls_streams_by_at_most_two_steps(late: dict[str, int]) -> None:
+    job = Job(cell_tokens=CELL, **late)  # type: ignore[arg-type]
+    assert longest_stall(streaming(file_s=0.0012), job) <= 2.01  # a block's tokens are the least, also at 32 K
+    assert job.files == 0
+
+
+def test_nobody_waits_longer_for_it_than_the_streams_make_it_wait() -> None:
+    """Files and cells are as many as fit, not one a step."""
+    world = streaming(file_s=0.0012)
+    began_s, job = world.now, Job(CELL, files=128, cell_tokens=CELL)
+    longest_stall(world, job)
+    assert world.now - began_s <= 2.2 * (128 * 0.0012 + prefill_s(0, CELL))
+
+
+def test_a_cell_is_whole_while_no_turn_decodes_and_never_where_it_must_be() -> None:
+    alone = World(rules=GPU, cost_s=prefill_s)
+    alone.submit(Job(LONG, cell_tokens=CELL))
+    alone.run()
+    assert len(alone.prefilled) == LONG // CELL
+    bound = streaming(Rules(cell_tokens=CELL, least_tokens=CELL))
+    assert longest_stall(bound, Job(LONG, cell_tokens=CELL)) > 10
+    assert len(bound.prefilled) == 4 + LONG // CELL
+
+
+def test_a_file_that_takes_long_is_the_only_one_of_its_step() -> None:
+    world = streaming(file_s=0.02)
+    assert longest_stall(world, Job(files=40)) == pytest.approx(0.02 / STEP_S)
+
+
+@given(st.integers(0, 100_000), st.integers(1, 2_048), st.integers(256, 4_096))
+@settings(deadline=None)
+def test_a_cut_cell_ends_at_a_blocks_edge_within_its_limit(position: int, tokens: int, most: int) -> None:
+    cut = cut_cell(position, tokens, most)
+    assert 0 < cut <= min(tokens, most)
+    assert cut == tokens or ((position + cut) % 256 == 0 and cut + 256 > most)
+
+
+def test_what_is_not_known_is_said_to_be_unknown_and_deep_tokens_cost_more() -> None:
+    costs = StepCosts()
+    assert (costs.step_s, costs.tokens_within(1, 0), costs.files_within(1)) == (None, None, None)
+    costs.learn(0, 256, 0.0256)
+    costs.learn(30_000, 256, 0.0512)
+    costs.learn(None, 4, 0.04)
+    assert [round(costs.tokens_within(0.1, at) or 0) for at in (3, 20_000, 90_000)] == [1_000, 500, 500]
+    assert costs.files_within(0.1) == pytest.approx(10, abs=1)
+    assert costs.tokens_within(-1, 0) == 0
+    for took_s in (0.005, 0.005, 0.3, 0.005):
+        costs.stepped(took_s)
+    assert costs.step_s == 0.005
