@@ -94,7 +94,7 @@ hammer: install ## Many agents at once, each turn compared with the same turn al
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
 	$(BIN)/python -m tests.mutation $(MUTANTS)
 
-.PHONY: bench-http test-http-clients
+.PHONY: bench-http test-http-clients test-page
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)
 
@@ -107,6 +107,9 @@ lint-swift: install ## Generate Swift's stubs into out/swift, where protoc-gen-s
 	  rm -rf out/swift && $(BIN)/buf generate proto --template proto/buf.gen.swift.yaml && \
 	  test -n "$$(find out/swift -name '*.pb.swift')" && echo "Swift: generated into out/swift"; \
 	else echo "Swift: NOT RUN, not installed here: protoc-gen-swift"; fi
+
+test-page: install ## The operator's page in headless Chromium: axe-core, keyboard, no scripts; pictures into out/
+	$(BIN)/python -m tests.gateway.page.browser out/page
 
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out

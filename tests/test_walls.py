@@ -99,7 +99,9 @@ IMPORTS = (
         ("inference_svc/edge/neighbour/*",),
         "not everybody has the neighbour's package, and its messages end there",
     ),
-    Wall(("starlette", "uvicorn", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"),
+    Wall(
+        ("starlette", "uvicorn", "jinja2", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"
+    ),
     Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
     Wall(
         ("httpx2",), (f"{SDK}/bench/load_http.py",), "a client over HTTP is measured with, and nothing else needs one"

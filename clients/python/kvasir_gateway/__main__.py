@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -33,6 +34,9 @@ from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
 from kvasir_gateway.conversations import Conversations
 from kvasir_gateway.engine import EngineLink
 from kvasir_gateway.metrics import GatewayNumbers
+from kvasir_gateway.page.history import History
+from kvasir_gateway.page.routes import GatewayPage
+from kvasir_gateway.page.sessions import Sessions
 from kvasir_gateway.security import Gate
 
 _log = logging.getLogger("kvasir_gateway")
@@ -98,18 +102,23 @@ async def serve(options: Options) -> int:
         _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
     )
     engine = EngineLink.connect(options.engine, token=token, tls=tls)
+    gate = Gate(credentials, hosts=options.hosts, origins=options.origins)
+    sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
+    history = History(time.time)
     around = Surroundings(
         engine=engine,
-        gate=Gate(credentials, hosts=options.hosts, origins=options.origins),
+        gate=gate,
         turns=Turns(conversations),
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
         numbers=GatewayNumbers(),
+        page=GatewayPage(engine, sessions, history, now=time.time),
         now=time.time,
         clock=time.perf_counter,
         new_request_id=lambda: uuid.uuid4().hex,
     )
     listener = _listener(address.host, address.port)
     stop_page = None
+    sampling = asyncio.create_task(history.follow(engine))
     try:
         if options.metrics_listen:
             wellness = asked_of_loop(asyncio.get_running_loop(), engine.wellness)
@@ -119,6 +128,7 @@ async def serve(options: Options) -> int:
     finally:
         if stop_page is not None:
             await asyncio.to_thread(stop_page)
+        sampling.cancel()
         listener.close()
         await engine.close()
         times = around.numbers.written

@@ -37,6 +37,7 @@ from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unl
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
 from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at
+from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.security import BodyRoom, Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
 
@@ -68,6 +69,7 @@ class Surroundings:
     turns: Turns
     limits: GatewayLimits
     numbers: GatewayNumbers
+    page: GatewayPage
     now: Callable[[], float]  # Unix seconds
     clock: Callable[[], float]
     new_request_id: Callable[[], str]
@@ -116,6 +118,7 @@ class Gateway:
             get("/v1/models/{name:path}", self.get_model),
             get("/healthz", self.healthz, is_open=True),
             get("/openapi.json", self.describe, is_open=True),
+            *self._around.page.routes(),
         ]
         handlers: Mapping[Any, Any] = {HTTPException: _refuse_route}
         app = Site(Starlette(routes=routes, exception_handlers=handlers), self._around.gate)

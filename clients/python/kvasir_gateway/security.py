@@ -44,6 +44,17 @@ class Gate:
         self._hosts = frozenset(host.lower() for host in hosts)
         self.origins = frozenset(origin.lower() for origin in origins)
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether callers must show a key."""
+        return self._credentials is not None
+
+    def check_local(self, headers: Mapping[str, str]) -> None:
+        """Raises PermissionDenied for a caller who reached this server by another name than a loopback address."""
+        host = _host_of(headers.get("host", ""))
+        if host not in _LOCAL_NAMES and not _is_loopback(host):
+            raise PermissionDenied("host: without API keys this is served to loopback only", reason="FOREIGN_HOST")
+
     def check_site(self, headers: Mapping[str, str]) -> None:
         """Raises PermissionDenied for a foreign Host or Origin."""
         host = _host_of(headers.get("host", ""))

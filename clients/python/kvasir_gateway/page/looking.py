@@ -1,0 +1,152 @@
+"""What pages show, asked of the engine: each panel on its own, so that one that cannot be had spoils no other."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Generic, TypeVar
+
+from kvasir.cachestore.v1 import cachestore_pb2, manifest_pb2
+from kvasir.clients import AioInferenceClient
+from kvasir.errors import DataLoss, KvasirError
+from kvasir.formats import manifest
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from kvasir_gateway.page import tree
+from kvasir_gateway.page.chart import Chart, chart
+from kvasir_gateway.page.history import History
+
+AGENTS_A_PAGE = 25
+_VERSIONS_A_PAGE = 200
+_MOST_MESSAGES = 200
+_ASKED_S = 5.0
+_SOURCES = ("hot", "warm", "shared", "replay", "cold")
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class Panel(Generic[_Answer]):
+    """A part of a page, or why it cannot be shown."""
+
+    value: _Answer | None
+    problem: str = ""
+
+
+async def panel(work: Awaitable[_Answer]) -> Panel[_Answer]:
+    """The answer of an engine that may be away."""
+    try:
+        async with asyncio.timeout(_ASKED_S):
+            return Panel(await work)
+    except KvasirError as error:
+        return Panel(None, error.message)
+    except TimeoutError:
+        return Panel(None, f"no answer within {_ASKED_S:g} s")
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """One page of agents, and those of them whose memory is hot, by name."""
+
+    agents: Sequence[cachestore_pb2.Agent]
+    hot: Mapping[str, pb.HotMemory]
+    next_page_token: str
+
+
+async def agents(client: AioInferenceClient, prefix: str, page_token: str) -> Agents:
+    page = await client.list_agents(name_prefix=prefix, page_size=AGENTS_A_PAGE, page_token=page_token)
+    hot = await client.list_hot_memories([agent.agent_id for agent in page.agents]) if page.agents else ()
+    return Agents(page.agents, {memory.agent_id: memory for memory in hot}, page.next_page_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """The engine, and what the caller's namespace has of it."""
+
+    stats: pb.GetStatsResponse
+    mine: pb.NamespaceStats
+    capabilities: pb.GetCapabilitiesResponse
+
+
+async def health(client: AioInferenceClient, namespace: str) -> Health:
+    stats, capabilities = await asyncio.gather(client.get_stats(), client.get_capabilities())
+    return Health(stats, own_stats(stats, namespace), capabilities)
+
+
+def own_stats(stats: pb.GetStatsResponse, namespace: str) -> pb.NamespaceStats:
+    """The caller's own counters. Only who acts for all is told of several namespaces; another's own may have any name,
+    where the gateway has no keys."""
+    if len(stats.namespaces) == 1 and not stats.HasField("engine"):
+        return stats.namespaces[0]
+    return next(
+        (each for each in stats.namespaces if each.namespace == namespace), pb.NamespaceStats(namespace=namespace)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """The last hour: where turns' memories came from, and why less was reused than could have been."""
+
+    sources: Chart
+    misses: Chart
+
+
+def reuse(history: History, namespace: str) -> Reuse:
+    minutes = history.last_hour(namespace)
+    return Reuse(
+        chart([minute.sources for minute in minutes], _SOURCES), chart([minute.misses for minute in minutes], ())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    """The versions of one line."""
+
+    kv_identity_hash: str
+    rows: Sequence[tree.Row]
+
+
+@dataclass(frozen=True, slots=True)
+class AgentSeen:
+    """An agent, where its memory lies, and its history."""
+
+    agent: cachestore_pb2.Agent
+    usage: cachestore_pb2.GetUsageResponse
+    hot: pb.HotMemory | None
+    lines: Sequence[Lineage]
+    next_page_token: str
+
+
+async def agent(client: AioInferenceClient, agent_id: str, page_token: str) -> AgentSeen:
+    """Raises NotFound."""
+    found, usage, hot, listed = await asyncio.gather(
+        client.get_agent(agent_id),
+        client.get_usage(agent_id),
+        client.list_hot_memories([agent_id]),
+        client.list_snapshots(agent_id, page_size=_VERSIONS_A_PAGE, page_token=page_token),
+    )
+    has_older = bool(listed.next_page_token)
+    lines = [
+        Lineage(kv_hash, tree.rows(list(versions), has_older=has_older))
+        for kv_hash, versions in groupby(listed.snapshots, lambda version: version.kv_identity_hash)
+    ]
+    return AgentSeen(found, usage, hot[0] if hot else None, lines, listed.next_page_token)
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What an agent remembered as of a version. `left_out`: messages before those that are shown."""
+
+    version: cachestore_pb2.SnapshotVersion
+    messages: Sequence[manifest_pb2.Message]
+    left_out: int
+    text: str
+
+
+async def remembered(client: AioInferenceClient, agent_id: str, line: str, version: int) -> Remembered:
+    """Raises NotFound, DataLoss."""
+    snapshot, data = await client.get_snapshot(agent_id, line, version)
+    if not data:
+        raise DataLoss("the memory is too long for a page: `kvasir agents export` writes it to a file")
+    found: Any = manifest.parse(data)
+    shown = found.messages[-_MOST_MESSAGES:]
+    return Remembered(snapshot, shown, len(found.messages) - len(shown), "" if found.messages else found.text)

@@ -1,0 +1,89 @@
+"""Templates, and how they write numbers, sizes and times. All text is escaped: what agents and people said is text."""
+
+from collections.abc import Mapping
+from datetime import UTC
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.timestamp_pb2 import Timestamp
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.responses import HTMLResponse, Response
+
+_HERE = Path(__file__).parent
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+_AGES = ((86400, "d"), (3600, "h"), (60, "min"))
+# Nothing of another host, no script or style in the page itself, no frame around it, and no copy on a disk.
+HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; "
+    "object-src 'none'",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "same-origin",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-store",
+}
+_ASSETS = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+
+
+def page(template: str, /, status: int = 200, **values: Any) -> HTMLResponse:
+    """A template's page, with the headers that keep it to itself."""
+    return HTMLResponse(_TEMPLATES.get_template(template).render(**values), status, HEADERS)
+
+
+def asset(name: str) -> Response | None:
+    """A file that pages name; None if there is no such file."""
+    if name not in _ASSETS:
+        return None
+    headers = {**HEADERS, "cache-control": "no-cache"}
+    return Response((_HERE / "assets" / name).read_bytes(), 200, headers, _ASSETS[name])
+
+
+def link(path: str, **query: object) -> str:
+    """A path of this site with a query; what is empty is left out."""
+    given = {name: value for name, value in query.items() if value not in ("", None)}
+    return f"{path}?{urlencode(given)}" if given else path
+
+
+def size(count: int) -> str:
+    """12345678 → "11.8 MiB"."""
+    value, unit = float(count), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{value:.{0 if unit == 0 or value >= 100 else 1}f} {_UNITS[unit]}"
+
+
+def number(count: int) -> str:
+    return f"{count:,}"
+
+
+def age(seconds: float) -> str:
+    """The largest unit of a time, which is enough for a look: "3 min"."""
+    return next((f"{seconds / unit:.0f} {name}" for unit, name in _AGES if seconds >= unit), f"{max(seconds, 0):.0f} s")
+
+
+def lasted(duration: Duration) -> str:
+    return age(duration.ToMilliseconds() / 1000)
+
+
+def moment(at: Timestamp, now_s: float) -> Mapping[str, str]:
+    """A time for programs, and how long before `now_s` (Unix seconds) it was."""
+    exact = at.ToDatetime(tzinfo=UTC).isoformat(timespec="seconds")
+    return {"exact": exact, "ago": f"{age(now_s - at.ToMilliseconds() / 1000)} ago"}
+
+
+def words(name: str) -> str:
+    """new_agent → "new agent"."""
+    return name.replace("_", " ").lower()
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(_HERE / "templates"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_TEMPLATES.filters.update(size=size, number=number, lasted=lasted, moment=moment, words=words)
+_TEMPLATES.globals.update(link=link)

@@ -1,0 +1,246 @@
+"""The page's routes: who may see them, what each shows, and the writes, which are forms of our own."""
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qs
+
+from kvasir.clients import AioInferenceClient
+from kvasir.errors import Internal, InvalidArgument, KvasirError, Unauthenticated
+from kvasir.formats.digest import is_hash
+from kvasir.names import check_agent_id, check_request_id
+from kvasir.server.log_errors import places
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from kvasir_gateway import errors
+from kvasir_gateway.engine import EngineLink
+from kvasir_gateway.page import looking
+from kvasir_gateway.page.history import History
+from kvasir_gateway.page.rendering import asset, link, page
+from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, Visitor, check_own_form
+
+_log = logging.getLogger(__name__)
+_MAX_FORM_BYTES = 16 << 10
+_FORM_S = 30
+# What a page says after a write, by the word in its address.
+_DONE = {
+    "cancel": "The turn was ended.",
+    "fork": "This agent was made. It shares its memory with the one it came from until they part.",
+    "rollback": "The version is the newest again, as a new one. Nothing was removed.",
+    "delete": "The agent was deleted. Bytes that nothing else uses go after the grace period.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One request of somebody who may see the page."""
+
+    request: Request
+    visitor: Visitor
+    client: AioInferenceClient
+    now: float  # Unix seconds
+    form: dict[str, str]
+
+    @property
+    def namespace(self) -> str:
+        return self.visitor.holder.principal.namespace
+
+    def shown(self, template: str, /, **values: Any) -> Response:
+        done = _DONE.get(self.query("done"), "")
+        return page(template, visitor=self.visitor, namespace=self.namespace, now=self.now, done=done, **values)
+
+    def query(self, name: str) -> str:
+        return self.request.query_params.get(name, "")
+
+
+class GatewayPage:
+    """The handlers of all pages."""
+
+    def __init__(self, engine: EngineLink, sessions: Sessions, history: History, *, now: Callable[[], float]) -> None:
+        self._engine = engine
+        self._sessions = sessions
+        self._history = history
+        self._now = now
+
+    def routes(self) -> list[Route]:
+        get = partial(self._route, methods=["GET"])
+        post = partial(self._route, methods=["POST"])
+        return [
+            get("/", self.overview),
+            get("/page/turns", self.turns),
+            get("/page/agent", self.agent),
+            get("/page/messages", self.messages),
+            post("/page/cancel", self.cancel),
+            post("/page/fork", self.fork),
+            post("/page/rollback", self.rollback),
+            post("/page/delete", self.delete),
+            Route("/page/login", self._guarded(self.login), methods=["POST"]),
+            Route("/page/logout", self._guarded(self.logout), methods=["POST"]),
+            Route("/page/assets/{name}", self._guarded(self.asset), methods=["GET"]),
+        ]
+
+    async def overview(self, look: Look) -> Response:
+        prefix, token = look.query("prefix"), look.query("page_token")
+        health, usage, turns, agents = await asyncio.gather(
+            looking.panel(looking.health(look.client, look.namespace)),
+            looking.panel(look.client.get_usage()),
+            looking.panel(look.client.list_turns()),
+            looking.panel(looking.agents(look.client, prefix, token)),
+        )
+        namespace = look.namespace
+        if health.value is not None:
+            namespace = health.value.mine.namespace
+            self._history.note(health.value.mine)
+        reuse = looking.reuse(self._history, namespace)
+        return look.shown(
+            "overview.html",
+            health=health,
+            usage=usage,
+            turns=turns,
+            agents=agents,
+            reuse=reuse,
+            prefix=prefix,
+            page_token=token,
+        )
+
+    async def turns(self, look: Look) -> Response:
+        """The live turns alone, for the script that renews them."""
+        return look.shown("turns.html", turns=await looking.panel(look.client.list_turns()))
+
+    async def agent(self, look: Look) -> Response:
+        name = check_agent_id(look.query("id"), "id")
+        seen = await looking.agent(look.client, name, look.query("page_token"))
+        return look.shown("agent.html", seen=seen, paged=bool(look.query("page_token")))
+
+    async def messages(self, look: Look) -> Response:
+        name = check_agent_id(look.query("id"), "id")
+        line, version = _version_of(look.query("version"))
+        seen = await looking.remembered(look.client, name, line, version)
+        return look.shown("messages.html", name=name, seen=seen)
+
+    async def cancel(self, look: Look) -> Response:
+        await look.client.cancel_turn(check_request_id(look.form.get("request_id", "")))
+        return _goto("/", done="cancel")
+
+    async def fork(self, look: Look) -> Response:
+        name = check_agent_id(look.form.get("name", ""), "name")
+        line, version = _version_of(look.form.get("version", ""))
+        await look.client.fork_agent(_named(look), name, line, version)
+        return _goto("/page/agent", id=name, done="fork")
+
+    async def rollback(self, look: Look) -> Response:
+        line, version = _version_of(look.form.get("version", ""))
+        _, head = _version_of(look.form.get("head", ""))
+        await look.client.rollback_agent(_named(look), version, line, expected_version=head)
+        return _goto("/page/agent", id=_named(look), done="rollback")
+
+    async def delete(self, look: Look) -> Response:
+        if look.form.get("typed") != _named(look):
+            raise InvalidArgument(
+                "typed: expected the agent's name, letter by letter; nothing was deleted", field="typed"
+            )
+        await look.client.delete_agent(_named(look), force="force" in look.form)
+        return _goto("/", done="delete")
+
+    async def login(self, request: Request) -> Response:
+        form = await _form(request)
+        check_own_form(request.headers, form.get("form_token", ""), self._sessions.lobby_token)
+        name = self._sessions.begin(form.get("key", "").strip())
+        answer = _goto("/")
+        answer.set_cookie(
+            COOKIE, name, max_age=LIFETIME_S, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+        )
+        return answer
+
+    async def logout(self, request: Request) -> Response:
+        form = await _form(request)
+        visitor = self._sessions.visitor(request.headers, request.cookies)
+        check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
+        self._sessions.end(request.cookies.get(COOKIE, ""))
+        answer = _goto("/")
+        answer.delete_cookie(COOKIE)
+        return answer
+
+    async def asset(self, request: Request) -> Response:
+        return asset(request.path_params["name"]) or page(
+            "error.html", 404, message="There is no such file.", visitor=None
+        )
+
+    def _route(self, path: str, handler: Callable[[Look], Awaitable[Response]], *, methods: list[str]) -> Route:
+        async def looked(request: Request) -> Response:
+            return await handler(await self._look(request))
+
+        return Route(path, self._guarded(looked), methods=methods)
+
+    async def _look(self, request: Request) -> Look:
+        """Raises Unauthenticated, and PermissionDenied for a write that no form of ours sent."""
+        visitor = self._sessions.visitor(request.headers, request.cookies)
+        form: dict[str, str] = {}
+        if request.method == "POST":
+            form = await _form(request)
+            check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
+        return Look(request, visitor, self._engine.of(visitor.holder.token).client, self._now(), form)
+
+    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler, with its refusals as pages. Who has shown no key is asked for one."""
+
+        async def endpoint(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except Unauthenticated as error:
+                problem = "" if error.reason == "NO_CREDENTIAL" else error.message
+                refusal: KvasirError = error
+            except KvasirError as error:
+                problem, refusal = error.message, error
+            except Exception as error:  # noqa: BLE001 - a bug of ours
+                told = (request.url.path, type(error).__name__, places(error))
+                _log.error("page.failed path=%s error=%s at=%s", *told)
+                problem = "a bug of the gateway; its log says where"
+                refusal = Internal(problem)
+            status = errors.http_status(refusal)
+            _log.info("page.refused path=%s status=%d reason=%s", request.url.path, status, refusal.reason)
+            if isinstance(refusal, Unauthenticated):
+                return page("login.html", status, problem=problem, form_token=self._sessions.lobby_token, visitor=None)
+            return page("error.html", status, message=problem, visitor=None)
+
+        return endpoint
+
+
+async def _form(request: Request) -> dict[str, str]:
+    """The fields of a form, each once. Raises BodyTooLarge, InvalidArgument."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_FORM_S):
+            async for piece in request.stream():
+                data += piece
+                if len(data) > _MAX_FORM_BYTES:
+                    raise errors.BodyTooLarge(f"the form has more than {_MAX_FORM_BYTES} bytes")
+    except TimeoutError:
+        raise InvalidArgument(f"the form did not come within {_FORM_S} s") from None
+    try:
+        fields = parse_qs(data.decode(), keep_blank_values=True, errors="strict", max_num_fields=16)
+    except ValueError:
+        raise InvalidArgument("the form is no URL-encoded UTF-8") from None
+    return {name: values[-1] for name, values in fields.items()}
+
+
+def _named(look: Look) -> str:
+    return check_agent_id(look.form.get("id", ""), "id")
+
+
+def _version_of(chosen: str) -> tuple[str, int]:
+    """A line's KV identity and a version of it, as forms and links have them: "hash:3"."""
+    line, _, version = chosen.partition(":")
+    if not is_hash(line) or re.fullmatch("[1-9][0-9]{0,17}", version) is None:
+        raise InvalidArgument("version: expected a version that the page lists", field="version")
+    return line, int(version)
+
+
+def _goto(path: str, **query: str) -> Response:
+    return RedirectResponse(link(path, **query), 303)

@@ -1,0 +1,116 @@
+"""A page as a browser without scripts sees it: its elements, its text, and its forms, filled in and sent."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html.parser import HTMLParser
+
+import httpx2 as httpx
+
+_EMPTY = frozenset({"meta", "link", "input", "img", "br", "hr"})
+
+
+@dataclass
+class Element:
+    """A tag, its attributes, and the text inside it."""
+
+    tag: str
+    attributes: Mapping[str, str]
+    parent: "Element | None" = None
+    text: str = ""
+
+    def is_in(self, other: "Element") -> bool:
+        above: Element | None = self
+        while above is not None and above is not other:
+            above = above.parent
+        return above is other
+
+
+@dataclass
+class Html:
+    """The elements of a page, in order."""
+
+    elements: list[Element] = field(default_factory=list)
+
+    def all(self, tag: str, **attributes: str) -> list[Element]:
+        wanted = attributes.items()
+        return [each for each in self.elements if each.tag == tag and wanted <= each.attributes.items()]
+
+    def inside(self, element: Element, tag: str) -> list[Element]:
+        return [each for each in self.all(tag) if each.is_in(element)]
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.all("body")[0].text.split())
+
+    def form(self, action: str) -> Element:
+        return self.all("form", action=action)[0]
+
+    def fields(self, form: Element) -> dict[str, str]:
+        """What a browser would send, unless more is filled in."""
+        given = {each.attributes["name"]: each.attributes.get("value", "") for each in self.inside(form, "input")}
+        for select in self.inside(form, "select"):
+            given[select.attributes["name"]] = self.inside(select, "option")[0].attributes["value"]
+        return given
+
+
+class _Parser(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Html()
+        self._open: list[Element] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = {name: value or "" for name, value in attrs}
+        element = Element(tag, attributes, self._open[-1] if self._open else None)
+        self.found.elements.append(element)
+        if tag not in _EMPTY:
+            self._open.append(element)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in _EMPTY:
+            self._open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open, f"</{tag}> ends nothing"
+        assert self._open.pop().tag == tag, f"</{tag}> ends another element"
+
+    def handle_data(self, data: str) -> None:
+        for element in self._open:
+            element.text += data
+
+
+def parsed(text: str) -> Html:
+    """The page's elements. Fails unless every element is ended in its place."""
+    parser = _Parser()
+    parser.feed(text)
+    parser.close()
+    assert not parser._open
+    return parser.found
+
+
+class Browser:
+    """Somebody with a cookie jar and no scripts."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._client = httpx.Client(base_url=url, timeout=60)
+
+    def get(self, path: str, status: int = 200, **query: str) -> Html:
+        answer = self._client.get(path, params=query or None)
+        assert answer.status_code == status, answer.text
+        return parsed(answer.text)
+
+    def send(self, page: Html, action: str, status: int = 200, **filled: str) -> Html:
+        """Fill in a form of a page and send it, as a browser does; the page that follows."""
+        answer = self._client.post(
+            action,
+            data={**page.fields(page.form(action)), **filled},
+            headers={"origin": self.url},
+            follow_redirects=True,
+        )
+        assert answer.status_code == status, answer.text
+        return parsed(answer.text)
+
+    def sign_in(self, key: str, status: int = 200) -> Html:
+        return self.send(self.get("/", 401), "/page/login", status, key=key)

@@ -1,0 +1,276 @@
+"""The operator's page over HTTP, before real services, as a browser without scripts uses it."""
+
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from tests.gateway.conftest import Front
+from tests.gateway.page.html_page import Browser, Html, parsed
+from tests.gateway.page.lives import BRANCHED, HOSTILE, MARKUP, endless_turn, live
+from tests.gateway.serving import GatewayProcess
+
+WRITES = {
+    "/page/cancel": {"request_id": "story"},
+    "/page/fork": {"id": BRANCHED, "name": "page/stolen"},
+    "/page/rollback": {"id": BRANCHED},
+    "/page/delete": {"id": BRANCHED, "typed": BRANCHED},
+    "/page/logout": {},
+}
+
+
+@pytest.fixture(scope="module")
+def lived(front: Front) -> Front:
+    """The shared house, with the agents of `lives`."""
+    with front.house.client(front.keys["ada"]) as client:
+        live(client)
+    return front
+
+
+@pytest.fixture
+def ada(lived: Front) -> Browser:
+    browser = Browser(lived.gateway.url)
+    browser.sign_in(lived.keys["ada"])
+    return browser
+
+
+@pytest.fixture
+def eve(lived: Front) -> Browser:
+    browser = Browser(lived.gateway.url)
+    browser.sign_in(lived.keys["eve"])
+    return browser
+
+
+def version(page: Html, number: int) -> str:
+    """A version of the agent's page, as its forms name it."""
+    return next(each.attributes["value"] for each in page.all("option") if each.text == str(number))
+
+
+def test_whoever_shows_no_key_sees_a_form_and_nothing_else(lived: Front) -> None:
+    for path in ("/", "/page/turns", "/page/agent?id=page/ada", "/page/messages?id=page/ada"):
+        page = Browser(lived.gateway.url).get(path, 401)
+        assert [each.attributes["action"] for each in page.all("form")] == ["/page/login"]
+        assert "page/" not in page.text
+
+
+def test_a_key_opens_a_session_that_a_script_cannot_read_and_that_ends(lived: Front) -> None:
+    browser = Browser(lived.gateway.url)
+    lobby = browser.get("/", 401)
+    assert "not known" in browser.send(lobby, "/page/login", 401, key="no key at all").text
+    browser.send(lobby, "/page/login", 403, key=lived.keys["ada"], form_token="another")
+    form = {**lobby.fields(lobby.form("/page/login")), "key": lived.keys["ada"]}
+    opened = httpx.post(f"{lived.gateway.url}/page/login", data=form, headers={"origin": lived.gateway.url})
+    cookie = opened.headers["set-cookie"].lower()
+    assert opened.status_code == 303
+    assert "httponly" in cookie
+    assert "samesite=strict" in cookie
+    assert lived.keys["ada"] not in cookie
+    page = browser.sign_in(lived.keys["ada"])
+    assert "first" in page.text
+    jar = dict(browser._client.cookies)
+    browser.send(page, "/page/logout", 401)
+    assert httpx.get(lived.gateway.url, cookies=jar).status_code == 401
+    assert lived.keys["ada"] not in lived.gateway.log
+
+
+def test_the_overview_lists_agents_by_pages_and_by_how_their_names_begin(ada: Browser) -> None:
+    page = ada.get("/", prefix="page/ada")
+    table = next(each for each in page.all("table") if "Hot in the engine" in each.text)
+    assert [each.text for each in page.inside(table, "a")] == [BRANCHED, "page/ada, as of the branch"]
+    assert "kvasir-tiny" in page.text
+    assert "No agent begins so." in ada.get("/", prefix="nobody").text
+    [problem] = ada.get("/", page_token="?").all("p", role="alert")
+    assert "page_token" in problem.text
+
+
+def test_the_history_is_a_tree_of_versions_with_their_bases(ada: Browser) -> None:
+    page = ada.get("/page/agent", id=BRANCHED)
+    [table] = page.all("table", **{"class": "tree"})
+    lines = page.inside(table, "tr")[1:]
+    told = [(page.inside(line, "th")[0].text.split()[0], page.inside(line, "td")[1].text) for line in lines]
+    assert [(version, " ".join(base.split())) for version, base in told] == [
+        ("6", "version 5"),
+        ("5", "version 3 rollback"),
+        ("4", "version 1 branch"),
+        ("3", "version 2"),
+        ("2", "version 1"),
+        ("1", "nothing: the first"),
+    ]
+    assert len(page.inside(table, "svg")) == 6
+    fork = ada.get("/page/agent", id="page/ada, as of the branch")
+    assert "fork of page/ada, version 4" in fork.text
+    assert "<b>kennel</b>" in [each.text for each in fork.all("dd")]
+    assert re.search(r"Shared with other agents\s*[1-9]", fork.text)
+
+
+def test_messages_are_shown_when_they_are_asked_for_and_not_before(ada: Browser) -> None:
+    page = ada.get("/page/agent", id=BRANCHED)
+    assert "Anna" not in page.text + ada.get("/").text
+    reads = [each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")]
+    newest = ada.get(reads[0])
+    assert [each.text for each in newest.all("h2")][:2] == ["user", "assistant"]
+    assert "My name is Anna." in newest.text
+    assert "Who am I?" in newest.text
+    assert "Who am I?" not in ada.get(reads[-1]).text
+
+
+def test_names_and_messages_that_look_like_markup_stay_text(ada: Browser) -> None:
+    listed = ada.get("/", prefix="<script>")
+    [link] = [each for each in listed.all("a") if each.text == HOSTILE]
+    page = ada.get(link.attributes["href"])
+    assert page.all("h1")[0].text == HOSTILE
+    messages = ada.get(next(each.attributes["href"] for each in page.all("a") if each.text.startswith("Read")))
+    assert messages.all("p", **{"class": "text"})[0].text == MARKUP
+    for shown in (listed, page, messages, ada.get("/", prefix=f'">{MARKUP}')):
+        assert [each.attributes["src"] for each in shown.all("script")] == ["/page/assets/page.js"]
+        assert [each.attributes["src"] for each in shown.all("img")] == ["/page/assets/icon.svg"]
+
+
+def test_forms_fork_roll_back_and_delete(ada: Browser) -> None:
+    page = ada.get("/page/agent", id=BRANCHED)
+    fork = ada.send(page, "/page/fork", name="page/by hand", version=version(page, 2))
+    assert "This agent was made" in fork.all("p", role="status")[0].text
+    assert "fork of page/ada, version 2" in fork.text
+    assert "exists" in ada.send(page, "/page/fork", 409, name="page/by hand").text
+    other = ada.send(fork, "/page/fork", name="page/rolled")
+    ada.send(other, "/page/rollback", 404, version=version(other, 1).replace(":1", ":7"))
+    back = ada.send(other, "/page/rollback", version=version(other, 1))
+    assert "version 1 rollback" in back.text
+    assert ada.send(other, "/page/rollback", 409, version=version(other, 1)).all("p", role="alert")
+    for typed in ("", "page/rolle", "PAGE/ROLLED"):
+        assert "nothing was deleted" in ada.send(back, "/page/delete", 400, typed=typed).text
+    assert "was deleted" in ada.send(back, "/page/delete", typed="page/rolled").text
+    ada.get("/page/agent", 404, id="page/rolled")
+    pinned = ada.get("/page/agent", id="page/ada, as of the branch")
+    [force] = pinned.all("input", name="force")
+    assert force.attributes["type"] == "checkbox"
+
+
+def test_a_live_turn_is_shown_and_cancelled(lived: Front, ada: Browser, eve: Browser) -> None:
+    with endless_turn(lived, "a story of the page") as reader:
+        part = ada.get("/page/turns")
+        assert "a story of the page" in part.elements[0].text + ada.get("/").text
+        assert "Turns: 1 running, 0 waiting." in [each.attributes.get("data-says") for each in part.elements]
+        for page in (eve.get("/"), eve.get("/page/turns")):
+            assert "a story of the page" not in "".join(each.text for each in page.elements)
+        forged = {
+            "request_id": "a story of the page",
+            "form_token": eve.get("/").all("input")[0].attributes["value"],
+        }
+        refused = eve._client.post("/page/cancel", data=forged, headers={"origin": eve.url})
+        assert refused.status_code == 404
+        assert "was ended" in ada.send(ada.get("/"), "/page/cancel").text
+        reader.join(30)
+        assert not reader.is_alive()
+
+
+def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve: Browser) -> None:
+    page = ada.get("/page/agent", id=BRANCHED)
+    asked = {"id": BRANCHED, "version": version(page, 1)}
+    eve.get("/page/agent", 404, id=BRANCHED)
+    eve.get("/page/messages", 404, **asked)
+    overview = eve.get("/")
+    assert "page/" not in overview.text
+    assert "No agent remembers anything yet." in overview.text
+    assert "No turns in the last hour." in overview.text
+    assert "No turns in the last hour." not in ada.get("/").text
+    token = overview.all("input", name="form_token")[0].attributes["value"]
+    for action, fields in WRITES.items():
+        if "id" in fields:
+            form = {**asked, "head": asked["version"], **fields, "form_token": token}
+            answer = eve._client.post(action, data=form, headers={"origin": eve.url})
+            assert answer.status_code == 404, action
+    assert version(ada.get("/page/agent", id=BRANCHED), 6).endswith(":6")
+
+
+@pytest.mark.parametrize("action", WRITES)
+def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -> None:
+    page = ada.get("/page/agent", id=BRANCHED)
+    token = page.all("input", name="form_token")[0].attributes["value"]
+    head = version(page, 6)
+    form = {"version": version(page, 1), "head": head, **WRITES[action]}
+    own = {"origin": ada.url}
+    for headers, given, status in (
+        ({}, token, 403),
+        ({"origin": "https://evil.example"}, token, 403),
+        ({"origin": "null"}, token, 403),
+        (own, "", 403),
+        (own, token[::-1], 403),
+    ):
+        refused = ada._client.post(action, data={**form, "form_token": given}, headers=headers)
+        assert refused.status_code == status, (headers, refused.text)
+    assert ada._client.get(action).status_code == 405
+    with_key = httpx.post(ada.url + action, data=form, headers={**own, "x-api-key": lived.keys["ada"]})
+    assert with_key.status_code == 403
+    assert version(ada.get("/page/agent", id=BRANCHED), 6) == head
+    large = ada._client.post(action, data={"form_token": token, "x": "y" * 20000}, headers=own)
+    assert large.status_code == 413
+
+
+def pages(lived: Front, ada: Browser) -> Iterator[httpx.Response]:
+    """Every kind of page."""
+    agent = ada.get("/page/agent", id=BRANCHED)
+    read = next(each.attributes["href"] for each in agent.all("a") if each.text.startswith("Read"))
+    for path in ("/", f"/page/agent?id={BRANCHED}", read, "/page/agent?id=nobody"):
+        yield ada._client.get(path)
+    yield httpx.get(lived.gateway.url)
+
+
+def test_no_page_names_another_host_or_carries_a_script(lived: Front, ada: Browser) -> None:
+    for answer in pages(lived, ada):
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'self';")
+        assert "unsafe" not in policy
+        assert answer.headers["cache-control"] == "no-store"
+        for element in parsed(answer.text).elements:
+            for name, value in element.attributes.items():
+                assert not name.startswith("on"), element
+                assert name != "style", element
+                assert name not in ("src", "href", "action") or re.match(r"/(?!/)|#", value), element
+            assert element.tag != "style"
+            assert element.tag != "script" or not element.text
+    for name in ("page.css", "page.js", "icon.svg"):
+        text = ada._client.get(f"/page/assets/{name}").raise_for_status().text
+        assert "//" not in text.replace("// ", "").replace('xmlns="http://www.w3.org/2000/svg"', "")
+    assert ada._client.get("/page/assets/..%2Froutes.py").status_code == 404
+
+
+def test_every_page_can_be_read_aloud(lived: Front, ada: Browser) -> None:
+    """What a browser's audit (`make test-page`) asks for, as far as it is in the text."""
+    for answer in pages(lived, ada):
+        page = parsed(answer.text)
+        assert page.all("html", lang="en")
+        assert [len(page.all(tag)) for tag in ("main", "header", "h1")] == [1, 1, 1]
+        assert page.all("a", href="#main")
+        labelled = {each.attributes.get("for") for each in page.all("label")}
+        boxes = [
+            each for tag in ("input", "select") for each in page.all(tag) if each.attributes.get("type") != "hidden"
+        ]
+        for box in boxes:
+            assert box.attributes.get("id") in labelled or (box.parent is not None and box.parent.tag == "label"), box
+        assert all("scope" in each.attributes for each in page.all("th"))
+        assert all(each.attributes.get("alt") is not None for each in page.all("img"))
+        names = [each.attributes["id"] for each in page.elements if "id" in each.attributes]
+        assert len(names) == len(set(names))
+
+
+def test_an_engine_that_is_away_is_told_and_without_keys_only_loopback_is_served(tmp_path: Path) -> None:
+    nowhere: Any = types.SimpleNamespace(
+        root=tmp_path, engine=types.SimpleNamespace(address=f"unix:{tmp_path}/nobody.sock")
+    )
+    gateway = GatewayProcess(nowhere, "--no-keys", "--host", "kvasir.example")
+    try:
+        gateway.start()
+        page = Browser(gateway.url).get("/")
+        assert "The engine does not answer." in page.text
+        assert "The agents cannot be shown." in page.text
+        assert not page.all("form", action="/page/logout")
+        by_name = httpx.get(gateway.url, headers={"host": "kvasir.example"})
+        assert by_name.status_code == 403
+        assert httpx.get(gateway.url, headers={"host": "evil.example"}).status_code == 403
+    finally:
+        gateway.kill()

@@ -1,0 +1,186 @@
+"""The page's parts without services: the drawn tree, the ring of an hour, bars, and who is let in."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from kvasir.cachestore.v1 import cachestore_pb2
+from kvasir.credentials import CLIENT, Credential, Credentials, Principal, hash_token
+from kvasir.errors import PermissionDenied, Unauthenticated
+from kvasir.inference.v1 import inference_pb2 as pb
+from kvasir_gateway.page.chart import HEIGHT, chart
+from kvasir_gateway.page.history import MINUTES, History
+from kvasir_gateway.page.rendering import age, size
+from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, check_own_form
+from kvasir_gateway.page.tree import Row, rows
+from kvasir_gateway.security import Gate
+
+KEY = "kvasir-test-key-of-the-page-00000000"
+
+
+def drawn(bases: Mapping[int, int], *, has_older: bool = False) -> list[Row]:
+    versions = [
+        cachestore_pb2.SnapshotVersion(version=version, parent_version=version - 1, base_version=base)
+        for version, base in bases.items()
+    ]
+    return rows(versions, has_older=has_older)
+
+
+def places(found: list[Row]) -> list[int]:
+    """The lane of each node."""
+    return [(int(row.node[1:].split()[0]) - 10) // 16 for row in found]
+
+
+def test_a_line_without_branches_is_one_lane() -> None:
+    found = drawn({3: 2, 2: 1, 1: 0})
+    assert places(found) == [0, 0, 0]
+    assert [row.strokes for row in found] == [["M10 20V40"], ["M10 0V20", "M10 20V40"], ["M10 0V20"]]
+    assert [row.is_newest for row in found] == [True, False, False]
+
+
+def test_a_branch_has_a_lane_of_its_own_that_ends_in_its_base() -> None:
+    found = drawn({4: 1, 3: 2, 2: 1, 1: 0})
+    assert places(found) == [0, 1, 1, 0]
+    assert [row.is_branch for row in found] == [True, False, False, False]
+    assert found[3].strokes == ["M10 0V20", "M26 0C26 20 10 0 10 20"]
+    assert {row.width for row in found} == {36}
+
+
+def test_a_lane_is_free_again_behind_its_base() -> None:
+    assert places(drawn({6: 4, 5: 3, 4: 3, 3: 1, 2: 1, 1: 0})) == [0, 1, 0, 0, 1, 0]
+
+
+def test_a_base_that_was_retired_ends_the_lane_and_one_on_the_next_page_goes_on() -> None:
+    assert drawn({9: 3})[0].strokes == []
+    assert drawn({9: 3}, has_older=True)[0].strokes == ["M10 20V40"]
+
+
+def test_a_thousand_branches_stay_in_the_picture() -> None:
+    assert max(row.width for row in drawn(dict.fromkeys(range(200, 1, -1), 1) | {1: 0})) < 500
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 6000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def counted(namespace: str = "first", **sources: int) -> pb.NamespaceStats:
+    return pb.NamespaceStats(namespace=namespace, sources=sources, misses={"new_agent": sources.get("cold", 0)})
+
+
+def test_the_hour_counts_what_was_added_since_the_look_before() -> None:
+    clock = Clock()
+    history = History(clock)
+    history.note(counted(cold=5))
+    clock.now_s += 30
+    history.note(counted(cold=6, hot=2))
+    clock.now_s += 60
+    history.note(counted(cold=6, hot=3))
+    *older, before, now = history.last_hour("first")
+    assert len(older) == MINUTES - 2
+    assert (before.sources, before.misses) == ({"cold": 1, "hot": 2}, {"new_agent": 1})
+    assert (now.sources, now.misses) == ({"hot": 1}, {})
+    assert not any(minute.sources for minute in (*older, *history.last_hour("second")))
+
+
+def test_an_engine_that_started_anew_counts_from_nothing() -> None:
+    history = History(Clock())
+    history.note(counted(cold=50))
+    history.note(counted(cold=3))
+    assert history.last_hour("first")[-1].sources == {"cold": 3}
+
+
+def test_a_namespace_that_a_look_at_all_did_not_see_had_done_nothing() -> None:
+    history = History(Clock())
+    history.note(counted(cold=4), was_nothing=True)
+    assert history.last_hour("first")[-1].sources == {"cold": 4}
+
+
+def test_the_ring_keeps_an_hour_and_256_namespaces() -> None:
+    clock = Clock()
+    history = History(clock)
+    for count in range(200):
+        history.note(counted(cold=count))
+        clock.now_s += 60
+    hour = history.last_hour("first")
+    assert sum(minute.sources["cold"] for minute in hour) == MINUTES - 1
+    for number in range(300):
+        history.note(counted(f"n{number}", cold=1), was_nothing=True)
+    assert len(history._watched) == 256
+    assert not any(minute.sources for minute in history.last_hour("first"))
+
+
+def test_bars_stand_on_one_another_and_totals_say_the_same() -> None:
+    found = chart([{}, {"cold": 1, "hot": 3}, {"odd": 2}], ("hot", "cold"))
+    assert [(bar.column, bar.top, bar.height) for bar in found.bars] == [(1, 25, 75), (1, 0, 25), (2, 50, HEIGHT / 2)]
+    assert [(total.name, total.count) for total in found.totals] == [("hot", 3), ("cold", 1), ("odd", 2)]
+    assert (found.most, found.count) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("count", "told"),
+    [(0, "0 bytes"), (1023, "1023 bytes"), (1536, "1.5 KiB"), (300 << 20, "300 MiB"), (5 << 40, "5.0 TiB")],
+)
+def test_sizes_are_told_in_their_largest_unit(count: int, told: str) -> None:
+    assert size(count) == told
+
+
+def test_ages_are_told_in_their_largest_unit() -> None:
+    assert [age(seconds) for seconds in (-3, 59, 60, 7200, 90000)] == ["0 s", "59 s", "1 min", "2 h", "1 d"]
+
+
+def sessions(gate: Gate, clock: Callable[[], float]) -> Sessions:
+    numbers = iter(range(10_000))
+    return Sessions(gate, now=clock, new_secret=lambda: f"secret {next(numbers)}")
+
+
+def keyed() -> Gate:
+    return Gate(Credentials([Credential(Principal("ada", "first", frozenset({CLIENT})), hash_token(KEY))]))
+
+
+def test_a_session_ends_by_itself_and_the_oldest_make_room() -> None:
+    clock = Clock()
+    known = sessions(keyed(), clock)
+    name = known.begin(KEY)
+    clock.now_s += LIFETIME_S - 1
+    assert known.visitor({}, {COOKIE: name}).holder.principal.namespace == "first"
+    clock.now_s += 1
+    with pytest.raises(Unauthenticated):
+        known.visitor({}, {COOKIE: name})
+    first, *_ = [known.begin(KEY) for _ in range(1001)]
+    with pytest.raises(Unauthenticated):
+        known.visitor({}, {COOKIE: first})
+
+
+def test_each_session_has_a_form_token_of_its_own() -> None:
+    known = sessions(keyed(), Clock())
+    tokens = {known.visitor({}, {COOKIE: known.begin(KEY)}).form_token for _ in range(3)}
+    assert len({*tokens, known.lobby_token, known.visitor({"x-api-key": KEY}, {}).form_token}) == 5
+
+
+def test_without_keys_only_a_loopback_name_is_served() -> None:
+    known = sessions(Gate(None, hosts=["kvasir.example"]), Clock())
+    for host in ("127.0.0.1:8642", "localhost", "[::1]:8642"):
+        assert known.visitor({"host": host}, {}).holder.token is None
+    with pytest.raises(PermissionDenied):
+        known.visitor({"host": "kvasir.example"}, {})
+
+
+@pytest.mark.parametrize(
+    ("origin", "token"),
+    [
+        (None, "t"),
+        ("null", "t"),
+        ("http://127.0.0.1:9999", "t"),
+        ("http://evil.example", "t"),
+        ("http://127.0.0.1:8642", ""),
+    ],
+)
+def test_a_form_of_another_site_or_without_our_token_is_refused(origin: str | None, token: str) -> None:
+    own = {"host": "127.0.0.1:8642", "origin": "http://127.0.0.1:8642"}
+    check_own_form(own, "t", "t")
+    headers = {**own, "origin": origin} if origin is not None else {"host": own["host"]}
+    with pytest.raises(PermissionDenied):
+        check_own_form(headers, token, "t")
