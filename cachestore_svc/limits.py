@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from kvasir import on_full
 from kvasir.errors import InvalidArgument
 from kvasir.formats.digest import is_hash
 
@@ -44,3 +45,5 @@ def check_labels(labels: Mapping[str, str]) -> None:
             raise InvalidArgument(
                 f"labels: expected values of at most {MAX_LABEL_CHARS} printable characters", field="labels"
             )
+    if setting := labels.get(on_full.LABEL):
+        on_full.from_label(setting)

@@ -110,7 +110,7 @@ async def serve(settings: EngineSettings) -> None:
             ),
             server.grpc,
         )
-        add_agent_service(stores, server.grpc)
+        add_agent_service(stores, lambda: host.served.engine.model if host.served is not None else None, server.grpc)
         if neighbour is not None:
             neighbour.add_mlx_engine(
                 server.grpc,

@@ -360,10 +360,11 @@ ROOMS = {
     },
     SDK: {
         "bench": "clients credentials errors formats",
-        "cli": "address bench clients credentials errors formats",
+        "cli": "address bench clients credentials errors formats on_full",
         "clients": "address call_context errors formats status",
         "server": "address call_context credentials errors status",
         "formats": "errors names",
+        "on_full": "errors",
     },
     GATEWAY: {},
     ORCHESTRATOR: {},

@@ -4,7 +4,7 @@ The engine asks the caller's role itself and calls the store with its own creden
 needs no token of the store.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -16,6 +16,7 @@ from kvasir.errors import FailedPrecondition, PermissionDenied, Unauthenticated,
 from kvasir.server.interceptors import current_principal
 
 from inference_svc.memory.remote_cache import RemoteCache
+from inference_svc.model.model_info import ModelInfo
 
 _SERVICE = cachestore_pb2.DESCRIPTOR.services_by_name["AgentService"]
 AGENT_SERVICE_NAME = _SERVICE.full_name
@@ -28,9 +29,11 @@ AGENT_ROLES: Mapping[str, frozenset[str]] = {
 }
 
 
-def add_agent_service(stores: Mapping[str, RemoteCache], server: Any) -> None:
+def add_agent_service(
+    stores: Mapping[str, RemoteCache], loaded_model: Callable[[], ModelInfo | None], server: Any
+) -> None:
     """Serve every RPC of the contract's AgentService. `stores`: by namespace."""
-    service = AgentForwarding(stores)
+    service = AgentForwarding(stores, loaded_model)
     handlers = {method.name: service.handler(method) for method in _SERVICE.methods}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(AGENT_SERVICE_NAME, handlers),))
 
@@ -38,15 +41,18 @@ def add_agent_service(stores: Mapping[str, RemoteCache], server: Any) -> None:
 class AgentForwarding:
     """Calls that go on to the caller's store."""
 
-    def __init__(self, stores: Mapping[str, RemoteCache]) -> None:
+    def __init__(self, stores: Mapping[str, RemoteCache], loaded_model: Callable[[], ModelInfo | None]) -> None:
         self._stores = stores
+        self._loaded_model = loaded_model
 
     def handler(self, method: Any) -> Any:
         """The gRPC handler of one RPC of the descriptor."""
 
         async def one(request: Any, context: Any) -> Any:
             try:
-                return await self._store().agents.call_rpc(method.name, request, context.time_remaining())
+                answer = await self._store().agents.call_rpc(method.name, request, context.time_remaining())
+                self._tell_context(answer)
+                return answer
             except (Unauthenticated, PermissionDenied) as error:
                 raise _refused(error) from None
 
@@ -65,6 +71,17 @@ class AgentForwarding:
             return grpc.unary_stream_rpc_method_handler(many, read, write)
         make = grpc.stream_unary_rpc_method_handler if method.client_streaming else grpc.unary_unary_rpc_method_handler
         return make(one, read, write)
+
+    def _tell_context(self, answer: Any) -> None:
+        """Say of the loaded model's lines how long they can become."""
+        model, agents = self._loaded_model(), []
+        if isinstance(answer, cachestore_pb2.GetAgentResponse):
+            agents = [answer.agent]
+        elif isinstance(answer, cachestore_pb2.ListAgentsResponse):
+            agents = list(answer.agents)
+        for line in (line for agent in agents for line in agent.lines):
+            if model is not None and line.kv_identity_hash == model.kv_identity_hash:
+                line.context_tokens = model.context_tokens
 
     def _store(self) -> RemoteCache:
         store = self._stores.get(current_principal().namespace)

@@ -6,6 +6,7 @@ from google.protobuf import duration_pb2
 from kvasir.errors import InvalidArgument
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
+from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
 from inference_svc.edge.conversation_messages import read_messages, write_calls
 from inference_svc.edge.sampling_messages import choice_count, sampling_params, settings
@@ -23,13 +24,14 @@ from inference_svc.text.conversation import (
     tool_bytes,
 )
 from inference_svc.text.given_json import GivenJson
-from inference_svc.text.literal_text import utf8_bytes
+from inference_svc.text.literal_text import from_outside, utf8_bytes
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns.continuing import Continuation
 from inference_svc.turns.turn_data import (
     MessagesInput,
     OpenTurn,
     PromptInput,
+    Shortening,
     TurnDelta,
     TurnEvent,
     TurnFinished,
@@ -41,6 +43,8 @@ from inference_svc.turns.turn_data import (
 _SOURCES = {source: getattr(pb, f"CACHE_SOURCE_{source.name}") for source in Source}
 _MATCHES = {outcome: getattr(pb, f"PREFIX_MATCH_{outcome.name}") for outcome in Outcome}
 _STATES = {state: getattr(pb, f"SNAPSHOT_STATE_{state.name}") for state in SnapshotState}
+_ON_FULL = {getattr(pb, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
+_MAX_SUMMARY_REQUEST_BYTES = 4096
 _FINISH_REASONS = {
     "stop": pb.FINISH_REASON_STOP,
     "length": pb.FINISH_REASON_LENGTH,
@@ -82,6 +86,7 @@ def turn_request(
         expects_memory=request.expect_existing,
         base_version=request.base_version if request.HasField("base_version") else None,
         replaces=request.replace_memory,
+        on_full=_on_full(request),
         priority=_priority(request),
         caller=caller,
         input_bytes=_input_bytes(given, tools),
@@ -237,6 +242,7 @@ def _agent_id(request: pb.GenerateRequest) -> str:
         "expected_version": request.HasField("expected_version"),
         "append_messages": request.WhichOneof("input") == "append_messages",
         "keep_partial": request.keep_partial,
+        "on_full": request.HasField("on_full"),
     }
     for field, is_given in needs_agent.items():
         if is_given and not is_used:
@@ -248,6 +254,28 @@ def _agent_id(request: pb.GenerateRequest) -> str:
     if request.HasField("base_version") and request.base_version < 1:
         raise InvalidArgument(f"base_version: expected 1 or more, got {request.base_version}", field="base_version")
     return request.agent_id if is_used else ""
+
+
+def _on_full(request: pb.GenerateRequest) -> OnFull | None:
+    if not request.HasField("on_full"):
+        return None
+    given = request.on_full
+    if given.policy not in _ON_FULL:
+        raise InvalidArgument(
+            f"on_full.policy: expected REFUSE, DROP_OLDEST or SUMMARIZE, got {given.policy}", field="on_full.policy"
+        )
+    policy = _ON_FULL[given.policy]
+    if request.WhichOneof("input") == "prompt":
+        raise InvalidArgument("on_full: only with messages; a prompt has no borders to cut at", field="on_full")
+    if given.summary_request and policy is not OnFullPolicy.SUMMARIZE:
+        raise InvalidArgument("on_full.summary_request: only with SUMMARIZE", field="on_full.summary_request")
+    if (size_bytes := utf8_bytes(given.summary_request)) > _MAX_SUMMARY_REQUEST_BYTES:
+        raise InvalidArgument(
+            f"on_full.summary_request: expected at most {_MAX_SUMMARY_REQUEST_BYTES} bytes, got {size_bytes}",
+            field="on_full.summary_request",
+        )
+    keep = checked_keep(given.keep, "on_full.keep") if given.HasField("keep") else DEFAULT_KEEP
+    return OnFull(policy, keep, from_outside(given.summary_request))
 
 
 def _priority(request: pb.GenerateRequest) -> Priority:
@@ -385,6 +413,18 @@ def finished(event: TurnFinished, choice: int) -> pb.Finished:
         snapshot=_snapshot(event.snapshot),
         tool_calls=write_calls(event.tool_calls),
         choice=choice,
+        memory_tokens=event.memory_tokens,
+        context_tokens=event.context_tokens,
+        shortening=_shortening(event.shortening) if event.shortening is not None else None,
+    )
+
+
+def _shortening(shortening: Shortening) -> pb.Shortening:
+    return pb.Shortening(
+        policy=getattr(pb, f"ON_FULL_POLICY_{shortening.policy.name}"),
+        dropped_messages=shortening.dropped_messages,
+        kept_messages=shortening.kept_messages,
+        before_reply=shortening.before_reply,
     )
 
 

@@ -105,6 +105,7 @@ class AgentMemory:
     rewind_points: tuple[int, ...] = ()  # token counts, ascending, that a model with states can go back to
     is_brought: bool = False  # its KV, or KV that it was computed on, came by an archive or from another store
     ahead: "Ahead | None" = None  # the prompt that the hot KV holds, if it holds more than this memory
+    shortened: manifest_pb2.Shortened | None = None  # what `messages` lack; None: nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,7 @@ def from_manifest(manifest: manifest_pb2.Manifest, head: Head) -> AgentMemory:
         publication=PublicationState(head, is_head=True, blocks=blocks, tail=tail, windows=windows, states=states),
         rewind_points=tuple(states),
         is_brought=head.is_brought,
+        shortened=manifest.shortened if manifest.HasField("shortened") else None,
     )
 
 
@@ -186,4 +188,5 @@ def to_manifest(
         parent_manifest=head.manifest.hash if head is not None and head.manifest is not None else "",
         turn=memory.turn,
         created_unix_ms=memory.publication.created_unix_ms,
+        shortened=memory.shortened,
     )

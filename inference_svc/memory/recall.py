@@ -57,6 +57,7 @@ class Recollection:
     head: Head | None
     miss: Miss | None = None
     base: "Recollection | None" = None  # the version that goes on, where that is an older one
+    on_full: str = ""  # the agent's label for a memory that outgrows its context
 
     @property
     def continued(self) -> AgentMemory | None:
@@ -153,11 +154,11 @@ class Recall:
             await _wait(hot.publication, budget)
         try:
             heads = await store.heads(key.agent_id, self._engine.model.kv_identity_hash, budget)
-            ours = heads.ours if heads is not None else NO_HEAD
+            ours, on_full = (heads.ours, heads.on_full) if heads is not None else (NO_HEAD, "")
             if hot is not None and await self._is_current(key, hot.publication, ours, store, budget):
                 if not hot.publication.is_being_published:
                     hot.publication.learn(ours)
-                return Recollection(hot, Source.HOT, ours)
+                return Recollection(hot, Source.HOT, ours, on_full=on_full)
             is_undecided = hot is not None and (
                 hot.publication.head is None or (hot.publication.is_begun and ours == NO_HEAD)
             )
@@ -168,9 +169,9 @@ class Recall:
             if hot is not None:
                 self._engine.drop_hot(key)
             if ours.manifest is not None:
-                return await self._warm(store, key, ours, budget)
+                return replace(await self._warm(store, key, ours, budget), on_full=on_full)
             if heads is not None and heads.foreign is not None:
-                return await self._foreign(store, key, heads.foreign, budget)
+                return replace(await self._foreign(store, key, heads.foreign, budget), on_full=on_full)
         except StoreMiss as error:
             hot = self._hot(key)
             if hot is not None and self._is_leased(key, hot):

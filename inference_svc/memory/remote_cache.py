@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import structlog
-from kvasir import errors
+from kvasir import errors, on_full
 from kvasir.cachestore.v1 import cachestore_pb2
 from kvasir.clients import AioStoreClient
 from kvasir.formats.block_hash import BLOCK_TOKENS
@@ -61,6 +61,7 @@ class AgentHeads:
 
     ours: Head
     foreign: Head | None
+    on_full: str = ""  # the agent's label for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,8 @@ class RemoteCache:
         with _reading("the store's answer about the agent"):
             lines = [head_of(line) for line in agent.lines]
         ours = next((line for line in lines if line.kv_identity_hash == kv_identity_hash), NO_HEAD)
-        return AgentHeads(ours, next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None))
+        foreign = next((line for line in lines if line.kv_identity_hash != kv_identity_hash), None)
+        return AgentHeads(ours, foreign, agent.labels.get(on_full.LABEL, ""))
 
     async def version(self, agent_id: str, kv_identity_hash: str, version: int, budget: Budget) -> Head:
         """A version of the agent's line. Raises NotFound (VERSION_NOT_FOUND, AGENT_NOT_FOUND)."""

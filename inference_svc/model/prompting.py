@@ -43,6 +43,9 @@ class Tokenized:
     ids: tuple[int, ...]
     chars: tuple[int, ...]
 
+    def __add__(self, behind: "Tokenized") -> "Tokenized":
+        return Tokenized(self.ids + behind.ids, self.chars + behind.chars)
+
 
 @dataclass(frozen=True, slots=True)
 class RememberedReply:

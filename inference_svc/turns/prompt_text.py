@@ -21,7 +21,8 @@ async def prompt_text(
         return from_outside(given.prompt), None
     assert isinstance(given, MessagesInput)  # tokens have their text already
     objects = request.objects
-    if remembered := messages[: len(messages) - len(given.messages)]:
+    # Where a long conversation was shortened, some of the given ones are not among them.
+    if remembered := messages[: max(len(messages) - len(given.messages), 0)]:
         objects = objects.also(json_of_messages(remembered, "remembered_messages"))
         objects.check_size()
     await prompting.read(request.namespace, objects)

@@ -17,7 +17,11 @@ def is_retry(request: TurnRequest, memory: AgentMemory) -> bool:
     if request.expected_version is None or head is None:
         return True
     # A request with the same input that extends this memory is a new turn, not a retry.
-    return request.expected_version == (head.parent_version if memory.publication.is_head else head.version)
+    extended = head.parent_version if memory.publication.is_head else head.version
+    if memory.shortened is None:
+        return request.expected_version == extended
+    # Its caller knows no version that only became shorter.
+    return request.expected_version <= extended - memory.shortened.is_after_turn
 
 
 def is_whole(memory: AgentMemory) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.on_full import OnFull, OnFullPolicy
 
 from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, Source
@@ -73,6 +74,7 @@ class TurnRequest:
     choices: int = 1  # number of replies; several only without an agent
     choice: int = 0  # index of this reply
     priority: Priority = Priority.INTERACTIVE
+    on_full: OnFull | None = None  # None: what the agent's label says
     caller: str = ""  # the credential's name
     is_warming: bool = False  # no token is generated; an empty prompt stands for the agent's memory
     input_bytes: int = 0
@@ -103,6 +105,16 @@ class TurnDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class Shortening:
+    """What is left out of a conversation because of its length."""
+
+    policy: OnFullPolicy
+    dropped_messages: int
+    kept_messages: int
+    before_reply: bool  # False: the turns to come go on without them
+
+
+@dataclass(frozen=True, slots=True)
 class TurnFinished:
     """The reply is whole. `finish_reason` is a word of manifest.proto's Turn."""
 
@@ -114,6 +126,9 @@ class TurnFinished:
     timings: Timings
     snapshot: SnapshotOutcome
     tool_calls: tuple[manifest_pb2.ToolCall, ...] = ()
+    memory_tokens: int = 0  # of the agent's memory with this reply; 0 where nothing is kept
+    context_tokens: int = 0
+    shortening: Shortening | None = None
 
 
 @dataclass(frozen=True, slots=True)

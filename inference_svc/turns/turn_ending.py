@@ -77,11 +77,66 @@ class TurnEnding:
         """Wait for the running publications."""
         await self._publisher.drain(patience_s)
 
-    async def finish(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+    async def remember(
+        self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended
+    ) -> AgentMemory | None:
+        """Make the agent's new memory and attach it to its hot KV. None where the turn leaves none."""
+        if turn.key is None or not turn.is_kept:
+            return None
+        request, calls = turn.request, turn.reader.calls
+        said, messages = await self._prompting.run(
+            request.namespace,
+            lambda: self._said(turn, prepared.text, ended, calls, is_trusted=not recollection.is_brought),
+        )
+        made_by = manifest_pb2.Turn(
+            request_id=request.request_id,
+            prompt_tokens=ended.prompt_tokens,
+            prompt_chars=len(prepared.text),
+            finish_reason=_finish_reason(ended, calls),
+            input_digest=request.input_digest,
+            reply=ended.text,
+            matched_stop=ended.matched_stop,
+        )
+        return self._attach(turn, turn.key, recollection, prepared, ended, said.transcript, messages, made_by)
+
+    async def shortened(
+        self, turn: TurnState, whole: AgentMemory, recollection: Recollection, prepared: Prepared, ended: Ended
+    ) -> None:
+        """Make and store the memory that `whole` became with fewer messages: `turn` has computed it, with the reply
+        that `whole` ends with behind its prompt.
+        """
+        assert turn.key is not None
+        assert turn.spoken is not None
+        said = whole.turn
+        text = prepared.text + whole.transcript.text[said.prompt_chars :]
+        transcript = RememberedText(text, ended.state.token_ids, ended.state.token_chars)
+        made_by = manifest_pb2.Turn()
+        made_by.CopyFrom(said)
+        made_by.prompt_tokens = len(ended.state.token_ids) - len(turn.spoken.ids)
+        made_by.prompt_chars = len(prepared.text)
+        memory = self._attach(turn, turn.key, recollection, prepared, ended, transcript, turn.messages, made_by)
+        outcome = await self._keep(turn, turn.key, recollection, memory)
+        _LOG.info(
+            "memory.shortened",
+            request_id=turn.request.request_id,
+            tokens_before=len(whole.transcript.token_ids),
+            tokens=len(transcript.token_ids),
+            dropped_messages=memory.shortened.dropped_messages if memory.shortened is not None else 0,
+            snapshot=outcome.state.value,
+        )
+
+    async def finish(
+        self,
+        turn: TurnState,
+        recollection: Recollection,
+        prepared: Prepared,
+        ended: Ended,
+        memory: AgentMemory | None,
+    ) -> None:
+        """Publish the new memory, and tell the reader how the turn ended."""
         calls = turn.reader.calls
         snapshot = self._unkept(turn)
-        if turn.key is not None and turn.is_kept:
-            memory = await self._remember(turn, turn.key, recollection, prepared, ended, calls)
+        if turn.key is not None and memory is not None:
             snapshot = await self._keep(turn, turn.key, recollection, memory)
         reason = _finish_reason(ended, calls)
         timings = ended.timings
@@ -101,6 +156,9 @@ class TurnEnding:
                 ),
                 snapshot=snapshot,
                 tool_calls=tuple(calls),
+                memory_tokens=len(memory.transcript.token_ids) if memory is not None else 0,
+                context_tokens=self._engine.model.context_tokens,
+                shortening=turn.shortening,
             )
         )
         _LOG.info(
@@ -167,37 +225,27 @@ class TurnEnding:
         tokens, version = len(state.token_ids), turn.parent_version
         turn.running.tell(Warmed(tokens, ended.cached_tokens, version, restore_s, ended.timings.prefill_s))
 
-    async def _remember(
+    def _attach(
         self,
         turn: TurnState,
         key: AgentKey,
         recollection: Recollection,
         prepared: Prepared,
         ended: Ended,
-        calls: Sequence[manifest_pb2.ToolCall],
+        transcript: RememberedText,
+        messages: tuple[manifest_pb2.Message, ...],
+        made_by: manifest_pb2.Turn,
     ) -> AgentMemory:
-        """Make the agent's new memory and attach it to its hot KV."""
+        """The agent's new memory, attached to its hot KV."""
         request, state = turn.request, ended.state
-        said, messages = await self._prompting.run(
-            key.namespace,
-            lambda: self._said(turn, prepared.text, ended, calls, is_trusted=not recollection.is_brought),
-        )
         stored = turn.stream.stored if turn.stream is not None else list(prepared.stored_blocks)
         previous = (
             recollection.memory.publication if recollection.kv_from is Source.HOT and recollection.memory else None
         )
         memory = AgentMemory(
-            transcript=said.transcript,
+            transcript=transcript,
             messages=messages,
-            turn=manifest_pb2.Turn(
-                request_id=request.request_id,
-                prompt_tokens=ended.prompt_tokens,
-                prompt_chars=len(prepared.text),
-                finish_reason=_finish_reason(ended, calls),
-                input_digest=request.input_digest,
-                reply=ended.text,
-                matched_stop=ended.matched_stop,
-            ),
+            turn=made_by,
             shareable_tokens=state.shareable_tokens,
             tokenizer_digest=self._engine.model.tokenizer_digest,
             publication=PublicationState(
@@ -214,6 +262,7 @@ class TurnEnding:
             ),
             rewind_points=state.rewind_points,
             is_brought=_is_brought(recollection, prepared),
+            shortened=turn.shortened,
         )
         self._engine.tag_hot(key, memory)
         return memory

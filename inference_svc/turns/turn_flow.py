@@ -14,7 +14,7 @@ is still stored.
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import structlog
@@ -42,6 +42,7 @@ from inference_svc.turns.choices import Choices
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.prompt_text import prompt_text
+from inference_svc.turns.shortening import MemoryShortener, Serving
 from inference_svc.turns.turn_data import (
     MessagesInput,
     OpenTurn,
@@ -57,10 +58,12 @@ from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import (
     TurnState,
     TurnTask,
+    as_its_agent_has_it,
     check_existing,
     check_parent,
     continuation,
     reply_reader,
+    what_is_left_out,
     whole_conversation,
 )
 
@@ -131,6 +134,15 @@ class TurnService:
         self._waiting: Counter[AgentKey] = Counter()
         self._counting = SharedRoom(1)
         self._compiling = SharedRoom(1)
+        serving = Serving(
+            newest=self._newest,
+            plan_and_run=self._plan_and_run,
+            counted=self._counted,
+            budget=self._budget,
+            outbox=lambda: Outbox(limits.reader, clock),
+            clock=clock,
+        )
+        self._shortener = MemoryShortener(prompting, ending, serving, engine)
 
     def begin(self, request: TurnRequest) -> Choices:
         """Start a turn for each choice. Raises ResourceExhausted when too many turns wait or run, of all callers or of
@@ -226,17 +238,20 @@ class TurnService:
         request, running = turn.request, turn.running
         counters = self.stats.of(request.namespace)
         counters.turns += 1
-        counters.waiting_turns += 1
         end = "failed"
         running.task = asyncio.current_task()
         try:
-            if running.is_cancelled:  # before this began: a task that is cancelled then would tell its reader no end
-                raise errors.Cancelled("the turn was cancelled")
-            async with self._in_order(request):
-                await self._prompting.read(request.namespace, request.objects)
-                turn.queue_s = self._clock() - turn.arrived
-                with self._using_lease(turn):
-                    await self._serve(turn)
+            with self._counted(turn):
+                # A task that is cancelled before it begins would tell its reader no end.
+                if running.is_cancelled:
+                    raise errors.Cancelled("the turn was cancelled")
+                async with self._in_order(request):
+                    await self._prompting.read(request.namespace, request.objects)
+                    turn.queue_s = self._clock() - turn.arrived
+                    with self._using_lease(turn):
+                        await self._serve(turn)
+                        if turn.shorter is not None:
+                            await self._shorten(turn)
         except asyncio.CancelledError:
             end = "cancelled"
             self._end_early(turn, errors.Cancelled("the turn was cancelled"))
@@ -249,12 +264,29 @@ class TurnService:
             running.end(running.ended_by)
         finally:
             counters.ends[end] += 1
+            if end == "cancelled" and not turn.has_begun:  # else long waits would be missing where readers give up
+                counters.times.queue.add(self._clock() - turn.arrived)
+
+    @contextlib.contextmanager
+    def _counted(self, turn: TurnState) -> Iterator[None]:
+        """The turn counts as waiting until it begins, and then as running."""
+        counters = self.stats.of(turn.request.namespace)
+        counters.waiting_turns += 1
+        try:
+            yield
+        finally:
             if turn.has_begun:
                 counters.running_turns -= 1
             else:
                 counters.waiting_turns -= 1
-                if end == "cancelled":  # else long waits would be missing where readers give up
-                    counters.times.queue.add(self._clock() - turn.arrived)
+
+    async def _shorten(self, turn: TurnState) -> None:
+        """After the reader has the turn's end: the agent's next turn waits, its reader does not."""
+        turn.running.end(turn.running.ended_by)
+        try:
+            await self._shortener.shorten(turn)
+        except Exception as error:  # noqa: BLE001 - the memory stays as it is, and the next turn leaves messages out
+            _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, error=type(error).__name__)
 
     def _end_early(self, turn: TurnState, error: BaseException) -> None:
         """The last that the reader hears of a turn that leaves no memory."""
@@ -285,13 +317,16 @@ class TurnService:
     # --- one turn ---
 
     async def _serve(self, turn: TurnState) -> None:
-        budget = Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
+        budget = self._budget()
         for _ in range(_MAX_SERVINGS):
             try:
                 return await self._serve_once(turn, budget)
             except _MemoryMovedError:
                 turn.damage = None  # it belonged to the old memory
         raise _moved_away()
+
+    def _budget(self) -> Budget:
+        return Budget(self._limits.store_budget_s, self._limits.store_min_bytes_per_s, self._clock)
 
     async def _serve_once(self, turn: TurnState, budget: Budget) -> None:
         """Raises _MemoryMovedError when the turn has had no effect yet and must be served from its beginning."""
@@ -311,11 +346,22 @@ class TurnService:
             recollection = await self._recall.with_base(turn.key, recollection, request.base_version, budget)
         if turn.key is not None:
             check_existing(request, recollection)
+            request = turn.request = as_its_agent_has_it(request, recollection)
             turn.continuation = continuation(request, recollection)
+        turn.shortened = what_is_left_out(turn.continuation, recollection)
         turn.messages = whole_conversation(request, recollection, is_retry=is_retry)
         text = await self._prompt(turn)
-        recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
-        return await self._ending.finish(turn, recollection, prepared, ended)
+        try:
+            ran = await self._plan_and_run(turn, recollection, text, budget)
+        except errors.ResourceExhausted as error:
+            if error.reason != "CONTEXT_EXCEEDED":
+                raise
+            text = await self._shortener.before_reply(turn, recollection, error)
+            ran = await self._plan_and_run(turn, recollection, text, budget)
+        memory = await self._ending.remember(turn, *ran)
+        if memory is not None:
+            await self._shortener.after_reply(turn, recollection, memory)
+        return await self._ending.finish(turn, *ran, memory)
 
     def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
         leases = self._leases_for(turn)
@@ -382,18 +428,16 @@ class TurnService:
             return
         else:
             text = memory.transcript.text
-            self._check_length(text, request.input.name)
         recollection, prepared, ended = await self._plan_and_run(turn, recollection, text, budget)
         self._ending.warmed(turn, recollection, prepared, ended)
 
     async def _prompt(self, turn: TurnState) -> str:
-        """The prompt's text, of a length that may fit. Sets the tokens or the dialogue that belong to it."""
+        """The prompt's text. Sets the tokens or the dialogue that belong to it."""
         request, given, prompting = turn.request, turn.request.input, self._prompting
         if isinstance(given, TokensInput):
             text, turn.tokens = await prompting.run(request.namespace, lambda: prompting.spelled(given.token_ids))
             return text
         text, turn.dialogue = await prompt_text(prompting, request, turn.messages)
-        self._check_length(text, given.name)
         return text
 
     def _check_length(self, text: str, field: str) -> None:
@@ -405,6 +449,8 @@ class TurnService:
         self, turn: TurnState, recollection: Recollection, text: str, budget: Budget
     ) -> tuple[Recollection, Prepared, Ended]:
         """Plan and run the turn; plan again when the memory that the plan reuses went away in between."""
+        if turn.tokens is None:
+            self._check_length(text, turn.request.input.name)
         usable_files: int | None = None
         usable_rewind_point: int | None = None
         usable_windows = True
@@ -434,6 +480,8 @@ class TurnService:
                     generates=not turn.request.is_warming,
                 )
                 self._check_line(turn)
+                if turn.spoken is not None:
+                    prepared = replace(prepared, tokens=prepared.tokens + turn.spoken)
                 if turn.damage is not None:
                     prepared = replace(prepared, miss=turn.damage)
                 turn.restore_s = budget.spent_s

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.formats.manifest import tokens_within_chars
+from kvasir.on_full import OnFull
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import TurnHandle
@@ -19,9 +20,10 @@ from inference_svc.memory.remote_cache import EventCursor
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
+from inference_svc.text.shortening import Shorter, as_remembered
 from inference_svc.turns.continuing import Continuation, goes_on, is_same_conversation
 from inference_svc.turns.outbox import Outbox
-from inference_svc.turns.turn_data import MessagesInput, TurnEvent, TurnFinished, TurnRequest
+from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnEvent, TurnFinished, TurnRequest
 
 
 class TurnTask:
@@ -36,6 +38,7 @@ class TurnTask:
         self.ended_by: errors.KvasirError | None = None  # the reader's error, if the turn was cancelled
         self.is_stopped = False  # cancelled by another call: the reader learns how it ended
         self.finished: TurnFinished | None = None
+        self._has_ended = False
 
     def tell(self, event: TurnEvent) -> None:
         if isinstance(event, TurnFinished):
@@ -43,8 +46,10 @@ class TurnTask:
         self.outbox.put(event, self._choice)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Nothing more is told, but `error` if there is one."""
-        self.outbox.close(error)
+        """Nothing more is told, but `error` if there is one. Idempotent."""
+        if not self._has_ended:
+            self._has_ended = True
+            self.outbox.close(error)
 
     @property
     def is_cancelled(self) -> bool:
@@ -94,6 +99,11 @@ class TurnState:
     messages: tuple[manifest_pb2.Message, ...] = ()  # of the prompt; empty for a raw prompt
     dialogue: Dialogue | None = None  # the same, as templates know them
     tokens: Tokenized | None = None  # of the prompt, where it came as tokens
+    shortened: manifest_pb2.Shortened | None = None  # what `messages` lack of the whole conversation
+    shortening: Shortening | None = None  # what this turn leaves out
+    shorter: Shorter | None = None  # what the turns to come go on with
+    on_full: OnFull = field(default_factory=OnFull)  # the setting by which they do
+    spoken: Tokenized | None = None  # a reply that was generated before and is computed behind the prompt
     damage: Miss | None = None
     rewind_point_chars: int | None = None  # prompt characters after which a model with states records a rewind point
     first_token_at: float | None = None
@@ -122,9 +132,12 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     """Raise Conflict when the agent's newest version is not the one that the caller named. If the store could not be
     asked, its compare-and-swap decides at the end.
     """
-    head = recollection.head
+    head, memory = recollection.head, recollection.memory
     if request.expected_version is None or head is None or request.expected_version == head.version:
         return
+    is_shortened = memory is not None and memory.shortened is not None and memory.shortened.is_after_turn
+    if is_shortened and request.expected_version == head.parent_version:
+        return  # the version that its caller was told became shorter since
     raise errors.Conflict(
         f"expected_version: {request.expected_version} was named, the agent's newest version is {head.version}",
         field="expected_version",
@@ -149,6 +162,27 @@ def whole_conversation(
         return given
     _refuse_append(recollection)
     return ()
+
+
+def as_its_agent_has_it(request: TurnRequest, recollection: Recollection) -> TurnRequest:
+    """A whole conversation without what its agent left out of it, where it goes on from the rest."""
+    memory, given = recollection.continued, request.input
+    if memory is None or memory.shortened is None or not isinstance(given, MessagesInput) or given.is_append:
+        return request
+    shorter = as_remembered(given.messages, memory.messages, memory.shortened)
+    is_known = is_same_conversation(given.messages, memory.messages)
+    if is_known or not is_same_conversation(shorter, memory.messages):
+        return request
+    return replace(request, input=MessagesInput(shorter))
+
+
+def what_is_left_out(continued: Continuation | None, recollection: Recollection) -> manifest_pb2.Shortened | None:
+    """What the turn's messages lack of the whole conversation, because its agent's memory lacks it."""
+    memory = recollection.continued
+    if memory is None or memory.shortened is None or continued not in (Continuation.EXTENDED, Continuation.REWOUND):
+        return None
+    shortened = memory.shortened
+    return manifest_pb2.Shortened(dropped_messages=shortened.dropped_messages, has_summary=shortened.has_summary)
 
 
 def check_existing(request: TurnRequest, recollection: Recollection) -> None:

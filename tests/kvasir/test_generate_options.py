@@ -17,6 +17,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 
 TOOLS = [pb.Tool(name="look")]
+FULL = pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)
 # Every option, and the request's field with what must arrive in it.
 ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "agent_id": ("ada", "agent_id", "ada"),
@@ -25,6 +26,7 @@ ARRIVES: dict[str, tuple[Any, str, Any]] = {
     "base_version": (3, "base_version", 3),
     "expect_existing": (True, "expect_existing", True),
     "replace_memory": (True, "replace_memory", True),
+    "on_full": (FULL, "on_full", FULL),
     "max_tokens": (50, "sampling", pb.Sampling(max_tokens=50)),
     "sampling": ({"temperature": 0.5}, "sampling", pb.Sampling(temperature=0.5)),
     "json_schema": ({"type": "null"}, "json_schema", '{"type": "null"}'),

@@ -78,7 +78,12 @@ class Surroundings:
     def needed_bytes(self, plan: object) -> int:
         return 1
 
-    async def finish(self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+    async def remember(self, *ran: object) -> None:
+        return None
+
+    async def finish(
+        self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
+    ) -> None:
         assert recollection.head is not None
         self.finished.append((recollection.head.version, prepared.text))
 
@@ -260,7 +265,9 @@ class Storing(Surroundings):
         self.asked.append((first_block, stored))
         return None
 
-    async def finish(self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+    async def finish(
+        self, turn: Any, recollection: Recollection, prepared: Prepared, ended: Ended, memory: None
+    ) -> None:
         self.committed = prepared
 
 

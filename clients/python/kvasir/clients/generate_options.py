@@ -37,6 +37,9 @@ class GenerateOptions:
     # `messages` that begin another conversation take the place of the agent's. Else they are answered as a branch,
     # which is not remembered.
     replace_memory: bool = False
+    # What happens when the conversation no longer fits the context: `pb.OnFull(policy=pb.ON_FULL_POLICY_DROP_OLDEST)`.
+    # None: what the agent's label `kvasir.on_full` says, else the turn is refused.
+    on_full: pb.OnFull | None = None
     # The longest reply: the same as `max_tokens` of `sampling`, which then has none.
     max_tokens: int | None = None
     # The fields of `pb.Sampling`, as a mapping or a message.
@@ -78,6 +81,7 @@ class OptionArguments(TypedDict, total=False):
     base_version: int | None
     expect_existing: bool
     replace_memory: bool
+    on_full: pb.OnFull | None
     max_tokens: int | None
     sampling: Sampling | None
     json_schema: JsonSchema | None

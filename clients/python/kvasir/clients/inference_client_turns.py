@@ -113,6 +113,7 @@ def turn_request(given: Input, options: GenerateOptions, request_id: str) -> pb.
             base_version=options.base_version,  # type: ignore[arg-type]
             expect_existing=options.expect_existing,
             replace_memory=options.replace_memory,
+            on_full=options.on_full,
             sampling=options.to_proto_sampling(),
             tools=options.tools,
             keep_partial=options.keep_partial,

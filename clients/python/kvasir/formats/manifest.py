@@ -29,6 +29,7 @@ MAX_TOKENS = 4_000_000
 MAX_LAYERS = 1024
 MAX_STATES = 1024
 MAX_MESSAGES = 100_000
+MAX_DROPPED_MESSAGES = 1 << 31
 MAX_DIMENSION = 1 << 20
 MAX_STATE_TENSORS = 16
 MAX_STATE_AXES = 7
@@ -61,6 +62,7 @@ def build(
     parent_manifest: str = "",
     turn: manifest_pb2.Turn | None = None,
     created_unix_ms: int,
+    shortened: manifest_pb2.Shortened | None = None,
 ) -> bytes:
     """The bytes of a checked manifest. Raises InvalidArgument. `states` are (tokens seen, digest), ascending; `windows`
     by window and first block, ascending."""
@@ -81,6 +83,7 @@ def build(
         parent_manifest=parent_manifest,
         turn=turn,
         created_unix_ms=created_unix_ms,
+        shortened=shortened,
     )
     check(manifest)
     return manifest.SerializeToString(deterministic=True)
@@ -113,6 +116,8 @@ def check(manifest: manifest_pb2.Manifest) -> None:
     _check_messages(manifest)
     if manifest.HasField("turn"):
         _check_turn(manifest)
+    if (dropped := manifest.shortened.dropped_messages) > MAX_DROPPED_MESSAGES:
+        raise _wrong("shortened.dropped_messages", f"expected at most {MAX_DROPPED_MESSAGES}, got {dropped}")
     if manifest.created_unix_ms < 0:
         raise _wrong("created_unix_ms", f"expected 0 or more, got {manifest.created_unix_ms}")
 

@@ -25,6 +25,7 @@ from kvasir.common.v1 import message_pb2
 from kvasir.errors import Conflict, KvasirError, Unavailable
 from kvasir.formats import manifest as manifests
 from kvasir.inference.v1 import inference_pb2
+from kvasir.on_full import OnFullPolicy
 
 _T = TypeVar("_T")
 _HELP = (
@@ -33,6 +34,8 @@ _HELP = (
 )
 # An engine that is started again has read its model by then.
 _RESTART_S = 120.0
+# From this share of the context on, a person is told how full the memory is.
+_NEARLY_FULL = 0.8
 _RETRY_S, _LONGEST_RETRY_S = 0.5, 5.0
 
 
@@ -47,6 +50,10 @@ def chat(
     ] = None,
     system: Annotated[str, typer.Option(help="The system message of a new agent.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest reply.")] = 512,
+    on_full: Annotated[
+        OnFullPolicy | None,
+        typer.Option(help="What to do when the memory is full; else what the agent's label kvasir.on_full says."),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0, max=2, help="0 is greedy.")] = 0.0,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,6 +64,9 @@ def chat(
         raise failures.WrongUsage("--once: there is nothing to say", field="--once")
     # What was said before Ctrl-C is what a person has read.
     options = GenerateOptions(max_tokens=max_tokens, sampling={"temperature": temperature}, keep_partial=True)
+    if on_full is not None:
+        setting = inference_pb2.OnFull(policy=getattr(inference_pb2, f"ON_FULL_POLICY_{on_full.name}"))
+        options = replace(options, on_full=setting)
     endpoint = caller.engine
     engine = InferenceClient.connect(endpoint.address, token=endpoint.token(), tls=endpoint.tls)
     with engine, failures.naming("engine", caller):
@@ -202,6 +212,9 @@ class Conversation:
                     "first_token_s": round(result.first_token_s, 6),
                     "version": result.version,
                     "snapshot": result.snapshot_state,
+                    "memory_tokens": result.memory_tokens,
+                    "context_tokens": result.context_tokens,
+                    "left_out_messages": result.left_out,
                 }
             )
             return
@@ -214,6 +227,16 @@ class Conversation:
             f"first token after {result.first_token_s * 1000:.0f} ms, {kept.strip()}",
             style="dim",
         )
+        self._warn_when_full(result)
+
+    def _warn_when_full(self, result: TurnResult) -> None:
+        share = result.memory_tokens / result.context_tokens if result.context_tokens else 0.0
+        if result.left_out:
+            self.caller.say(f"the memory is full: the oldest {result.left_out} messages are left out from now on")
+        elif share >= _NEARLY_FULL:
+            self.caller.say(
+                f"the memory is {share:.0%} full; chat --on-full drop_oldest or summarize goes on after that"
+            )
 
     def _command(self, line: str) -> None:
         name, _, argument = line.partition(" ")

@@ -24,6 +24,9 @@ class TurnResult:
     version: int  # that the turn made of the agent's memory; 0 when none
     snapshot_state: str  # none, committed, pending or failed
     snapshot_reason: str
+    memory_tokens: int = 0  # that the agent remembers now; 0 where nothing is kept
+    context_tokens: int = 0
+    left_out: int = 0  # messages, because the conversation is too long
 
     @property
     def computed_prompt_tokens(self) -> int:
@@ -78,6 +81,9 @@ def _result(reply: Reply, first_token_s: float) -> TurnResult:
         version=finished.snapshot.version,
         snapshot_state=_word(pb.SnapshotState.Name(finished.snapshot.state), "SNAPSHOT_STATE_"),
         snapshot_reason=finished.snapshot.reason,
+        memory_tokens=finished.memory_tokens,
+        context_tokens=finished.context_tokens,
+        left_out=finished.shortening.dropped_messages,
     )
 
 

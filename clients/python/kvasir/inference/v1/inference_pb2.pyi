@@ -11,6 +11,13 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class OnFullPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ON_FULL_POLICY_UNSPECIFIED: _ClassVar[OnFullPolicy]
+    ON_FULL_POLICY_REFUSE: _ClassVar[OnFullPolicy]
+    ON_FULL_POLICY_DROP_OLDEST: _ClassVar[OnFullPolicy]
+    ON_FULL_POLICY_SUMMARIZE: _ClassVar[OnFullPolicy]
+
 class MemoryMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     MEMORY_MODE_UNSPECIFIED: _ClassVar[MemoryMode]
@@ -101,6 +108,10 @@ class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODEL_STATE_LOADING: _ClassVar[ModelState]
     MODEL_STATE_LOADED: _ClassVar[ModelState]
     MODEL_STATE_RETIRING: _ClassVar[ModelState]
+ON_FULL_POLICY_UNSPECIFIED: OnFullPolicy
+ON_FULL_POLICY_REFUSE: OnFullPolicy
+ON_FULL_POLICY_DROP_OLDEST: OnFullPolicy
+ON_FULL_POLICY_SUMMARIZE: OnFullPolicy
 MEMORY_MODE_UNSPECIFIED: MemoryMode
 MEMORY_MODE_READ_WRITE: MemoryMode
 MEMORY_MODE_READ_ONLY: MemoryMode
@@ -161,7 +172,7 @@ MODEL_STATE_LOADED: ModelState
 MODEL_STATE_RETIRING: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +190,7 @@ class GenerateRequest(_message.Message):
     MEMORY_MODE_FIELD_NUMBER: _ClassVar[int]
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     REPLACE_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    ON_FULL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -196,7 +208,18 @@ class GenerateRequest(_message.Message):
     memory_mode: MemoryMode
     base_version: int
     replace_memory: bool
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ...) -> None: ...
+    on_full: OnFull
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ...) -> None: ...
+
+class OnFull(_message.Message):
+    __slots__ = ("policy", "keep", "summary_request")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    KEEP_FIELD_NUMBER: _ClassVar[int]
+    SUMMARY_REQUEST_FIELD_NUMBER: _ClassVar[int]
+    policy: OnFullPolicy
+    keep: float
+    summary_request: str
+    def __init__(self, policy: _Optional[_Union[OnFullPolicy, str]] = ..., keep: _Optional[float] = ..., summary_request: _Optional[str] = ...) -> None: ...
 
 class MessageList(_message.Message):
     __slots__ = ("messages",)
@@ -334,7 +357,7 @@ class TokenLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., spelling: _Optional[bytes] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("reason", "matched_stop", "usage", "timings", "snapshot", "tool_calls", "choice")
+    __slots__ = ("reason", "matched_stop", "usage", "timings", "snapshot", "tool_calls", "choice", "memory_tokens", "context_tokens", "shortening")
     REASON_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +365,9 @@ class Finished(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
     CHOICE_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHORTENING_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     matched_stop: str
     usage: Usage
@@ -349,7 +375,22 @@ class Finished(_message.Message):
     snapshot: SnapshotOutcome
     tool_calls: _containers.RepeatedCompositeFieldContainer[_message_pb2.ToolCall]
     choice: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOutcome, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[_message_pb2.ToolCall, _Mapping]]] = ..., choice: _Optional[int] = ...) -> None: ...
+    memory_tokens: int
+    context_tokens: int
+    shortening: Shortening
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., matched_stop: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotOutcome, _Mapping]] = ..., tool_calls: _Optional[_Iterable[_Union[_message_pb2.ToolCall, _Mapping]]] = ..., choice: _Optional[int] = ..., memory_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., shortening: _Optional[_Union[Shortening, _Mapping]] = ...) -> None: ...
+
+class Shortening(_message.Message):
+    __slots__ = ("policy", "dropped_messages", "kept_messages", "before_reply")
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    KEPT_MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_REPLY_FIELD_NUMBER: _ClassVar[int]
+    policy: OnFullPolicy
+    dropped_messages: int
+    kept_messages: int
+    before_reply: bool
+    def __init__(self, policy: _Optional[_Union[OnFullPolicy, str]] = ..., dropped_messages: _Optional[int] = ..., kept_messages: _Optional[int] = ..., before_reply: bool = ...) -> None: ...
 
 class Usage(_message.Message):
     __slots__ = ("prompt_tokens", "cached_tokens", "completion_tokens")

@@ -614,7 +614,10 @@ type SnapshotVersion struct {
 	IsBrought bool `protobuf:"varint,12,opt,name=is_brought,json=isBrought,proto3" json:"is_brought,omitempty"`
 	// The version of this line whose memory it goes on from: its place in the tree of the line's history. Its parent, but for a turn from an
 	// earlier version (a branch) and a rollback (the version that came back). 0 for a fork, an import and the first.
-	BaseVersion   int64 `protobuf:"varint,13,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
+	BaseVersion int64 `protobuf:"varint,13,opt,name=base_version,json=baseVersion,proto3" json:"base_version,omitempty"`
+	// The most tokens that its model takes, so that a reader sees how full the memory is. Only an engine knows: at a store's address, and of a model
+	// that is not loaded, 0. Of an agent's lines, and not of a list of versions.
+	ContextTokens int64 `protobuf:"varint,14,opt,name=context_tokens,json=contextTokens,proto3" json:"context_tokens,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -736,6 +739,13 @@ func (x *SnapshotVersion) GetIsBrought() bool {
 func (x *SnapshotVersion) GetBaseVersion() int64 {
 	if x != nil {
 		return x.BaseVersion
+	}
+	return 0
+}
+
+func (x *SnapshotVersion) GetContextTokens() int64 {
+	if x != nil {
+		return x.ContextTokens
 	}
 	return 0
 }
@@ -4341,7 +4351,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\adigests\x18\x01 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adigests\x12!\n" +
 	"\ffirst_offset\x18\x02 \x01(\x03R\vfirstOffset\"J\n" +
 	"\x11ReadBlobsResponse\x125\n" +
-	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\"\x8a\x04\n" +
+	"\x05frame\x18\x01 \x01(\v2\x1f.kvasir.cachestore.v1.BlobFrameR\x05frame\"\xb1\x04\n" +
 	"\x0fSnapshotVersion\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12(\n" +
 	"\x10kv_identity_hash\x18\x02 \x01(\tR\x0ekvIdentityHash\x12\x18\n" +
@@ -4361,7 +4371,8 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"request_id\x18\v \x01(\tR\trequestId\x12\x1d\n" +
 	"\n" +
 	"is_brought\x18\f \x01(\bR\tisBrought\x12!\n" +
-	"\fbase_version\x18\r \x01(\x03R\vbaseVersion\"\xd8\x02\n" +
+	"\fbase_version\x18\r \x01(\x03R\vbaseVersion\x12%\n" +
+	"\x0econtext_tokens\x18\x0e \x01(\x03R\rcontextTokens\"\xd8\x02\n" +
 	"\x15CommitSnapshotRequest\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x128\n" +
 	"\bmanifest\x18\x02 \x01(\v2\x1c.kvasir.cachestore.v1.DigestR\bmanifest\x12)\n" +

@@ -112,7 +112,9 @@ type Manifest struct {
 	Turn          *Turn `protobuf:"bytes,14,opt,name=turn,proto3" json:"turn,omitempty"`
 	CreatedUnixMs int64 `protobuf:"varint,15,opt,name=created_unix_ms,json=createdUnixMs,proto3" json:"created_unix_ms,omitempty"`
 	// The rows that window layers keep: of each window of the layout one run of blocks or several, by window and first block, ascending.
-	Windows       []*WindowBlocks `protobuf:"bytes,16,rep,name=windows,proto3" json:"windows,omitempty"`
+	Windows []*WindowBlocks `protobuf:"bytes,16,rep,name=windows,proto3" json:"windows,omitempty"`
+	// Absent: the conversation is whole.
+	Shortened     *Shortened `protobuf:"bytes,17,opt,name=shortened,proto3" json:"shortened,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -259,6 +261,77 @@ func (x *Manifest) GetWindows() []*WindowBlocks {
 	return nil
 }
 
+func (x *Manifest) GetShortened() *Shortened {
+	if x != nil {
+		return x.Shortened
+	}
+	return nil
+}
+
+// Shortened says what a conversation lacks because it outgrew its model's context.
+type Shortened struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Messages left out since the conversation began. They stood behind the system's messages at its beginning.
+	DroppedMessages uint64 `protobuf:"varint,1,opt,name=dropped_messages,json=droppedMessages,proto3" json:"dropped_messages,omitempty"`
+	// In their place: a user's message with what the agent said it must not forget, and a reply to that.
+	HasSummary bool `protobuf:"varint,2,opt,name=has_summary,json=hasSummary,proto3" json:"has_summary,omitempty"`
+	// The version before this one is the same turn's, with the messages that this one lacks.
+	IsAfterTurn   bool `protobuf:"varint,3,opt,name=is_after_turn,json=isAfterTurn,proto3" json:"is_after_turn,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Shortened) Reset() {
+	*x = Shortened{}
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Shortened) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Shortened) ProtoMessage() {}
+
+func (x *Shortened) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Shortened.ProtoReflect.Descriptor instead.
+func (*Shortened) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *Shortened) GetDroppedMessages() uint64 {
+	if x != nil {
+		return x.DroppedMessages
+	}
+	return 0
+}
+
+func (x *Shortened) GetHasSummary() bool {
+	if x != nil {
+		return x.HasSummary
+	}
+	return false
+}
+
+func (x *Shortened) GetIsAfterTurn() bool {
+	if x != nil {
+		return x.IsAfterTurn
+	}
+	return false
+}
+
 // WindowBlocks lists files of one group: of all layers whose window is `window`. Block i of a group holds the same tokens as
 // block i of the layers that keep all tokens, in a file of its own that names the window.
 //
@@ -280,7 +353,7 @@ type WindowBlocks struct {
 
 func (x *WindowBlocks) Reset() {
 	*x = WindowBlocks{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -292,7 +365,7 @@ func (x *WindowBlocks) String() string {
 func (*WindowBlocks) ProtoMessage() {}
 
 func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[2]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -305,7 +378,7 @@ func (x *WindowBlocks) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WindowBlocks.ProtoReflect.Descriptor instead.
 func (*WindowBlocks) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *WindowBlocks) GetWindow() uint32 {
@@ -347,7 +420,7 @@ type StatePoint struct {
 
 func (x *StatePoint) Reset() {
 	*x = StatePoint{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -359,7 +432,7 @@ func (x *StatePoint) String() string {
 func (*StatePoint) ProtoMessage() {}
 
 func (x *StatePoint) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[3]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -372,7 +445,7 @@ func (x *StatePoint) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StatePoint.ProtoReflect.Descriptor instead.
 func (*StatePoint) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *StatePoint) GetTokens() uint64 {
@@ -410,7 +483,7 @@ type Message struct {
 
 func (x *Message) Reset() {
 	*x = Message{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -422,7 +495,7 @@ func (x *Message) String() string {
 func (*Message) ProtoMessage() {}
 
 func (x *Message) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[4]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -435,7 +508,7 @@ func (x *Message) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Message.ProtoReflect.Descriptor instead.
 func (*Message) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Message) GetRole() string {
@@ -492,7 +565,7 @@ type ToolCall struct {
 
 func (x *ToolCall) Reset() {
 	*x = ToolCall{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -504,7 +577,7 @@ func (x *ToolCall) String() string {
 func (*ToolCall) ProtoMessage() {}
 
 func (x *ToolCall) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[5]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -517,7 +590,7 @@ func (x *ToolCall) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ToolCall.ProtoReflect.Descriptor instead.
 func (*ToolCall) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ToolCall) GetId() string {
@@ -564,7 +637,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -576,7 +649,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[6]
+	mi := &file_kvasir_cachestore_v1_manifest_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -589,7 +662,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -649,7 +722,7 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x06Digest\x12\x12\n" +
 	"\x04hash\x18\x01 \x01(\tR\x04hash\x12\x1d\n" +
 	"\n" +
-	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\xd2\x05\n" +
+	"size_bytes\x18\x02 \x01(\x03R\tsizeBytes\"\x91\x06\n" +
 	"\bManifest\x12\x16\n" +
 	"\x06format\x18\x01 \x01(\rR\x06format\x12A\n" +
 	"\vkv_identity\x18\x02 \x01(\v2 .kvasir.cachestore.v1.KvIdentityR\n" +
@@ -669,7 +742,13 @@ const file_kvasir_cachestore_v1_manifest_proto_rawDesc = "" +
 	"\x0fparent_manifest\x18\r \x01(\tR\x0eparentManifest\x12.\n" +
 	"\x04turn\x18\x0e \x01(\v2\x1a.kvasir.cachestore.v1.TurnR\x04turn\x12&\n" +
 	"\x0fcreated_unix_ms\x18\x0f \x01(\x03R\rcreatedUnixMs\x12<\n" +
-	"\awindows\x18\x10 \x03(\v2\".kvasir.cachestore.v1.WindowBlocksR\awindows\"\xaf\x01\n" +
+	"\awindows\x18\x10 \x03(\v2\".kvasir.cachestore.v1.WindowBlocksR\awindows\x12=\n" +
+	"\tshortened\x18\x11 \x01(\v2\x1f.kvasir.cachestore.v1.ShortenedR\tshortened\"{\n" +
+	"\tShortened\x12)\n" +
+	"\x10dropped_messages\x18\x01 \x01(\x04R\x0fdroppedMessages\x12\x1f\n" +
+	"\vhas_summary\x18\x02 \x01(\bR\n" +
+	"hasSummary\x12\"\n" +
+	"\ris_after_turn\x18\x03 \x01(\bR\visAfterTurn\"\xaf\x01\n" +
 	"\fWindowBlocks\x12\x16\n" +
 	"\x06window\x18\x01 \x01(\rR\x06window\x12\x1f\n" +
 	"\vfirst_block\x18\x02 \x01(\x04R\n" +
@@ -716,34 +795,36 @@ func file_kvasir_cachestore_v1_manifest_proto_rawDescGZIP() []byte {
 	return file_kvasir_cachestore_v1_manifest_proto_rawDescData
 }
 
-var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_kvasir_cachestore_v1_manifest_proto_msgTypes = make([]protoimpl.MessageInfo, 8)
 var file_kvasir_cachestore_v1_manifest_proto_goTypes = []any{
 	(*Digest)(nil),       // 0: kvasir.cachestore.v1.Digest
 	(*Manifest)(nil),     // 1: kvasir.cachestore.v1.Manifest
-	(*WindowBlocks)(nil), // 2: kvasir.cachestore.v1.WindowBlocks
-	(*StatePoint)(nil),   // 3: kvasir.cachestore.v1.StatePoint
-	(*Message)(nil),      // 4: kvasir.cachestore.v1.Message
-	(*ToolCall)(nil),     // 5: kvasir.cachestore.v1.ToolCall
-	(*Turn)(nil),         // 6: kvasir.cachestore.v1.Turn
-	(*KvIdentity)(nil),   // 7: kvasir.cachestore.v1.KvIdentity
+	(*Shortened)(nil),    // 2: kvasir.cachestore.v1.Shortened
+	(*WindowBlocks)(nil), // 3: kvasir.cachestore.v1.WindowBlocks
+	(*StatePoint)(nil),   // 4: kvasir.cachestore.v1.StatePoint
+	(*Message)(nil),      // 5: kvasir.cachestore.v1.Message
+	(*ToolCall)(nil),     // 6: kvasir.cachestore.v1.ToolCall
+	(*Turn)(nil),         // 7: kvasir.cachestore.v1.Turn
+	(*KvIdentity)(nil),   // 8: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_cachestore_v1_manifest_proto_depIdxs = []int32{
-	7,  // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	4,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
+	8,  // 0: kvasir.cachestore.v1.Manifest.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	5,  // 1: kvasir.cachestore.v1.Manifest.messages:type_name -> kvasir.cachestore.v1.Message
 	0,  // 2: kvasir.cachestore.v1.Manifest.blocks:type_name -> kvasir.cachestore.v1.Digest
 	0,  // 3: kvasir.cachestore.v1.Manifest.tail:type_name -> kvasir.cachestore.v1.Digest
-	3,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
-	6,  // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
-	2,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	0,  // 7: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 8: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
-	0,  // 9: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
-	5,  // 10: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
-	11, // [11:11] is the sub-list for method output_type
-	11, // [11:11] is the sub-list for method input_type
-	11, // [11:11] is the sub-list for extension type_name
-	11, // [11:11] is the sub-list for extension extendee
-	0,  // [0:11] is the sub-list for field type_name
+	4,  // 4: kvasir.cachestore.v1.Manifest.states:type_name -> kvasir.cachestore.v1.StatePoint
+	7,  // 5: kvasir.cachestore.v1.Manifest.turn:type_name -> kvasir.cachestore.v1.Turn
+	3,  // 6: kvasir.cachestore.v1.Manifest.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	2,  // 7: kvasir.cachestore.v1.Manifest.shortened:type_name -> kvasir.cachestore.v1.Shortened
+	0,  // 8: kvasir.cachestore.v1.WindowBlocks.blocks:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 9: kvasir.cachestore.v1.WindowBlocks.tail:type_name -> kvasir.cachestore.v1.Digest
+	0,  // 10: kvasir.cachestore.v1.StatePoint.digest:type_name -> kvasir.cachestore.v1.Digest
+	6,  // 11: kvasir.cachestore.v1.Message.tool_calls:type_name -> kvasir.cachestore.v1.ToolCall
+	12, // [12:12] is the sub-list for method output_type
+	12, // [12:12] is the sub-list for method input_type
+	12, // [12:12] is the sub-list for extension type_name
+	12, // [12:12] is the sub-list for extension extendee
+	0,  // [0:12] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_manifest_proto_init() }
@@ -758,7 +839,7 @@ func file_kvasir_cachestore_v1_manifest_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_cachestore_v1_manifest_proto_rawDesc), len(file_kvasir_cachestore_v1_manifest_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   7,
+			NumMessages:   8,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

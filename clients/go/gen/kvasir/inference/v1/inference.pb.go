@@ -30,6 +30,62 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type OnFullPolicy int32
+
+const (
+	OnFullPolicy_ON_FULL_POLICY_UNSPECIFIED OnFullPolicy = 0
+	// RESOURCE_EXHAUSTED, CONTEXT_EXCEEDED.
+	OnFullPolicy_ON_FULL_POLICY_REFUSE OnFullPolicy = 1
+	// The oldest messages are left out.
+	OnFullPolicy_ON_FULL_POLICY_DROP_OLDEST OnFullPolicy = 2
+	// The same; and before, in a turn of its own, the agent is asked for what it must not forget. Its answer stands before the messages that stay, as
+	// a user's message ("Remember: …") with a reply.
+	OnFullPolicy_ON_FULL_POLICY_SUMMARIZE OnFullPolicy = 3
+)
+
+// Enum value maps for OnFullPolicy.
+var (
+	OnFullPolicy_name = map[int32]string{
+		0: "ON_FULL_POLICY_UNSPECIFIED",
+		1: "ON_FULL_POLICY_REFUSE",
+		2: "ON_FULL_POLICY_DROP_OLDEST",
+		3: "ON_FULL_POLICY_SUMMARIZE",
+	}
+	OnFullPolicy_value = map[string]int32{
+		"ON_FULL_POLICY_UNSPECIFIED": 0,
+		"ON_FULL_POLICY_REFUSE":      1,
+		"ON_FULL_POLICY_DROP_OLDEST": 2,
+		"ON_FULL_POLICY_SUMMARIZE":   3,
+	}
+)
+
+func (x OnFullPolicy) Enum() *OnFullPolicy {
+	p := new(OnFullPolicy)
+	*p = x
+	return p
+}
+
+func (x OnFullPolicy) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (OnFullPolicy) Descriptor() protoreflect.EnumDescriptor {
+	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+}
+
+func (OnFullPolicy) Type() protoreflect.EnumType {
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+}
+
+func (x OnFullPolicy) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use OnFullPolicy.Descriptor instead.
+func (OnFullPolicy) EnumDescriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+}
+
 // MemoryMode says what a turn does with its agent's memory.
 type MemoryMode int32
 
@@ -70,11 +126,11 @@ func (x MemoryMode) String() string {
 }
 
 func (MemoryMode) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[0].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
 }
 
 func (MemoryMode) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[0]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
 }
 
 func (x MemoryMode) Number() protoreflect.EnumNumber {
@@ -83,7 +139,7 @@ func (x MemoryMode) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MemoryMode.Descriptor instead.
 func (MemoryMode) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{0}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
 }
 
 // Waiting raises a turn of either kind: nobody waits for ever.
@@ -121,11 +177,11 @@ func (x Priority) String() string {
 }
 
 func (Priority) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[1].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
 }
 
 func (Priority) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[1]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
 }
 
 func (x Priority) Number() protoreflect.EnumNumber {
@@ -134,7 +190,7 @@ func (x Priority) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Priority.Descriptor instead.
 func (Priority) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
 }
 
 // Continuation says how a turn's input stands to what its agent remembers.
@@ -186,11 +242,11 @@ func (x Continuation) String() string {
 }
 
 func (Continuation) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[2].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
 }
 
 func (Continuation) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[2]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
 }
 
 func (x Continuation) Number() protoreflect.EnumNumber {
@@ -199,7 +255,7 @@ func (x Continuation) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use Continuation.Descriptor instead.
 func (Continuation) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 type CacheSource int32
@@ -248,11 +304,11 @@ func (x CacheSource) String() string {
 }
 
 func (CacheSource) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[3].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
 }
 
 func (CacheSource) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[3]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
 }
 
 func (x CacheSource) Number() protoreflect.EnumNumber {
@@ -261,7 +317,7 @@ func (x CacheSource) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use CacheSource.Descriptor instead.
 func (CacheSource) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 type PrefixMatch int32
@@ -303,11 +359,11 @@ func (x PrefixMatch) String() string {
 }
 
 func (PrefixMatch) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[4].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
 }
 
 func (PrefixMatch) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[4]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
 }
 
 func (x PrefixMatch) Number() protoreflect.EnumNumber {
@@ -316,7 +372,7 @@ func (x PrefixMatch) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use PrefixMatch.Descriptor instead.
 func (PrefixMatch) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 type MissReason int32
@@ -380,11 +436,11 @@ func (x MissReason) String() string {
 }
 
 func (MissReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[5].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
 }
 
 func (MissReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[5]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
 }
 
 func (x MissReason) Number() protoreflect.EnumNumber {
@@ -393,7 +449,7 @@ func (x MissReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use MissReason.Descriptor instead.
 func (MissReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 type FinishReason int32
@@ -440,11 +496,11 @@ func (x FinishReason) String() string {
 }
 
 func (FinishReason) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[6].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
 }
 
 func (FinishReason) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[6]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
 }
 
 func (x FinishReason) Number() protoreflect.EnumNumber {
@@ -453,7 +509,7 @@ func (x FinishReason) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use FinishReason.Descriptor instead.
 func (FinishReason) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 type SnapshotState int32
@@ -498,11 +554,11 @@ func (x SnapshotState) String() string {
 }
 
 func (SnapshotState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[7].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
 }
 
 func (SnapshotState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[7]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
 }
 
 func (x SnapshotState) Number() protoreflect.EnumNumber {
@@ -511,7 +567,7 @@ func (x SnapshotState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use SnapshotState.Descriptor instead.
 func (SnapshotState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 type TurnState int32
@@ -548,11 +604,11 @@ func (x TurnState) String() string {
 }
 
 func (TurnState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[8].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
 }
 
 func (TurnState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[8]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
 }
 
 func (x TurnState) Number() protoreflect.EnumNumber {
@@ -561,7 +617,7 @@ func (x TurnState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use TurnState.Descriptor instead.
 func (TurnState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 type LoadStage int32
@@ -599,11 +655,11 @@ func (x LoadStage) String() string {
 }
 
 func (LoadStage) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[9].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
 }
 
 func (LoadStage) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[9]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
 }
 
 func (x LoadStage) Number() protoreflect.EnumNumber {
@@ -612,7 +668,7 @@ func (x LoadStage) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use LoadStage.Descriptor instead.
 func (LoadStage) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 type ModelState int32
@@ -655,11 +711,11 @@ func (x ModelState) String() string {
 }
 
 func (ModelState) Descriptor() protoreflect.EnumDescriptor {
-	return file_kvasir_inference_v1_inference_proto_enumTypes[10].Descriptor()
+	return file_kvasir_inference_v1_inference_proto_enumTypes[11].Descriptor()
 }
 
 func (ModelState) Type() protoreflect.EnumType {
-	return &file_kvasir_inference_v1_inference_proto_enumTypes[10]
+	return &file_kvasir_inference_v1_inference_proto_enumTypes[11]
 }
 
 func (x ModelState) Number() protoreflect.EnumNumber {
@@ -668,7 +724,7 @@ func (x ModelState) Number() protoreflect.EnumNumber {
 
 // Deprecated: Use ModelState.Descriptor instead.
 func (ModelState) EnumDescriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 type GenerateRequest struct {
@@ -708,6 +764,9 @@ type GenerateRequest struct {
 	BaseVersion *int64 `protobuf:"varint,16,opt,name=base_version,json=baseVersion,proto3,oneof" json:"base_version,omitempty"`
 	// Messages that begin another conversation take the place of the agent's.
 	ReplaceMemory bool `protobuf:"varint,17,opt,name=replace_memory,json=replaceMemory,proto3" json:"replace_memory,omitempty"`
+	// What happens when the conversation no longer fits the model's context; only with messages, and with an agent_id. Absent: what
+	// the agent's label "kvasir.on_full" says ("drop_oldest", "summarize:0.4"), else REFUSE.
+	OnFull        *OnFull `protobuf:"bytes,18,opt,name=on_full,json=onFull,proto3" json:"on_full,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -885,6 +944,13 @@ func (x *GenerateRequest) GetReplaceMemory() bool {
 	return false
 }
 
+func (x *GenerateRequest) GetOnFull() *OnFull {
+	if x != nil {
+		return x.OnFull
+	}
+	return nil
+}
+
 type isGenerateRequest_Input interface {
 	isGenerateRequest_Input()
 }
@@ -931,6 +997,72 @@ func (*GenerateRequest_JsonSchema) isGenerateRequest_ResponseFormat() {}
 
 func (*GenerateRequest_Regex) isGenerateRequest_ResponseFormat() {}
 
+// OnFull says what happens to a conversation that no longer fits its model's context. The system's messages at its beginning stay, and so do the newest
+// messages; what is left out ends before a user's message. Mostly this is done after a reply, once the memory fills 80 % of the context: the shorter memory is computed
+// in the background and becomes the agent's next version, so that the next turn is hot; a turn that does not fit even so leaves out messages before it
+// replies. Earlier versions keep what was left out.
+type OnFull struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Policy OnFullPolicy           `protobuf:"varint,1,opt,name=policy,proto3,enum=kvasir.inference.v1.OnFullPolicy" json:"policy,omitempty"`
+	// How much of the context the shorter conversation may fill; 0.1 to 0.8. Default 0.5. The last question and its reply stay in any case.
+	Keep *float64 `protobuf:"fixed64,2,opt,name=keep,proto3,oneof" json:"keep,omitempty"`
+	// With SUMMARIZE: what the agent is asked; at most 4 KiB. Default: for what it must not forget.
+	SummaryRequest string `protobuf:"bytes,3,opt,name=summary_request,json=summaryRequest,proto3" json:"summary_request,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
+}
+
+func (x *OnFull) Reset() {
+	*x = OnFull{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OnFull) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OnFull) ProtoMessage() {}
+
+func (x *OnFull) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OnFull.ProtoReflect.Descriptor instead.
+func (*OnFull) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *OnFull) GetPolicy() OnFullPolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return OnFullPolicy_ON_FULL_POLICY_UNSPECIFIED
+}
+
+func (x *OnFull) GetKeep() float64 {
+	if x != nil && x.Keep != nil {
+		return *x.Keep
+	}
+	return 0
+}
+
+func (x *OnFull) GetSummaryRequest() string {
+	if x != nil {
+		return x.SummaryRequest
+	}
+	return ""
+}
+
 type MessageList struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Messages      []*v1.Message          `protobuf:"bytes,1,rep,name=messages,proto3" json:"messages,omitempty"`
@@ -940,7 +1072,7 @@ type MessageList struct {
 
 func (x *MessageList) Reset() {
 	*x = MessageList{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -952,7 +1084,7 @@ func (x *MessageList) String() string {
 func (*MessageList) ProtoMessage() {}
 
 func (x *MessageList) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[1]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -965,7 +1097,7 @@ func (x *MessageList) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MessageList.ProtoReflect.Descriptor instead.
 func (*MessageList) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{1}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *MessageList) GetMessages() []*v1.Message {
@@ -987,7 +1119,7 @@ type Tool struct {
 
 func (x *Tool) Reset() {
 	*x = Tool{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -999,7 +1131,7 @@ func (x *Tool) String() string {
 func (*Tool) ProtoMessage() {}
 
 func (x *Tool) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[2]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1012,7 +1144,7 @@ func (x *Tool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Tool.ProtoReflect.Descriptor instead.
 func (*Tool) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{2}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Tool) GetName() string {
@@ -1074,7 +1206,7 @@ type Sampling struct {
 
 func (x *Sampling) Reset() {
 	*x = Sampling{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1086,7 +1218,7 @@ func (x *Sampling) String() string {
 func (*Sampling) ProtoMessage() {}
 
 func (x *Sampling) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[3]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1099,7 +1231,7 @@ func (x *Sampling) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Sampling.ProtoReflect.Descriptor instead.
 func (*Sampling) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{3}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Sampling) GetMaxTokens() int32 {
@@ -1215,7 +1347,7 @@ type GenerateResponse struct {
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1227,7 +1359,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[4]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1240,7 +1372,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{4}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *GenerateResponse) GetEvent() isGenerateResponse_Event {
@@ -1340,7 +1472,7 @@ type Started struct {
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1352,7 +1484,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[5]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1365,7 +1497,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{5}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Started) GetRequestId() string {
@@ -1455,7 +1587,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1467,7 +1599,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1480,7 +1612,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -1516,7 +1648,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1528,7 +1660,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1541,7 +1673,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Delta) GetText() string {
@@ -1593,7 +1725,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1605,7 +1737,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1618,7 +1750,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -1653,7 +1785,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1665,7 +1797,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1678,7 +1810,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -1713,14 +1845,19 @@ type Finished struct {
 	Snapshot    *SnapshotOutcome `protobuf:"bytes,5,opt,name=snapshot,proto3" json:"snapshot,omitempty"`
 	ToolCalls   []*v1.ToolCall   `protobuf:"bytes,6,rep,name=tool_calls,json=toolCalls,proto3" json:"tool_calls,omitempty"`
 	// Which of the replies that were asked for, from 0.
-	Choice        int32 `protobuf:"varint,7,opt,name=choice,proto3" json:"choice,omitempty"`
+	Choice int32 `protobuf:"varint,7,opt,name=choice,proto3" json:"choice,omitempty"`
+	// How full the agent's memory is: its tokens with this reply, and the most that its model takes. 0 where nothing is kept. From 80 % on, say so to people.
+	MemoryTokens  int64 `protobuf:"varint,8,opt,name=memory_tokens,json=memoryTokens,proto3" json:"memory_tokens,omitempty"`
+	ContextTokens int64 `protobuf:"varint,9,opt,name=context_tokens,json=contextTokens,proto3" json:"context_tokens,omitempty"`
+	// Set when messages were left out of the conversation, or will be once this reply is over.
+	Shortening    *Shortening `protobuf:"bytes,10,opt,name=shortening,proto3" json:"shortening,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1732,7 +1869,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1745,7 +1882,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -1797,6 +1934,99 @@ func (x *Finished) GetChoice() int32 {
 	return 0
 }
 
+func (x *Finished) GetMemoryTokens() int64 {
+	if x != nil {
+		return x.MemoryTokens
+	}
+	return 0
+}
+
+func (x *Finished) GetContextTokens() int64 {
+	if x != nil {
+		return x.ContextTokens
+	}
+	return 0
+}
+
+func (x *Finished) GetShortening() *Shortening {
+	if x != nil {
+		return x.Shortening
+	}
+	return nil
+}
+
+// Shortening says what is left out of a conversation because of its length.
+type Shortening struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Policy OnFullPolicy           `protobuf:"varint,1,opt,name=policy,proto3,enum=kvasir.inference.v1.OnFullPolicy" json:"policy,omitempty"`
+	// Messages that are left out, and those that stay. The agent's earlier versions keep all.
+	DroppedMessages int64 `protobuf:"varint,2,opt,name=dropped_messages,json=droppedMessages,proto3" json:"dropped_messages,omitempty"`
+	KeptMessages    int64 `protobuf:"varint,3,opt,name=kept_messages,json=keptMessages,proto3" json:"kept_messages,omitempty"`
+	// True: this turn itself did not fit, and was answered without them. False: the turns to come go on without them, from a version
+	// that follows this turn's; an expected_version that names this turn's is taken for that one.
+	BeforeReply   bool `protobuf:"varint,4,opt,name=before_reply,json=beforeReply,proto3" json:"before_reply,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Shortening) Reset() {
+	*x = Shortening{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Shortening) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Shortening) ProtoMessage() {}
+
+func (x *Shortening) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
+func (*Shortening) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *Shortening) GetPolicy() OnFullPolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return OnFullPolicy_ON_FULL_POLICY_UNSPECIFIED
+}
+
+func (x *Shortening) GetDroppedMessages() int64 {
+	if x != nil {
+		return x.DroppedMessages
+	}
+	return 0
+}
+
+func (x *Shortening) GetKeptMessages() int64 {
+	if x != nil {
+		return x.KeptMessages
+	}
+	return 0
+}
+
+func (x *Shortening) GetBeforeReply() bool {
+	if x != nil {
+		return x.BeforeReply
+	}
+	return false
+}
+
 type Usage struct {
 	state            protoimpl.MessageState `protogen:"open.v1"`
 	PromptTokens     int64                  `protobuf:"varint,1,opt,name=prompt_tokens,json=promptTokens,proto3" json:"prompt_tokens,omitempty"`
@@ -1808,7 +2038,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1820,7 +2050,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1833,7 +2063,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -1872,7 +2102,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1884,7 +2114,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1897,7 +2127,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -1952,7 +2182,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1964,7 +2194,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1977,7 +2207,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2023,7 +2253,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2035,7 +2265,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2048,7 +2278,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 type ListTurnsResponse struct {
@@ -2061,7 +2291,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2073,7 +2303,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2086,7 +2316,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -2118,7 +2348,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2130,7 +2360,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2143,7 +2373,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -2211,7 +2441,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2223,7 +2453,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2236,7 +2466,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -2256,7 +2486,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2268,7 +2498,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2281,7 +2511,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -2301,7 +2531,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2313,7 +2543,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2326,7 +2556,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -2346,7 +2576,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2358,7 +2588,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2371,7 +2601,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -2399,7 +2629,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2411,7 +2641,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2424,7 +2654,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -2484,7 +2714,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2496,7 +2726,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2509,7 +2739,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -2613,7 +2843,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2625,7 +2855,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2638,7 +2868,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -2734,7 +2964,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2746,7 +2976,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2759,7 +2989,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -2828,7 +3058,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2840,7 +3070,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2853,7 +3083,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -2882,7 +3112,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2894,7 +3124,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2907,7 +3137,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -2937,7 +3167,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2949,7 +3179,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2962,7 +3192,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -3017,7 +3247,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3029,7 +3259,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3042,7 +3272,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -3070,7 +3300,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3082,7 +3312,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3095,7 +3325,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -3124,7 +3354,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3136,7 +3366,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3149,7 +3379,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -3175,7 +3405,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3187,7 +3417,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3200,7 +3430,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -3223,7 +3453,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3235,7 +3465,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3248,7 +3478,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -3273,7 +3503,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3285,7 +3515,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3298,7 +3528,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 type ListModelsResponse struct {
@@ -3310,7 +3540,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3322,7 +3552,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3335,7 +3565,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -3355,7 +3585,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3367,7 +3597,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3380,7 +3610,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -3399,7 +3629,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3411,7 +3641,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3424,7 +3654,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -3462,7 +3692,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3474,7 +3704,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3487,7 +3717,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Model) GetName() string {
@@ -3603,7 +3833,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3615,7 +3845,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3628,7 +3858,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 type GetCapabilitiesResponse struct {
@@ -3646,7 +3876,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3658,7 +3888,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3671,7 +3901,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -3729,7 +3959,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3741,7 +3971,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3754,7 +3984,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -3814,7 +4044,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3826,7 +4056,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3839,7 +4069,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 type GetStatsResponse struct {
@@ -3859,7 +4089,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3871,7 +4101,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3884,7 +4114,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -3953,7 +4183,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3965,7 +4195,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3978,7 +4208,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -4103,7 +4333,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4115,7 +4345,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4128,7 +4358,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -4198,7 +4428,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xb9\x06\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xef\x06\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4220,11 +4450,17 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\vmemory_mode\x18\x0f \x01(\x0e2\x1f.kvasir.inference.v1.MemoryModeR\n" +
 	"memoryMode\x12&\n" +
 	"\fbase_version\x18\x10 \x01(\x03H\x03R\vbaseVersion\x88\x01\x01\x12%\n" +
-	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemoryB\a\n" +
+	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemory\x124\n" +
+	"\aon_full\x18\x12 \x01(\v2\x1b.kvasir.inference.v1.OnFullR\x06onFullB\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
-	"\r_base_version\"D\n" +
+	"\r_base_version\"\x8e\x01\n" +
+	"\x06OnFull\x129\n" +
+	"\x06policy\x18\x01 \x01(\x0e2!.kvasir.inference.v1.OnFullPolicyR\x06policy\x12\x17\n" +
+	"\x04keep\x18\x02 \x01(\x01H\x00R\x04keep\x88\x01\x01\x12'\n" +
+	"\x0fsummary_request\x18\x03 \x01(\tR\x0esummaryRequestB\a\n" +
+	"\x05_keep\"D\n" +
 	"\vMessageList\x125\n" +
 	"\bmessages\x18\x01 \x03(\v2\x19.kvasir.common.v1.MessageR\bmessages\"e\n" +
 	"\x04Tool\x12\x12\n" +
@@ -4298,7 +4534,7 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\fTokenLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x18\n" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\x12\x1a\n" +
-	"\bspelling\x18\x03 \x01(\fR\bspelling\"\xe7\x02\n" +
+	"\bspelling\x18\x03 \x01(\fR\bspelling\"\xf4\x03\n" +
 	"\bFinished\x129\n" +
 	"\x06reason\x18\x01 \x01(\x0e2!.kvasir.inference.v1.FinishReasonR\x06reason\x12!\n" +
 	"\fmatched_stop\x18\x02 \x01(\tR\vmatchedStop\x120\n" +
@@ -4307,7 +4543,19 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\bsnapshot\x18\x05 \x01(\v2$.kvasir.inference.v1.SnapshotOutcomeR\bsnapshot\x129\n" +
 	"\n" +
 	"tool_calls\x18\x06 \x03(\v2\x1a.kvasir.common.v1.ToolCallR\ttoolCalls\x12\x16\n" +
-	"\x06choice\x18\a \x01(\x05R\x06choice\"~\n" +
+	"\x06choice\x18\a \x01(\x05R\x06choice\x12#\n" +
+	"\rmemory_tokens\x18\b \x01(\x03R\fmemoryTokens\x12%\n" +
+	"\x0econtext_tokens\x18\t \x01(\x03R\rcontextTokens\x12?\n" +
+	"\n" +
+	"shortening\x18\n" +
+	" \x01(\v2\x1f.kvasir.inference.v1.ShorteningR\n" +
+	"shortening\"\xba\x01\n" +
+	"\n" +
+	"Shortening\x129\n" +
+	"\x06policy\x18\x01 \x01(\x0e2!.kvasir.inference.v1.OnFullPolicyR\x06policy\x12)\n" +
+	"\x10dropped_messages\x18\x02 \x01(\x03R\x0fdroppedMessages\x12#\n" +
+	"\rkept_messages\x18\x03 \x01(\x03R\fkeptMessages\x12!\n" +
+	"\fbefore_reply\x18\x04 \x01(\bR\vbeforeReply\"~\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\x03R\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\x03R\fcachedTokens\x12+\n" +
@@ -4496,7 +4744,12 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x0fcomputed_tokens\x18\a \x01(\x03R\x0ecomputedTokens\x12 \n" +
 	"\vpreemptions\x18\b \x01(\x03R\vpreemptions\x12\x1f\n" +
 	"\vmodel_loads\x18\t \x01(\x03R\n" +
-	"modelLoads*v\n" +
+	"modelLoads*\x87\x01\n" +
+	"\fOnFullPolicy\x12\x1e\n" +
+	"\x1aON_FULL_POLICY_UNSPECIFIED\x10\x00\x12\x19\n" +
+	"\x15ON_FULL_POLICY_REFUSE\x10\x01\x12\x1e\n" +
+	"\x1aON_FULL_POLICY_DROP_OLDEST\x10\x02\x12\x1c\n" +
+	"\x18ON_FULL_POLICY_SUMMARIZE\x10\x03*v\n" +
 	"\n" +
 	"MemoryMode\x12\x1b\n" +
 	"\x17MEMORY_MODE_UNSPECIFIED\x10\x00\x12\x1a\n" +
@@ -4599,172 +4852,179 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 	return file_kvasir_inference_v1_inference_proto_rawDescData
 }
 
-var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 11)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 51)
+var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 12)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
-	(MemoryMode)(0),                 // 0: kvasir.inference.v1.MemoryMode
-	(Priority)(0),                   // 1: kvasir.inference.v1.Priority
-	(Continuation)(0),               // 2: kvasir.inference.v1.Continuation
-	(CacheSource)(0),                // 3: kvasir.inference.v1.CacheSource
-	(PrefixMatch)(0),                // 4: kvasir.inference.v1.PrefixMatch
-	(MissReason)(0),                 // 5: kvasir.inference.v1.MissReason
-	(FinishReason)(0),               // 6: kvasir.inference.v1.FinishReason
-	(SnapshotState)(0),              // 7: kvasir.inference.v1.SnapshotState
-	(TurnState)(0),                  // 8: kvasir.inference.v1.TurnState
-	(LoadStage)(0),                  // 9: kvasir.inference.v1.LoadStage
-	(ModelState)(0),                 // 10: kvasir.inference.v1.ModelState
-	(*GenerateRequest)(nil),         // 11: kvasir.inference.v1.GenerateRequest
-	(*MessageList)(nil),             // 12: kvasir.inference.v1.MessageList
-	(*Tool)(nil),                    // 13: kvasir.inference.v1.Tool
-	(*Sampling)(nil),                // 14: kvasir.inference.v1.Sampling
-	(*GenerateResponse)(nil),        // 15: kvasir.inference.v1.GenerateResponse
-	(*Started)(nil),                 // 16: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 17: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 18: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 19: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 20: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 21: kvasir.inference.v1.Finished
-	(*Usage)(nil),                   // 22: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 23: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 24: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 25: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 26: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 27: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 28: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 29: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 30: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 31: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 32: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 33: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 34: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 35: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 36: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 37: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 38: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 39: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 40: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 41: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 42: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 43: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 44: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 45: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 46: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 47: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 48: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 49: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 50: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 51: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 52: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 53: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 54: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 55: kvasir.inference.v1.EngineStats
-	nil,                             // 56: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 57: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 58: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 59: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 60: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 61: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	(*v1.Message)(nil),              // 62: kvasir.common.v1.Message
-	(*v1.ToolCall)(nil),             // 63: kvasir.common.v1.ToolCall
-	(*durationpb.Duration)(nil),     // 64: google.protobuf.Duration
-	(*v11.Digest)(nil),              // 65: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 66: kvasir.cachestore.v1.KvIdentity
+	(OnFullPolicy)(0),               // 0: kvasir.inference.v1.OnFullPolicy
+	(MemoryMode)(0),                 // 1: kvasir.inference.v1.MemoryMode
+	(Priority)(0),                   // 2: kvasir.inference.v1.Priority
+	(Continuation)(0),               // 3: kvasir.inference.v1.Continuation
+	(CacheSource)(0),                // 4: kvasir.inference.v1.CacheSource
+	(PrefixMatch)(0),                // 5: kvasir.inference.v1.PrefixMatch
+	(MissReason)(0),                 // 6: kvasir.inference.v1.MissReason
+	(FinishReason)(0),               // 7: kvasir.inference.v1.FinishReason
+	(SnapshotState)(0),              // 8: kvasir.inference.v1.SnapshotState
+	(TurnState)(0),                  // 9: kvasir.inference.v1.TurnState
+	(LoadStage)(0),                  // 10: kvasir.inference.v1.LoadStage
+	(ModelState)(0),                 // 11: kvasir.inference.v1.ModelState
+	(*GenerateRequest)(nil),         // 12: kvasir.inference.v1.GenerateRequest
+	(*OnFull)(nil),                  // 13: kvasir.inference.v1.OnFull
+	(*MessageList)(nil),             // 14: kvasir.inference.v1.MessageList
+	(*Tool)(nil),                    // 15: kvasir.inference.v1.Tool
+	(*Sampling)(nil),                // 16: kvasir.inference.v1.Sampling
+	(*GenerateResponse)(nil),        // 17: kvasir.inference.v1.GenerateResponse
+	(*Started)(nil),                 // 18: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 19: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 20: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 21: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 22: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 23: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 24: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 25: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 26: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 27: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 28: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 29: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 30: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 31: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 32: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 33: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 34: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 35: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 36: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 37: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 38: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 39: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 40: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 41: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 42: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 43: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 44: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 45: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 46: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 47: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 48: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 49: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 50: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 51: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 52: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 53: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 54: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 55: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 56: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 57: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 58: kvasir.inference.v1.EngineStats
+	nil,                             // 59: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 60: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 61: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 62: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 63: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 64: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	(*v1.Message)(nil),              // 65: kvasir.common.v1.Message
+	(*v1.ToolCall)(nil),             // 66: kvasir.common.v1.ToolCall
+	(*durationpb.Duration)(nil),     // 67: google.protobuf.Duration
+	(*v11.Digest)(nil),              // 68: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 69: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
-	12, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	12, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	14, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
-	13, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
-	1,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
-	0,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
-	62, // 6: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	56, // 7: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	16, // 8: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	17, // 9: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	18, // 10: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	21, // 11: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	3,  // 12: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	5,  // 13: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	4,  // 14: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	2,  // 15: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	19, // 16: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	20, // 17: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	6,  // 18: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	22, // 19: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	23, // 20: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	24, // 21: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	63, // 22: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	64, // 23: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	64, // 24: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	64, // 25: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	64, // 26: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	64, // 27: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	7,  // 28: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	65, // 29: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	27, // 30: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	8,  // 31: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	64, // 32: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	21, // 33: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	32, // 34: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	12, // 35: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	12, // 36: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	13, // 37: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	3,  // 38: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	5,  // 39: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	4,  // 40: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	64, // 41: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	64, // 42: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	12, // 43: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	13, // 44: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	39, // 45: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	40, // 46: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	9,  // 47: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	64, // 48: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	48, // 49: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	43, // 50: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	43, // 51: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	48, // 52: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	48, // 53: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	66, // 54: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	10, // 55: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	51, // 56: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	64, // 57: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	54, // 58: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	55, // 59: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	57, // 60: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	58, // 61: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	59, // 62: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	60, // 63: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	61, // 64: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	11, // 65: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	25, // 66: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	28, // 67: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	30, // 68: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	33, // 69: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	35, // 70: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	44, // 71: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	37, // 72: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	41, // 73: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	46, // 74: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	49, // 75: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	52, // 76: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	15, // 77: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	26, // 78: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	29, // 79: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	31, // 80: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	34, // 81: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	36, // 82: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	45, // 83: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	38, // 84: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	42, // 85: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	47, // 86: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	50, // 87: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	53, // 88: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	77, // [77:89] is the sub-list for method output_type
-	65, // [65:77] is the sub-list for method input_type
-	65, // [65:65] is the sub-list for extension type_name
-	65, // [65:65] is the sub-list for extension extendee
-	0,  // [0:65] is the sub-list for field type_name
+	14, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	14, // 1: kvasir.inference.v1.GenerateRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	16, // 2: kvasir.inference.v1.GenerateRequest.sampling:type_name -> kvasir.inference.v1.Sampling
+	15, // 3: kvasir.inference.v1.GenerateRequest.tools:type_name -> kvasir.inference.v1.Tool
+	2,  // 4: kvasir.inference.v1.GenerateRequest.priority:type_name -> kvasir.inference.v1.Priority
+	1,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
+	13, // 6: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
+	0,  // 7: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	65, // 8: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	59, // 9: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	18, // 10: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	19, // 11: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	20, // 12: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	23, // 13: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	4,  // 14: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	6,  // 15: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	5,  // 16: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	3,  // 17: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	21, // 18: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	22, // 19: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	7,  // 20: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	25, // 21: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	26, // 22: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	27, // 23: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	66, // 24: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	24, // 25: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	0,  // 26: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	67, // 27: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	67, // 28: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	67, // 29: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	67, // 30: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	67, // 31: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	8,  // 32: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	68, // 33: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	30, // 34: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	9,  // 35: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	67, // 36: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	23, // 37: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	35, // 38: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	14, // 39: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	14, // 40: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	15, // 41: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	4,  // 42: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	6,  // 43: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	5,  // 44: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	67, // 45: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	67, // 46: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	14, // 47: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	15, // 48: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	42, // 49: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	43, // 50: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	10, // 51: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	67, // 52: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	51, // 53: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	46, // 54: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	46, // 55: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	51, // 56: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	51, // 57: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	69, // 58: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	11, // 59: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	54, // 60: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	67, // 61: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	57, // 62: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	58, // 63: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	60, // 64: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	61, // 65: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	62, // 66: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	63, // 67: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	64, // 68: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	12, // 69: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	28, // 70: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	31, // 71: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	33, // 72: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	36, // 73: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	38, // 74: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	47, // 75: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	40, // 76: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	44, // 77: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	49, // 78: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	52, // 79: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	55, // 80: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	17, // 81: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	29, // 82: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	32, // 83: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	34, // 84: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	37, // 85: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	39, // 86: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	48, // 87: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	41, // 88: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	45, // 89: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	50, // 90: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	53, // 91: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	56, // 92: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	81, // [81:93] is the sub-list for method output_type
+	69, // [69:81] is the sub-list for method input_type
+	69, // [69:69] is the sub-list for extension type_name
+	69, // [69:69] is the sub-list for extension extendee
+	0,  // [0:69] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -4779,23 +5039,24 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateRequest_JsonSchema)(nil),
 		(*GenerateRequest_Regex)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[3].OneofWrappers = []any{}
-	file_kvasir_inference_v1_inference_proto_msgTypes[4].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[1].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[4].OneofWrappers = []any{}
+	file_kvasir_inference_v1_inference_proto_msgTypes[5].OneofWrappers = []any{
 		(*GenerateResponse_Started)(nil),
 		(*GenerateResponse_PrefillProgress)(nil),
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[22].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[24].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[24].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[26].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[27].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[29].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -4804,8 +5065,8 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
-			NumEnums:      11,
-			NumMessages:   51,
+			NumEnums:      12,
+			NumMessages:   53,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,211 @@
+"""What becomes of a turn whose agent's memory outgrew the model's context.
+
+A turn that does not fit leaves out the oldest messages before it replies. After a reply that fills the memory, the rest
+of the conversation is computed in the background, with the reply's own tokens behind it, and becomes the agent's next
+version: what the turn would have left, had its prompt been the shorter one. The agent's next turn waits for that and is
+hot.
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+
+import structlog
+from kvasir import errors, on_full
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.on_full import OnFull, OnFullPolicy
+
+from inference_svc.engine.api import Ended, SamplingParams
+from inference_svc.engine.engine import Engine
+from inference_svc.memory.agent_memory import AgentMemory
+from inference_svc.memory.recall import Prepared, Recollection
+from inference_svc.memory.store_patience import Budget
+from inference_svc.model.prompting import Prompting, Tokenized
+from inference_svc.text.conversation import dialogue, json_of_messages, render
+from inference_svc.text.shortening import (
+    SUMMARY_REQUEST,
+    Messages,
+    Shorter,
+    shorter,
+    with_summary,
+)
+from inference_svc.turns.outbox import Outbox
+from inference_svc.turns.prompt_text import prompt_text
+from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnRequest
+from inference_svc.turns.turn_ending import TurnEnding
+from inference_svc.turns.turn_state import TurnState, TurnTask, reply_reader
+
+_LOG = structlog.get_logger(__name__)
+FULL_SHARE = 0.8
+"""A memory that fills more of its context is full."""
+# A summary may fill an eighth of the context, and that many tokens.
+_MOST_SUMMARY_TOKENS = 512
+_SUMMARY_SHARE = 8
+_FEWEST_SUMMARY_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The steps of a turn that a turn for shortening goes through too."""
+
+    newest: Callable[[TurnState, Budget], Awaitable[Recollection]]
+    plan_and_run: Callable[[TurnState, Recollection, str, Budget], Awaitable[tuple[Recollection, Prepared, Ended]]]
+    counted: Callable[[TurnState], AbstractContextManager[None]]
+    budget: Callable[[], Budget]
+    outbox: Callable[[], Outbox]
+    clock: Callable[[], float]
+
+
+class MemoryShortener:
+    """Shortens the conversations of one model's turns."""
+
+    def __init__(self, prompting: Prompting, ending: TurnEnding, serving: Serving, engine: Engine) -> None:
+        self._prompting = prompting
+        self._ending = ending
+        self._serving = serving
+        self._engine = engine
+
+    @property
+    def _context_tokens(self) -> int:
+        return self._engine.model.context_tokens
+
+    @property
+    def _most_summary_tokens(self) -> int:
+        return min(_MOST_SUMMARY_TOKENS, self._context_tokens // _SUMMARY_SHARE)
+
+    async def before_reply(self, turn: TurnState, recollection: Recollection, refusal: errors.ResourceExhausted) -> str:
+        """The prompt of a turn that does not fit, without its oldest messages. Raises the refusal where messages may
+        not be left out, or where the last question is too long by itself.
+        """
+        setting = _setting(turn.request, recollection)
+        reply_tokens = 1 if turn.request.max_tokens_is_default else turn.request.sampling.max_tokens
+        most_tokens = self._context_tokens - reply_tokens
+        if not setting.shortens or not isinstance(turn.request.input, MessagesInput) or most_tokens < 1:
+            raise refusal
+        found = await self._shorter(turn, turn.messages, setting, most_tokens)
+        if found is None:
+            raise refusal
+        turn.messages = found.messages
+        turn.shortened = _shortened(turn.shortened, found)
+        turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=True)
+        text, turn.dialogue = await prompt_text(self._prompting, turn.request, found.messages)
+        return text
+
+    async def after_reply(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
+        """Decide whether the turns to come go on with fewer messages, and with which."""
+        setting, tokens = _setting(turn.request, recollection), len(memory.transcript.token_ids)
+        asked = 0 if turn.request.max_tokens_is_default else turn.request.sampling.max_tokens
+        full_tokens = min(int(self._context_tokens * FULL_SHARE), self._context_tokens - asked)
+        if not setting.shortens or not memory.messages or tokens <= full_tokens:
+            return
+        try:
+            found = await self._shorter(turn, memory.messages, setting, tokens - 1)
+        except errors.KvasirError as error:
+            _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, reason=error.reason)
+            return
+        if found is not None:
+            turn.shorter, turn.on_full = found, setting
+            turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=False)
+
+    async def shorten(self, turn: TurnState) -> None:
+        """Make the shorter memory the agent's next version. The turn's reader has its end already."""
+        assert turn.shorter is not None
+        setting, budget, kept = turn.on_full, self._serving.budget(), turn.shorter
+        newest = await self._serving.newest(turn, budget)
+        memory = newest.memory
+        if memory is None or memory.turn.request_id != turn.request.request_id or newest.head is None:
+            return  # another engine's version, or one that is not known, came after the turn's
+        summary = await self._summary(turn, setting, memory) if setting.policy is OnFullPolicy.SUMMARIZE else ""
+        messages = with_summary(kept.messages, summary) if summary else kept.messages
+        shortened = _shortened(memory.shortened, kept)
+        shortened.has_summary, shortened.is_after_turn = bool(summary), True
+        follow = self._following(turn, messages[:-1], replace(turn.request.sampling, max_tokens=0, constraint=None))
+        follow.shortened, follow.messages = shortened, messages
+        with self._serving.counted(follow):
+            newest = await self._serving.newest(follow, budget)
+            follow.parent_version = newest.head.version if newest.head is not None else 0
+            text, follow.dialogue = await prompt_text(self._prompting, follow.request, messages[:-1])
+            transcript, said = memory.transcript, memory.turn
+            follow.spoken = Tokenized(
+                tuple(transcript.token_ids[said.prompt_tokens :]), tuple(transcript.token_chars[said.prompt_tokens :])
+            )
+            ran = await self._serving.plan_and_run(follow, newest, text, budget)
+            await self._ending.shortened(follow, memory, *ran)
+
+    async def _summary(self, turn: TurnState, setting: OnFull, memory: AgentMemory) -> str:
+        """What the agent says it must not forget; empty where that does not fit, or it says nothing."""
+        question = manifest_pb2.Message(role="user", content=_request(setting))
+        asking = self._following(turn, (question,), SamplingParams(self._most_summary_tokens), is_append=True)
+        asking.messages = (*memory.messages, question)
+        budget = self._serving.budget()
+        try:
+            with self._serving.counted(asking):
+                newest = await self._serving.newest(asking, budget)
+                text, asking.dialogue = await prompt_text(self._prompting, asking.request, asking.messages)
+                asked = await self._prompting.run(turn.request.namespace, lambda: self._prompting.tokenize(text))
+                room = min(self._most_summary_tokens, self._context_tokens - len(asked.ids))
+                if room < _FEWEST_SUMMARY_TOKENS:
+                    return ""
+                asking.request = replace(asking.request, sampling=SamplingParams(room))
+                _, _, ended = await self._serving.plan_and_run(asking, newest, text, budget)
+        except errors.KvasirError as error:
+            _LOG.warning("memory.no_summary", request_id=turn.request.request_id, reason=error.reason)
+            return ""
+        reader = reply_reader(asking.request, self._prompting, text)
+        return (reader.push(ended.text).answer + reader.end("").answer).strip()
+
+    def _following(
+        self, turn: TurnState, messages: Messages, sampling: SamplingParams, *, is_append: bool = False
+    ) -> TurnState:
+        """A turn of the same agent that nobody reads; one that appends leaves its agent as it is."""
+        request = replace(
+            turn.request,
+            input=MessagesInput(messages, is_append=is_append),
+            sampling=sampling,
+            max_tokens_is_default=False,
+            expected_version=None,
+            base_version=None,
+            keep_partial=False,
+            is_read_only=is_append,
+        )
+        return TurnState(request, TurnTask(self._serving.outbox()), arrived=self._serving.clock())
+
+    async def _shorter(self, turn: TurnState, messages: Messages, setting: OnFull, most_tokens: int) -> Shorter | None:
+        """Which messages stay, so that they fill the part of the context that the setting keeps."""
+        request = turn.request
+        wanted_tokens = min(int(self._context_tokens * setting.keep), most_tokens)
+        if setting.policy is OnFullPolicy.SUMMARIZE:
+            wanted_tokens -= self._most_summary_tokens
+        objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
+        objects.check_size()
+        counter = await self._prompting.twin(request.namespace)
+        await counter.read(request.namespace, objects)
+
+        def tokens_of(candidate: Messages) -> int:
+            text = render(counter.template, dialogue(candidate, request.tools, objects, counter.specials))
+            return len(counter.tokenize(text).ids)
+
+        has_summary = turn.shortened is not None and turn.shortened.has_summary
+        turn.request = replace(request, objects=objects)
+        return await counter.run(
+            request.namespace,
+            lambda: shorter(
+                messages, tokens_of, wanted_tokens=wanted_tokens, most_tokens=most_tokens, has_summary=has_summary
+            ),
+        )
+
+
+def _setting(request: TurnRequest, recollection: Recollection) -> OnFull:
+    """The turn's own setting, or its agent's. Raises InvalidArgument for a label that says none."""
+    if request.on_full is not None:
+        return request.on_full
+    return on_full.from_label(recollection.on_full) if recollection.on_full else OnFull()
+
+
+def _request(setting: OnFull) -> str:
+    return setting.summary_request or SUMMARY_REQUEST
+
+
+def _shortened(before: manifest_pb2.Shortened | None, found: Shorter) -> manifest_pb2.Shortened:
+    dropped = before.dropped_messages if before is not None else 0
+    return manifest_pb2.Shortened(dropped_messages=dropped + found.dropped)
