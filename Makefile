@@ -111,5 +111,9 @@ lint-swift: install ## Generate Swift's stubs into out/swift, where protoc-gen-s
 test-page: install ## The operator's page in headless Chromium: axe-core, keyboard, no scripts; pictures into out/
 	$(BIN)/python -m tests.gateway.page.browser out/page
 
+.PHONY: test-langgraph
+test-langgraph: install ## The LangGraph example of scenarios before real services; installs LangGraph into out/
+	$(BIN)/python -m tests.orchestrator out/langgraph
+
 fresh:           ## Remove what the tasks made
 	rm -rf .venv out

@@ -86,6 +86,7 @@ IMPORTS = (
             f"{SDK}/formats/frames.py",
             f"{SDK}/cli/*",
             f"{GATEWAY}/*",
+            f"{ORCHESTRATOR}/engine_memory.py",
         ),
         "requests and responses stay at the edge; identity and manifest are plain data",
     ),
@@ -101,6 +102,11 @@ IMPORTS = (
     ),
     Wall(
         ("starlette", "uvicorn", "jinja2", "kvasir_gateway"), (f"{GATEWAY}/*",), "HTTP is the gateway's, and ends there"
+    ),
+    Wall(
+        ("kvasir_orchestrator",),
+        (f"{ORCHESTRATOR}/*", f"{SDK}/cli/scenarios/*"),
+        "an extra: who does not run scenarios need not have it",
     ),
     Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
     Wall(
@@ -367,7 +373,7 @@ ROOMS = {
         "on_full": "errors",
     },
     GATEWAY: {},
-    ORCHESTRATOR: {},
+    ORCHESTRATOR: {"report": "memory model outcomes plan scenario"},
 }
 
 

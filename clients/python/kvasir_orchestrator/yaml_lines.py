@@ -35,7 +35,7 @@ class ScenarioInvalid(InvalidArgument):
     def __init__(self, source: str, problems: list[Problem]) -> None:
         self.source = source
         self.problems = sorted(problems, key=lambda problem: problem.line)[:MAX_PROBLEMS]
-        super().__init__("\n".join(self.lines()), field=self.problems[0].name)
+        super().__init__("; ".join(self.lines()), field=self.problems[0].name)
 
     def lines(self) -> list[str]:
         """Each problem as FILE:LINE: FIELD: what was expected."""

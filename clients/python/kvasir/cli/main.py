@@ -12,6 +12,7 @@ from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import group, up
 from kvasir.cli.running.home import DEFAULT_HOME
+from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.showing import help_words
 from kvasir.cli.talking import chat
 
@@ -35,6 +36,7 @@ app.add_typer(engine.models, name="models")
 app.add_typer(agents.app, name="agents")
 app.add_typer(store.app, name="store")
 app.add_typer(bench.app, name="bench")
+app.add_typer(scenarios.app, name="scenario")
 
 
 def _print_version(context: typer.Context, value: bool) -> None:

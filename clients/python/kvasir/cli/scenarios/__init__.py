@@ -1,0 +1,1 @@
+"""`kvasir scenario …`: `commands` is always there; what it calls needs the extra `orchestrator`."""

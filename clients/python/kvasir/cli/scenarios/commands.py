@@ -1,0 +1,105 @@
+"""`kvasir scenario …`: run scenarios of several agents, go on with them, and report what happened.
+
+The extra `orchestrator` is imported when a command runs and not before.
+"""
+
+import asyncio
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated
+
+import typer
+
+from kvasir.cli import failures
+from kvasir.cli.caller import JsonOption, caller_of
+from kvasir.errors import FailedPrecondition, KvasirError
+
+app = typer.Typer(help="Let agents speak with each other in phases, each with its own memory.", no_args_is_help=True)
+
+FileArgument = Annotated[
+    str, typer.Argument(help="A scenario's YAML file, or the name of one of `kvasir scenario ls`.", metavar="FILE")
+]
+
+
+@app.command("ls")
+def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the scenarios that come with Kvasir."""
+    _runs().show_shipped(caller_of(context, as_json))
+
+
+@app.command("show")
+def show(context: typer.Context, file: FileArgument, as_json: JsonOption = False) -> None:
+    """Print a scenario's file, to begin one's own with: kvasir scenario show gossip > mine.yaml."""
+    text = _runs().scenario_of(file).text
+    caller_of(context, as_json).result({"text": text}, lambda out: out.print(text, end=""))
+
+
+@app.command("schema")
+def schema(context: typer.Context, as_json: JsonOption = False) -> None:
+    """Print the JSON schema of scenario files, for editors."""
+    _runs().show_schema(caller_of(context, as_json))
+
+
+@app.command("run")
+def run(
+    context: typer.Context,
+    file: FileArgument,
+    variant: Annotated[int, typer.Option(min=0, help="Draw other words for its values. 0: the first of each.")] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print every prompt and the reuse it will get; ask nobody.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="First delete the scenario's agents and what they remember; begin anew.")
+    ] = False,
+    journal: Annotated[Path | None, typer.Option(help="The run's journal. Left out: one in the home.")] = None,
+    retries: Annotated[int, typer.Option(min=0, help="How often a turn that breaks is asked for again.")] = 6,
+    parallel: Annotated[int, typer.Option(min=1, max=100, help="Most turns at once.")] = 16,
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The token file of a namespace that the scenario names. May be repeated.", metavar="NAME=FILE"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a scenario, or go on with a run that was stopped. Ends with 1 when an outcome is not met."""
+    caller = caller_of(context, as_json)
+    runs = _runs()
+    scenario = runs.scenario_of(file, variant)
+    if dry_run:
+        runs.show_prompts(caller, scenario)
+        return
+    tokens = runs.tokens_of(namespace or [])
+    with failures.naming("engine", caller), runs.journal_of(caller, scenario, journal, fresh=fresh) as begun:
+        try:
+            is_met = asyncio.run(runs.run(caller, scenario, begun, tokens=tokens, retries=retries, parallel=parallel))
+        except (KeyboardInterrupt, KvasirError):
+            caller.say(f"\nstopped after {len(begun.answers)} turns; run it again, without --fresh, to go on")
+            raise
+    if not is_met:
+        raise typer.Exit(failures.PROBLEMS)
+
+
+@app.command("report")
+def report(
+    context: typer.Context,
+    file: Annotated[
+        str, typer.Argument(help="A scenario's file or name (its newest run), or a journal.", metavar="FILE")
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write; an older one is replaced.")] = Path("scenario.html"),
+    as_json: JsonOption = False,
+) -> None:
+    """Write a run as one HTML page: who said and who saw what, and what each turn reused."""
+    _runs().write_report(caller_of(context, as_json), file, out)
+
+
+def _runs() -> ModuleType:
+    """What needs the extra. Raises FailedPrecondition where it is not installed."""
+    try:
+        from kvasir.cli.scenarios import runs
+    except ModuleNotFoundError as error:
+        if error.name not in ("kvasir_orchestrator", "yaml", "pydantic"):
+            raise
+        text = "scenarios need the extra `orchestrator`: pip install 'kvasir[orchestrator]'"
+        raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
+    return runs

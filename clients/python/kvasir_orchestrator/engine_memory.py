@@ -1,0 +1,113 @@
+"""The engine's memory: each turn appends what its agent has not seen to what it remembers."""
+
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+
+from kvasir.clients import AioInferenceClient, GenerateOptions, Reply
+from kvasir.errors import Conflict, InvalidArgument, NotFound, Unavailable
+from kvasir.inference.v1 import inference_pb2 as pb
+
+from kvasir_orchestrator.memory import Answer, Asked
+from kvasir_orchestrator.transcript import Message
+
+
+class EngineMemory:
+    """Agents of one engine. `clients` has a client for each namespace but the caller's own."""
+
+    def __init__(
+        self,
+        client: AioInferenceClient,
+        clients: Mapping[str, AioInferenceClient] | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clients = {"": client, **(clients or {})}
+        self._clock = clock
+        # What turns cost whose memory was not stored at once: asked again, they are answered from memory.
+        self._unstored: dict[str, Answer] = {}
+
+    async def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        """One turn. Raises Conflict if somebody else has changed the agent since its last turn of this run, and
+        Unavailable if its memory is not durable: asked again, the turn is not done twice."""
+        if asked.version is not None:
+            async with aclosing(self._turn(asked, append=asked.new, version=asked.version or None)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            return
+        # Version 0: whoever remembers an earlier run goes on from it, and knows its persona.
+        try:
+            async with aclosing(self._turn(asked, whole=[*asked.transcript, *asked.new], version=0)) as pieces:
+                async for piece in pieces:
+                    yield piece
+        except Conflict:
+            async with aclosing(self._turn(asked, append=asked.new, version=None)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def forget(self, agent_id: str, namespace: str) -> None:
+        """Delete the agent's memory."""
+        with suppress(NotFound):
+            await self._client(namespace).delete_agent(agent_id)
+
+    async def _turn(
+        self,
+        asked: Asked,
+        *,
+        append: Sequence[Message] | None = None,
+        whole: Sequence[Message] | None = None,
+        version: int | None,
+    ) -> AsyncGenerator[str | Answer, None]:
+        began = self._clock()
+        options = GenerateOptions(
+            agent_id=asked.agent_id,
+            request_id=asked.request_id,
+            expected_version=version,
+            max_tokens=asked.max_tokens,
+            sampling={"temperature": asked.temperature, "seed": asked.seed},
+            regex=asked.regex,
+        )
+        events_of = self._client(asked.namespace).generate(append_messages=append, messages=whole, options=options)
+        reply, first_token_s = Reply(), 0.0
+        async with aclosing(events_of) as events:
+            async for event in events:
+                reply.add(event)
+                if event.HasField("delta"):
+                    first_token_s = first_token_s or self._clock() - began
+                    if event.delta.text:
+                        yield event.delta.text
+        yield self._whole(asked.request_id, reply, first_token_s, self._clock() - began)
+
+    def _client(self, namespace: str) -> AioInferenceClient:
+        if namespace not in self._clients:
+            known = ", ".join(sorted(self._clients)[1:]) or "none"
+            raise InvalidArgument(f"no credential of namespace {namespace!r}: expected one of {known}")
+        return self._clients[namespace]
+
+    def _whole(self, request_id: str, reply: Reply, first_token_s: float, total_s: float) -> Answer:
+        """The answer of a turn that is durable; else Unavailable."""
+        answer, snapshot = _answer(reply, first_token_s, total_s), reply.finished.snapshot
+        if before := self._unstored.pop(request_id, None):
+            answer = replace(before, version=answer.version)
+        if snapshot.state in (pb.SNAPSHOT_STATE_PENDING, pb.SNAPSHOT_STATE_FAILED):
+            self._unstored[request_id] = answer
+            state = pb.SnapshotState.Name(snapshot.state).removeprefix("SNAPSHOT_STATE_").lower()
+            raise Unavailable(f"the memory of the turn is {state}: {snapshot.reason}", reason="MEMORY_NOT_STORED")
+        return answer
+
+
+def _answer(reply: Reply, first_token_s: float, total_s: float) -> Answer:
+    started, snapshot = reply.started, reply.finished.snapshot
+    return Answer(
+        text=reply.text,
+        prompt_tokens=started.prompt_tokens,
+        cached_tokens=started.cached_tokens,
+        completion_tokens=reply.finished.usage.completion_tokens,
+        source=pb.CacheSource.Name(started.source).removeprefix("CACHE_SOURCE_").lower(),
+        match=pb.PrefixMatch.Name(started.match).removeprefix("PREFIX_MATCH_").lower(),
+        reason=started.reason,
+        first_token_s=first_token_s,
+        total_s=total_s,
+        version=snapshot.version if snapshot.state == pb.SNAPSHOT_STATE_COMMITTED else 0,
+    )

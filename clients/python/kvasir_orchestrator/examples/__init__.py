@@ -1,0 +1,1 @@
+"""Programs that use scenarios and agents' memories from Python."""

@@ -1,0 +1,127 @@
+"""The journal of a run: a line for each whole turn, on disk before the next one begins, so that a run can go on.
+
+The first line has the scenario itself, which a report needs. A last line that a crash cut short is dropped.
+"""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
+
+from kvasir_orchestrator.memory import Answer
+from kvasir_orchestrator.plan import Turn
+from kvasir_orchestrator.scenario import Scenario
+
+_FORMAT = 1
+
+
+class Journal:
+    """One run's journal. Made by `begin` and `resume`, which lock its file; `read` only looks."""
+
+    def __init__(self, path: Path, run_id: str, text: str, variant: int, forgets: bool) -> None:
+        self.path, self.run_id, self.text, self.variant = path, run_id, text, variant
+        self.forgets = forgets  # whether permanent agents are deleted before the first turn
+        self.answers: dict[int, Answer] = {}
+        self.is_finished = False
+        self._descriptor: int | None = None
+
+    @classmethod
+    def begin(cls, path: Path, scenario: Scenario, run_id: str, *, forgets: bool = False) -> Self:
+        """A new journal. Raises FailedPrecondition where a file is already."""
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        journal = cls(path, run_id, scenario.text, scenario.variant, forgets)
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+        except FileExistsError:
+            raise FailedPrecondition(f"{path} exists", reason="FILE_EXISTS", field="journal") from None
+        journal._lock(descriptor)
+        head = {"format": _FORMAT, "run_id": run_id, "variant": scenario.variant, "scenario": scenario.text}
+        head["forgets"] = forgets
+        journal._write({"kvasir_scenario_journal": head})
+        return journal
+
+    @classmethod
+    def resume(cls, path: Path, scenario: Scenario) -> Self:
+        """A journal that goes on. Raises FailedPrecondition for another scenario's, or while it is in use."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+        locked = cls(path, "", "", 0, forgets=False)
+        locked._lock(descriptor)
+        try:
+            journal, whole_bytes = cls._parsed(path)
+            if (journal.text, journal.variant) != (scenario.text, scenario.variant):
+                text = f"{path} is of another text or variant of this scenario: finish that run, or begin anew"
+                raise FailedPrecondition(text, reason="SCENARIO_CHANGED", field="journal")
+            os.ftruncate(descriptor, whole_bytes)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        journal._descriptor = descriptor
+        return journal
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """What a journal says. Raises DataLoss if it is none, and OSError."""
+        return cls._parsed(path)[0]
+
+    def record(self, turn: Turn, request_id: str, answer: Answer) -> None:
+        """Note a whole turn; it is on disk when this returns."""
+        self.answers[turn.index] = answer
+        self._write({"turn": turn.index, "agent": turn.agent, "request_id": request_id, "answer": asdict(answer)})
+
+    def finish(self) -> None:
+        """Note that nothing is left to do."""
+        self.is_finished = True
+        self._write({"finished": True})
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _lock(self, descriptor: int) -> None:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            text = f"{self.path} is in use: another process runs this scenario"
+            raise FailedPrecondition(text, reason="JOURNAL_IN_USE", field="journal") from None
+        self._descriptor = descriptor
+
+    def _write(self, value: dict[str, Any]) -> None:
+        if self._descriptor is None:
+            raise InvalidArgument("the journal was opened to be read")
+        line = json.dumps(value, ensure_ascii=False).encode() + b"\n"
+        while line:
+            line = line[os.write(self._descriptor, line) :]
+        os.fsync(self._descriptor)
+
+    @classmethod
+    def _parsed(cls, path: Path) -> tuple[Self, int]:
+        """The journal, and the bytes of its whole lines."""
+        *lines, _cut = path.read_bytes().split(b"\n")
+        try:
+            head = json.loads(lines[0])["kvasir_scenario_journal"]
+            if head["format"] != _FORMAT:
+                raise DataLoss(f"{path}: format {head['format']}, expected {_FORMAT}", reason="JOURNAL_DAMAGED")
+            journal = cls(path, head["run_id"], head["scenario"], head["variant"], head["forgets"])
+            for line in lines[1:]:
+                value = json.loads(line)
+                if "turn" in value:
+                    journal.answers[value["turn"]] = Answer(**value["answer"])
+                journal.is_finished = journal.is_finished or "finished" in value
+        except (ValueError, LookupError, TypeError) as error:
+            raise DataLoss(f"{path} is no journal of a scenario: {error}", reason="JOURNAL_DAMAGED") from None
+        return journal, sum(len(line) + 1 for line in lines)

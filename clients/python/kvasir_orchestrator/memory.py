@@ -1,0 +1,65 @@
+"""How the runner gets a reply: the one seam behind which other ways to remember can stand.
+
+The engine's own memory is in `engine_memory`. Others, such as a prompt that is computed anew each turn, get everything
+they need in `Asked`.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvasir_orchestrator.plan import Turn
+from kvasir_orchestrator.transcript import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One turn as it is asked for. Asked again after a break it is the same in every field."""
+
+    turn: Turn
+    agent_id: str  # the agent's name at the engine
+    namespace: str  # empty: the caller's own
+    request_id: str
+    new: Sequence[Message]  # what the agent has not seen yet
+    transcript: Sequence[Message]  # what it saw and said before, from its persona on
+    version: int | None  # of its memory after its last turn; None: its first turn of this run
+    max_tokens: int
+    temperature: float
+    seed: int
+    regex: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A whole reply, and what it cost."""
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int  # whose KV was reused
+    completion_tokens: int
+    source: str  # cold, hot, warm, shared or replay
+    match: str  # how the prompt stands to what was remembered: none, exact, extend or diverge
+    reason: str  # why not everything was reused; empty for a full hit
+    first_token_s: float
+    total_s: float
+    version: int  # of the agent's memory now; 0: none is kept
+
+    @property
+    def new_tokens(self) -> int:
+        """Prompt tokens that were computed."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+class Memory(Protocol):
+    """Answers turns, and remembers what it likes of them."""
+
+    def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        """The reply's pieces as they come, and the whole at the end. Closing it cancels the turn.
+
+        Raises the types of `kvasir.errors`.
+        """
+        ...
+
+    async def forget(self, agent_id: str, namespace: str) -> None:
+        """Delete an agent; one that does not exist is no error."""
+        ...

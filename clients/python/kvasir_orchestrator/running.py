@@ -1,0 +1,200 @@
+"""Runs a scenario: every turn as soon as those that it waits for are done, as an asynchronous iterator of events.
+
+A turn's prompt depends on these turns alone, so the conversation is the same however many turns run beside each other.
+"""
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from kvasir.errors import DeadlineExceeded, Internal, KvasirError, Unavailable
+
+from kvasir_orchestrator.events import (
+    Event,
+    RunDone,
+    RunStarted,
+    Said,
+    TurnDone,
+    TurnRetried,
+    TurnStarted,
+)
+from kvasir_orchestrator.journal import Journal
+from kvasir_orchestrator.memory import Answer, Asked, Memory
+from kvasir_orchestrator.outcomes import checked
+from kvasir_orchestrator.plan import Turn
+from kvasir_orchestrator.scenario import Scenario
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retries:
+    """What happens to a turn that breaks. Each wait is twice the last, or longer if the engine asks for it."""
+
+    times: int = 6
+    wait_s: float = 0.5
+    longest_s: float = 10.0
+
+    def wait(self, error: KvasirError, attempt: int) -> float | None:
+        """Seconds until a turn is asked for again, after so many attempts; None: no more."""
+        is_passing = isinstance(error, Unavailable | DeadlineExceeded | Internal) or error.retry_after_s is not None
+        if not is_passing or attempt > self.times:
+            return None
+        return min(max(self.wait_s * 2.0 ** (attempt - 1), error.retry_after_s or 0.0), self.longest_s)
+
+
+async def run(
+    scenario: Scenario,
+    memory: Memory,
+    *,
+    journal: Journal | None = None,
+    retries: Retries = Retries(),
+    parallel: int = 16,
+    new_id: Callable[[], uuid.UUID] = uuid.uuid4,
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> AsyncGenerator[Event, None]:
+    """Run a scenario, or the rest of it that its journal does not have. Closing the iterator stops the turns.
+
+    At most `parallel` turns at once. Raises what broke a turn for good; no turn is skipped, and a run with a journal
+    can be gone on with.
+    """
+    run_id = journal.run_id if journal else new_id().hex
+    runner = _Runner(scenario, memory, journal, retries, run_id, sleep)
+    try:
+        async with aclosing(runner.events(parallel)) as events:
+            async for event in events:
+                yield event
+    finally:
+        await runner.stop()
+
+
+async def forget(scenario: Scenario, memory: Memory, run_id: str, *, permanent: bool) -> list[str]:
+    """Delete the agents of a run, permanent ones too if that is said; returns their names at the engine."""
+    forgotten = []
+    for key, agent in scenario.agents.items():
+        if permanent or agent.lifetime == "ephemeral":
+            forgotten.append(scenario.agent_id(key, run_id))
+            await memory.forget(forgotten[-1], agent.namespace)
+    return forgotten
+
+
+class _Runner:
+    """A run under way. Turns are tasks that put events into a queue; all else happens where the events are read."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        memory: Memory,
+        journal: Journal | None,
+        retries: Retries,
+        run_id: str,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        self._scenario, self._memory, self._journal, self._retries = scenario, memory, journal, retries
+        self._run_id, self._sleep = run_id, sleep
+        self._answers: dict[int, Answer] = {}
+        self._said: dict[int, str] = {}
+        self._queue: asyncio.Queue[Event | KvasirError | tuple[Turn, Answer]] = asyncio.Queue()
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+
+    async def events(self, parallel: int) -> AsyncGenerator[Event, None]:
+        turns = self._scenario.plan.turns
+        done = dict(sorted(self._journal.answers.items())) if self._journal else {}
+        yield RunStarted(self._run_id, len(turns), len(done))
+        for index, answer in done.items():
+            yield self._keep(turns[index], answer, is_from_journal=True)
+        self._begin(parallel)
+        while len(self._answers) < len(turns):
+            event = await self._queue.get()
+            if isinstance(event, KvasirError):
+                raise event
+            if isinstance(event, tuple):
+                turn, answer = event
+                del self._tasks[turn.index]
+                event = self._keep(turn, answer)
+                self._begin(parallel)
+            yield event
+        met = []
+        for outcome in checked(self._scenario, self._said):
+            met.append(outcome.is_met)
+            yield outcome
+        forgotten = await forget(self._scenario, self._memory, self._run_id, permanent=False)
+        if self._journal and not self._journal.is_finished:
+            self._journal.finish()
+        later = [self._answers[turn.index] for turn in turns if not self._is_first(turn)]
+        extended = sum(answer.match == "extend" or answer.source == "replay" for answer in later)
+        yield RunDone(sum(met), len(met), forgotten, extended, len(later))
+
+    async def stop(self) -> None:
+        """Cancel the turns that run, and wait until they have ended."""
+        for task in self._tasks.values():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _begin(self, parallel: int) -> None:
+        """Start the turns that wait for nothing more, the earliest first."""
+        for turn in self._scenario.plan.turns:
+            if len(self._tasks) >= parallel:
+                return
+            if turn.index not in self._said and turn.index not in self._tasks and turn.after <= self._said.keys():
+                self._tasks[turn.index] = asyncio.create_task(self._run_turn(turn))
+
+    async def _run_turn(self, turn: Turn) -> None:
+        """One turn, asked for until it is whole or its retries are used up."""
+        asked = self._asked(turn)
+        self._queue.put_nowait(TurnStarted(turn, asked.new))
+        attempt = 0
+        while True:
+            attempt += 1
+            try:
+                answer = await self._ask(asked)
+                break
+            except KvasirError as error:
+                wait_s = self._retries.wait(error, attempt)
+                if wait_s is None:
+                    self._queue.put_nowait(error)
+                    return
+                self._queue.put_nowait(TurnRetried(turn, error, attempt, wait_s))
+                await self._sleep(wait_s)
+            except Exception as error:  # noqa: BLE001  who reads the events is told, and nobody waits for ever
+                self._queue.put_nowait(Internal(f"{type(error).__name__}: {error}"))
+                return
+        if self._journal:
+            self._journal.record(turn, asked.request_id, answer)
+        self._queue.put_nowait((turn, answer))
+
+    async def _ask(self, asked: Asked) -> Answer:
+        async with aclosing(self._memory.ask(asked)) as pieces:
+            async for piece in pieces:
+                if isinstance(piece, Answer):
+                    return piece
+                self._queue.put_nowait(Said(asked.turn, piece))
+        raise Internal("the turn ended without an answer")
+
+    def _asked(self, turn: Turn) -> Asked:
+        scenario, sampling = self._scenario, self._scenario.file.sampling
+        phase, agent = scenario.phases[turn.phase], scenario.agents[turn.agent]
+        before = [each for each in scenario.plan.of_agent(turn.agent) if each.index < turn.index]
+        return Asked(
+            turn=turn,
+            agent_id=scenario.agent_id(turn.agent, self._run_id),
+            namespace=agent.namespace,
+            request_id=f"scenario-{self._run_id}-{turn.index}",
+            new=scenario.new_messages(turn, self._said),
+            transcript=scenario.transcript(turn.agent, self._said, until=turn.index),
+            version=self._answers[before[-1].index].version if before else None,
+            max_tokens=phase.max_tokens or sampling.max_tokens,
+            temperature=sampling.temperature,
+            seed=sampling.seed + turn.index,
+            regex=phase.reply_regex,
+        )
+
+    def _keep(self, turn: Turn, answer: Answer, *, is_from_journal: bool = False) -> TurnDone:
+        self._answers[turn.index], self._said[turn.index] = answer, answer.text
+        new = self._scenario.new_messages(turn, self._said)
+        return TurnDone(turn, new, answer, self._is_first(turn), is_from_journal)
+
+    def _is_first(self, turn: Turn) -> bool:
+        return self._scenario.plan.of_agent(turn.agent)[0].index == turn.index

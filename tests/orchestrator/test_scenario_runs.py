@@ -1,0 +1,253 @@
+"""Scenarios run against real services: turns extend memories, runs survive every death, refusals are told."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.clients import AioInferenceClient
+from kvasir.errors import Conflict, FailedPrecondition, Unavailable
+from kvasir_orchestrator import (
+    EngineMemory,
+    Event,
+    Journal,
+    Retries,
+    RunDone,
+    Scenario,
+    TurnDone,
+    TurnRetried,
+    TurnStarted,
+    run,
+    shipped_names,
+)
+from kvasir_orchestrator.examples import plain_asyncio
+
+from tests.programs import Program
+from tests.programs import run as run_program
+from tests.system_fixtures import House, running_house
+
+TEXT = """
+name: NAME
+sampling: {max_tokens: 24}
+agents:
+  marco: {persona: You are Marco.}
+  lena: {persona: You are Lena.}
+  scribe: {persona: You are Nina., lifetime: ephemeral}
+phases:
+  - name: apart
+    agents: [marco, lena]
+    together: true
+    agent_prompts: {marco: Marco lives in Porto., lena: Lena lives in Oslo.}
+    visibility: {whispers: {marco: [], lena: []}}
+  - name: yard
+    agents: [marco, lena]
+    agent_prompts: {marco: "Where does Bob live?", lena: "Where does Lena live?"}
+    visibility: {readers: [scribe]}
+  - name: verdict
+    agents: [scribe]
+    prompt: "Notes: ${yard.messages[lena]}"
+outcomes:
+  - {label: Lena knows her town, phase: yard, agent: lena, contains: Oslo}
+  - {label: Lena does not know Marco's, phase: yard, agent: lena, lacks: Porto}
+"""
+
+
+def named(name: str) -> Scenario:
+    return Scenario.parse(TEXT.replace("NAME", name))
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("scenarios")) as house:
+        yield house
+
+
+def events_of(
+    house: House, scenario: Scenario, journal: Journal | None = None, retries: Retries = Retries()
+) -> list[Event]:
+    async def collect() -> list[Event]:
+        async with AioInferenceClient.connect(house.engine.address) as client:
+            return [event async for event in run(scenario, EngineMemory(client), journal=journal, retries=retries)]
+
+    return asyncio.run(collect())
+
+
+def words(events: list[Event]) -> dict[int, str]:
+    return {event.turn.index: event.answer.text for event in events if isinstance(event, TurnDone)}
+
+
+@pytest.fixture(scope="module")
+def reference(house: House) -> dict[int, str]:
+    """What is said when nothing happens."""
+    return words(events_of(house, named("reference")))
+
+
+def test_every_turn_but_an_agents_first_extends_its_memory(house: House) -> None:
+    scenario = named("extends")
+    events = events_of(house, scenario)
+    done = [event for event in events if isinstance(event, TurnDone)]
+    assert [event.turn.index for event in sorted(done, key=lambda each: each.turn.index)] == [0, 1, 2, 3, 4]
+    with house.client() as client:
+        for event in done:
+            before = scenario.transcript(event.turn.agent, words(events), until=event.turn.index)
+            if event.is_first:
+                assert event.answer.cached_tokens < 256, "less than a block, which others may share"
+            else:
+                remembered = client.count_tokens(messages=before)
+                assert event.answer.match == "extend"
+                assert event.answer.cached_tokens >= remembered - 8, "all but what the template says before a reply"
+        assert events[-1] == RunDone(2, 2, events[-1].forgotten, extended=2, later_turns=2)  # type: ignore[union-attr]
+        left = [agent.agent_id for agent in client.list_agents(name_prefix="extends/").agents]
+        assert left == ["extends/lena", "extends/marco"], "the ephemeral scribe is gone"
+
+
+def test_turns_that_hear_nothing_of_each_other_run_beside_each_other(house: House) -> None:
+    kinds = [type(event) for event in events_of(house, named("beside")) if isinstance(event, TurnStarted | TurnDone)]
+    assert kinds[:2] == [TurnStarted, TurnStarted]
+
+
+def test_a_second_run_goes_on_from_what_permanent_agents_remember(house: House) -> None:
+    events_of(house, named("again"))
+    second = events_of(house, named("again"))
+    of_marco = next(event for event in second if isinstance(event, TurnDone) and event.turn.agent == "marco")
+    assert of_marco.answer.match == "extend"
+    with house.client() as client:
+        assert client.get_agent("again/marco").lines[0].version == 4
+
+
+def killed_and_gone_on_with(house: House, text: str, kills: Iterable[int], tmp_path: Path) -> list[dict[str, Any]]:
+    """Run a file, kill everything with -9 whenever so many turns are in the journal; what the last runner printed."""
+    file, journal = tmp_path / "killed.yaml", tmp_path / "killed.jsonl"
+    file.write_text(text)
+    command = ("--engine", house.engine.address, "scenario", "run", str(file), "--journal", str(journal), "--json")
+    for turns in kills:
+        runner = Program("kvasir", command, out=tmp_path / f"out{turns}", err=tmp_path / f"err{turns}")
+        give_up = time.monotonic() + 60
+        while not journal.exists() or journal.read_bytes().count(b"\n") <= turns:
+            assert time.monotonic() < give_up, (tmp_path / f"err{turns}").read_text()
+            time.sleep(0.01)
+        runner.kill()
+        house.kill()
+        runner.wait()
+        house.start()
+    ended = run_program("kvasir", *command)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert Journal.read(journal).is_finished
+    return [json.loads(line) for line in ended.stdout.splitlines()]
+
+
+def said_in(rows: list[dict[str, Any]]) -> dict[int, str]:
+    return {row["turn"]: row["text"] for row in rows if row["event"] == "turn_done"}
+
+
+def test_everything_killed_between_turns_and_the_conversation_is_the_same(
+    house: House, reference: dict[int, str], tmp_path: Path
+) -> None:
+    rows = killed_and_gone_on_with(house, TEXT.replace("NAME", "killed"), (2, 3), tmp_path)
+    assert said_in(rows) == reference
+    assert (rows[-1]["outcomes_met"], rows[-1]["extended"]) == (2, 2)
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", shipped_names())
+def test_everything_killed_after_every_turn_of_a_shipped_scenario(house: House, name: str, tmp_path: Path) -> None:
+    scenario = Scenario.shipped(name)
+    alone = Scenario.parse(scenario.text.replace(f"name: {name}", f"name: alone-{name}"))
+    rows = killed_and_gone_on_with(house, scenario.text, range(1, len(scenario.plan.turns)), tmp_path)
+    assert said_in(rows) == words(events_of(house, alone))
+    assert (rows[-1]["outcomes_met"], rows[-1]["extended"]) == (rows[-1]["outcomes"], rows[-1]["later_turns"])
+
+
+def test_shipped_scenarios_end_as_they_should_all_at_once(house: House) -> None:
+    async def all_at_once() -> list[Event]:
+        async with AioInferenceClient.connect(house.engine.address) as client:
+            runs = [_last(run(Scenario.shipped(name), EngineMemory(client))) for name in shipped_names()]
+            return await asyncio.gather(*runs)
+
+    for done in asyncio.run(all_at_once()):
+        assert isinstance(done, RunDone)
+        assert (done.outcomes_met, done.extended) == (done.outcomes, done.later_turns)
+
+
+async def _last(events: AsyncIterator[Event]) -> Event:
+    return [event async for event in events][-1]
+
+
+def test_a_turn_that_breaks_is_asked_for_again_and_that_is_told(house: House, reference: dict[int, str]) -> None:
+    scenario, events = named("breaks"), []
+
+    async def through_a_death() -> None:
+        async with AioInferenceClient.connect(house.engine.address) as client:
+            async for event in run(scenario, EngineMemory(client), retries=Retries(times=20, wait_s=0.2)):
+                events.append(event)
+                if isinstance(event, TurnDone) and len(words(events)) == 2:
+                    house.engine.kill()
+                if isinstance(event, TurnRetried) and not house.engine.is_running:
+                    house.engine.start()
+
+    asyncio.run(through_a_death())
+    assert any(isinstance(event, TurnRetried) for event in events)
+    assert words(events) == reference
+
+
+def test_a_turn_that_stays_broken_ends_the_run_which_can_go_on(
+    house: House, reference: dict[int, str], tmp_path: Path
+) -> None:
+    scenario = named("stays-broken")
+    house.engine.kill()
+    with Journal.begin(tmp_path / "run.jsonl", scenario, "1") as journal:
+        with pytest.raises(Unavailable):
+            events_of(house, scenario, journal, Retries(times=1, wait_s=0.01))
+    house.engine.start()
+    with Journal.resume(tmp_path / "run.jsonl", scenario) as journal:
+        assert words(events_of(house, scenario, journal)) == reference
+
+
+def test_an_agent_that_somebody_else_changed_is_not_gone_on_with(house: House, tmp_path: Path) -> None:
+    scenario = named("changed")
+
+    async def with_a_visitor(journal: Journal) -> None:
+        async with AioInferenceClient.connect(house.engine.address) as client:
+            async for event in run(scenario, EngineMemory(client), journal=journal, parallel=1):
+                if isinstance(event, TurnDone) and event.turn.index == 0:
+                    hello = {"role": "user", "content": "Hello."}
+                    await client.reply(agent_id="changed/marco", append_messages=[hello], max_tokens=4)
+
+    with (
+        Journal.begin(tmp_path / "run.jsonl", scenario, "1") as journal,
+        pytest.raises(Conflict, match="newest version"),
+    ):
+        asyncio.run(with_a_visitor(journal))
+
+
+def test_a_journal_is_one_scenarios_and_one_runners(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with Journal.begin(path, named("one"), "1"):
+        with pytest.raises(FailedPrecondition, match="in use"):
+            Journal.resume(path, named("one"))
+    with pytest.raises(FailedPrecondition, match="another text"):
+        Journal.resume(path, named("other"))
+    with path.open("ab") as file:
+        file.write(b'{"turn": 0, "cut sho')
+    with Journal.resume(path, named("one")) as journal:
+        assert journal.answers == {}
+    assert path.read_bytes().count(b"\n") == 1
+    assert path.read_bytes().endswith(b"\n"), "the line that was cut short is gone"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_example_of_the_page_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:
+    assert asyncio.run(plain_asyncio.main(house.engine.address, "gossip"))
+    assert "tokens reused" in capsys.readouterr().out
+
+
+def test_the_scenario_of_the_page_is_right_and_ends_well(house: House) -> None:
+    page = (Path(plain_asyncio.__file__).parents[1] / "README.md").read_text()
+    [text] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    done = events_of(house, Scenario.parse(text))[-1]
+    assert isinstance(done, RunDone)
+    assert (done.outcomes_met, done.extended) == (done.outcomes, done.later_turns) == (2, 4)
