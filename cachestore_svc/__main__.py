@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import structlog
-from kvasir.address import AddressTaken
+from kvasir.address import AddressError
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
@@ -26,6 +26,7 @@ from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.shared_room import SharedRoom
+from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
 
 from cachestore_svc.blobs.disk import Disk
@@ -82,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if command == "check":
                 return check(store, repair, as_json)
             return scrub(store, as_json) if command == "scrub" else collect(store, dry_run, as_json)
-    except (ConfigError, RefusedToStart, AddressTaken, KvasirError) as error:
+    except (ConfigError, RefusedToStart, AddressError, KvasirError) as error:
         print(f"cachestore_svc: {error}", file=sys.stderr)
         return CANNOT_RUN
 
@@ -95,11 +96,14 @@ async def serve(settings: StoreSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises RefusedToStart, ConfigError, and what Store.open raises."""
     log = structlog.get_logger("cachestore")
     peers = Peers(read_peers(settings.peers_file))
+    # It begins no trace: its callers do.
+    traces = Traces(settings.traces_to, "store", roots=())
     edge = EdgeServer(
         settings.listening(),
         [SERVICE_NAME, AGENT_SERVICE_NAME],
         ALLOWED_ROLES,
         new_request_id=lambda: secrets.token_hex(8),
+        traces=traces,
     )
     began = time.monotonic()
     store = await asyncio.to_thread(open_store, settings)
@@ -125,6 +129,7 @@ async def serve(settings: StoreSettings) -> None:
             await asyncio.gather(collecting, return_exceptions=True)
         if stop_page is not None:
             await asyncio.to_thread(stop_page)
+        await asyncio.to_thread(traces.close)
         await asyncio.to_thread(threads.close)
         await asyncio.to_thread(store.close)
     log.info("store.stopped")
@@ -290,6 +295,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
     ("metrics-listen", str, "127.0.0.1:PORT for Prometheus metrics and /healthz, to this machine only"),
+    ("traces-to", str, "http://127.0.0.1:4317, where OpenTelemetry gets spans; needs kvasir[traces]"),
     ("stop-grace-s", float, "how long running calls may go on after SIGTERM"),
 )
 

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvasir.address import Address, check_operators_address, parse_address
+from kvasir.address import Address, check_endpoint, check_operators_address, parse_address
 from kvasir.clients import Tls
 from kvasir.credentials import CredentialFileError, read_token
 from kvasir.server.serving import Listening
@@ -71,10 +71,18 @@ class StoreSettings(BaseSettings):
     """How long running calls may go on after SIGTERM."""
     metrics_listen: str = ""
     """127.0.0.1:PORT: Prometheus metrics and /healthz over HTTP, to this machine only. Empty: none."""
+    traces_to: str = ""
+    """http://127.0.0.1:4317: OpenTelemetry (OTLP over gRPC) gets spans of turns, with counts and never a text. Empty:
+    none. Needs kvasir[traces]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"
     """For people, or for programs. Prompt text, tokens and credentials are in neither."""
+
+    @field_validator("traces_to")
+    @classmethod
+    def _is_endpoint(cls, given: str) -> str:
+        return check_endpoint(given) if given else given
 
     @field_validator("metrics_listen")
     @classmethod

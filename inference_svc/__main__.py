@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable
 from types import ModuleType
 
 import structlog
-from kvasir.address import AddressTaken
+from kvasir.address import AddressError
 from kvasir.clients import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
@@ -19,6 +19,7 @@ from kvasir.server.interceptors import settle_garbage
 from kvasir.server.log_errors import without_payload
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
+from kvasir.server.traces import Traces
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
 from inference_svc.edge.agent_service import AGENT_ROLES, AGENT_SERVICE_NAME, add_agent_service
@@ -39,6 +40,7 @@ from inference_svc.wellness import wellness_of
 
 _LOG = structlog.get_logger("inference_svc")
 _EX_CONFIG = 78
+_BEGIN_TRACES = ("InferenceService/Generate", "InferenceService/Warm")
 _PROTOCOL = "kvasir.inference.v1"
 
 
@@ -47,7 +49,7 @@ def main() -> int:
         settings = read_settings(sys.argv[1:])
         _set_up_logging(settings)
         run(serve(settings))
-    except (ConfigError, RefusedToStart, AddressTaken, CredentialFileError) as error:
+    except (ConfigError, RefusedToStart, AddressError, CredentialFileError) as error:
         print(f"inference_svc: {error}", file=sys.stderr)
         return _EX_CONFIG
     except KvasirError as error:
@@ -59,12 +61,14 @@ def main() -> int:
 async def serve(settings: EngineSettings) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     neighbour = _neighbour() if settings.neighbour else None
+    traces = Traces(settings.traces_to, "engine", _BEGIN_TRACES)
     server = EdgeServer(
         settings.listening,
         [SERVICE_NAME, AGENT_SERVICE_NAME, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
         {**ALLOWED_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
         new_request_id=new_request_id,
         max_message_bytes=settings.max_request_bytes,
+        traces=traces,
     )
     stores = _stores(settings)
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
@@ -81,6 +85,7 @@ async def serve(settings: EngineSettings) -> None:
 
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(owner.close)
+        stack.push_async_callback(asyncio.to_thread, traces.close)
         for store in stores.values():
             stack.push_async_callback(store.close)
         if settings.metrics_listen:

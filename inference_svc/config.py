@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvasir.address import check_operators_address
+from kvasir.address import check_endpoint, check_operators_address
 from kvasir.clients import Tls
 from kvasir.credentials import DEFAULT_NAMESPACE
 from kvasir.errors import InvalidArgument
@@ -121,6 +121,9 @@ class EngineSettings(BaseSettings):
     Needs kvasir[neighbour]."""
     metrics_listen: str = ""
     """127.0.0.1:PORT: Prometheus metrics and /healthz over HTTP, to this machine only. Empty: none."""
+    traces_to: str = ""
+    """http://127.0.0.1:4317: OpenTelemetry (OTLP over gRPC) gets spans of turns, with counts and never a text. Empty:
+    none. Needs kvasir[traces]."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"
@@ -143,6 +146,11 @@ class EngineSettings(BaseSettings):
     def _names(cls, given: object) -> object:
         """The environment separates several by commas."""
         return tuple(name for name in given.split(",") if name) if isinstance(given, str) else given
+
+    @field_validator("traces_to")
+    @classmethod
+    def _is_endpoint(cls, given: str) -> str:
+        return check_endpoint(given) if given else given
 
     @field_validator("metrics_listen")
     @classmethod

@@ -47,7 +47,7 @@ class Space:
                     metadata={"reserved_bytes": str(self._reserved[namespace]), "asked_bytes": str(size_bytes)},
                 )
             # Reserved bytes may be on the disk already: counting them twice is on the safe side.
-            kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
+            kept = self._kept_bytes()
             if free < self._reserved.total() + size_bytes + kept:
                 raise ResourceExhausted(
                     # Neither paths nor what others have: both may be unknown to the caller.
@@ -84,8 +84,11 @@ class Space:
     def is_disk_full(self) -> bool:
         """Whether no byte may be written, beside what must stay free and what was promised."""
         with self._lock:
-            kept = self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
-            return self._disk.free_bytes(self._config.data_dir) <= self._reserved.total() + kept
+            return self._disk.free_bytes(self._config.data_dir) <= self._reserved.total() + self._kept_bytes()
+
+    def _kept_bytes(self) -> int:
+        """What must stay free."""
+        return self._config.free_disk_reserve_bytes + self._ballast.missing_bytes()
 
     def reserved_bytes(self, namespace: str) -> int:
         with self._lock:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
+from contextvars import Context
 
 import structlog
 from kvasir import errors
@@ -59,7 +60,8 @@ class Breaker:
         if not self.is_open:
             self.closed.clear()
             self.opened.set()
-            self._prober = asyncio.create_task(self._until_it_answers())
+            # Of no call: it outlives the one that found the store away.
+            self._prober = asyncio.create_task(self._until_it_answers(), context=Context())
             _LOG.warning("store.unreachable")
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ A model that nobody uses may be put to sleep: it is unloaded like any other, and
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from contextvars import Context
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, Protocol, TypeVar
@@ -216,7 +217,8 @@ class ModelHost(Generic[ServedT]):
                 self._change, self._target = None, ""
 
         self._target = target
-        self._change = asyncio.create_task(change())
+        # Of no call: what a model begins lasts longer than the call that loads it.
+        self._change = asyncio.create_task(change(), context=Context())
         return await asyncio.shield(self._change)
 
     async def _swap(self, name: str, drop_unstored: bool) -> MemoriesLeft:

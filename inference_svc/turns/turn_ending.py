@@ -11,6 +11,7 @@ import structlog
 from kvasir.cachestore.v1 import manifest_pb2
 from kvasir.errors import KvasirError
 from kvasir.formats.block_hash import BLOCK_TOKENS
+from kvasir.server.traces import told
 
 from inference_svc.engine.api import AgentKey, Ended, FinishReason, Snapshot, Timings
 from inference_svc.engine.engine import Engine
@@ -134,7 +135,7 @@ class TurnEnding:
         memory: AgentMemory | None,
     ) -> None:
         """Publish the new memory, and tell the reader how the turn ended."""
-        calls = turn.reader.calls
+        calls, ended_s = turn.reader.calls, self._clock()
         snapshot = self._unkept(turn)
         if turn.key is not None and memory is not None:
             snapshot = await self._keep(turn, turn.key, recollection, memory)
@@ -161,6 +162,7 @@ class TurnEnding:
                 shortening=turn.shortening,
             )
         )
+        self._trace(turn, prepared, ended, self._clock() - ended_s)
         _LOG.info(
             "turn.finished",
             request_id=turn.request.request_id,
@@ -171,6 +173,18 @@ class TurnEnding:
             completion_tokens=ended.completion_tokens,
             snapshot=snapshot.state.value,
         )
+
+    def _trace(self, turn: TurnState, prepared: Prepared, ended: Ended, ended_ago_s: float) -> None:
+        """Tell the parts of a turn, which ended so long ago; since then its memory was stored."""
+        timings, queue_s = ended.timings, turn.queue_s + ended.timings.queue_s
+        told("queue", self._clock() - turn.arrived - queue_s, queue_s, {})
+        told("commit", 0.0, ended_ago_s, {})
+        told("decode", ended_ago_s, timings.decode_s, {"completion_tokens": ended.completion_tokens})
+        ended_ago_s += timings.decode_s
+        computed = {"prompt_tokens": ended.prompt_tokens, "cached_tokens": ended.cached_tokens}
+        told("prefill", ended_ago_s, timings.prefill_s, computed)
+        ended_ago_s += timings.prefill_s
+        told("restore", ended_ago_s, turn.restore_s + timings.restore_s, {"source": prepared.source.value})
 
     def stopped(self, turn: TurnState) -> TurnFinished:
         """The last message of a turn that was cancelled and leaves no memory."""

@@ -469,6 +469,7 @@ WRONG = {
     "metrics for all": ("--metrics-listen", "0.0.0.0:7801"),
     "metrics where HTTP is": ("--metrics-listen", "127.0.0.1:7801", "--http", "127.0.0.1:7803"),
     "the last port": ("--metrics-listen", "127.0.0.1:65535"),
+    "traces in the clear": ("--traces-to", "http://192.0.2.1:4317"),
     "no TLS": ("--store-listen", "0.0.0.0:7801"),
     "half of TLS": ("--tls-cert", "/tmp/cert.pem"),
     "no model": ("--model", "nonsense"),

@@ -66,6 +66,16 @@ def check_operators_address(text: str) -> str:
     return text
 
 
+def check_endpoint(endpoint: str) -> str:
+    """Where traces may go, if it is https, or http to this machine. Raises AddressError."""
+    scheme, separator, rest = endpoint.partition("://")
+    if not separator or scheme not in ("http", "https"):
+        raise AddressError(f"{endpoint!r}: expected http://127.0.0.1:PORT or https://HOST:PORT")
+    if scheme == "http" and not parse_address(rest).is_loopback:
+        raise AddressError(f"{endpoint}: it is another machine, so https is needed")
+    return endpoint
+
+
 def _socket_path(text: str) -> Path:
     size_bytes = len(os.fsencode(text))
     if not text.startswith("/") or "\0" in text:

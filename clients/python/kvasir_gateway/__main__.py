@@ -28,6 +28,7 @@ from kvasir.credentials import (
 )
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.traces import Traces
 
 from kvasir_gateway.answering import Turns
 from kvasir_gateway.app import Gateway, GatewayLimits, Surroundings
@@ -61,6 +62,7 @@ class Options:
     origins: Sequence[str] = ()
     max_body_mib: int = 8
     metrics_listen: str = ""
+    traces_to: str = ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,6 +103,7 @@ async def serve(options: Options) -> int:
     conversations = Conversations(
         _key(options.state_dir), new_name=lambda: secrets.token_hex(6), now=lambda: datetime.now(UTC)
     )
+    traces = Traces(options.traces_to, "gateway")
     engine = EngineLink.connect(options.engine, token=token, tls=tls)
     gate = Gate(credentials, hosts=options.hosts, origins=options.origins)
     sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
@@ -112,6 +115,7 @@ async def serve(options: Options) -> int:
         limits=GatewayLimits(max_body_bytes=options.max_body_mib << 20),
         numbers=GatewayNumbers(),
         page=GatewayPage(engine, sessions, history, now=time.time),
+        traces=traces,
         now=time.time,
         clock=time.perf_counter,
         new_request_id=lambda: uuid.uuid4().hex,
@@ -129,6 +133,7 @@ async def serve(options: Options) -> int:
         if stop_page is not None:
             await asyncio.to_thread(stop_page)
         sampling.cancel()
+        await asyncio.to_thread(traces.close)
         listener.close()
         await engine.close()
         times = around.numbers.written
@@ -208,6 +213,9 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--metrics-listen", default="", metavar="HOST:PORT", help="Prometheus metrics and /healthz, on loopback"
     )
+    parser.add_argument(
+        "--traces-to", default="", metavar="URL", help="http://127.0.0.1:4317, where OpenTelemetry gets spans"
+    )
     given = parser.parse_args(arguments)
     return Options(
         listen=given.listen,
@@ -221,6 +229,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         origins=given.origin,
         max_body_mib=given.max_body_mib,
         metrics_listen=given.metrics_listen,
+        traces_to=given.traces_to,
     )
 
 

@@ -9,12 +9,13 @@ from importlib.metadata import version
 from typing import Any, TypeVar
 from urllib.parse import unquote
 
-from kvasir.call_context import name_call
+from kvasir.call_context import TRACE_KEY, name_call
 from kvasir.errors import Internal, InvalidArgument, KvasirError, NotFound
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import places
+from kvasir.server.traces import Traces
 from pydantic import ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,7 +37,7 @@ from kvasir_gateway import (
 from kvasir_gateway.answering import ClientLeft, EventStream, Turns, gather, unless_left
 from kvasir_gateway.engine import CallerAtEngine, EngineLink
 from kvasir_gateway.errors import api_of, refused
-from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at
+from kvasir_gateway.metrics import CountedApp, GatewayNumbers, is_at, route_of
 from kvasir_gateway.page.routes import GatewayPage
 from kvasir_gateway.security import BodyRoom, Gate, Site
 from kvasir_gateway.turn import Asked, Body, Chunks, Said, Turn, Whole
@@ -70,6 +71,7 @@ class Surroundings:
     limits: GatewayLimits
     numbers: GatewayNumbers
     page: GatewayPage
+    traces: Traces
     now: Callable[[], float]  # Unix seconds
     clock: Callable[[], float]
     new_request_id: Callable[[], str]
@@ -289,7 +291,9 @@ class Gateway:
                 _log.error("request.failed request_id=%s path=%s error=%s at=%s", *told)
                 return refused(request, Internal(f"a bug of the gateway, in request {request_id}"), request_id)
 
-        return Route(path, _Endpoint(answered, self._bodies), methods=methods)
+        traces = self._around.traces if not is_open else Traces()
+        endpoint = _Endpoint(f"{methods[0]} {route_of(path)}", answered, self._bodies, traces)
+        return Route(path, endpoint, methods=methods)
 
     def _admitted(self, request: Request, is_open: bool, new_request_id: str, body: BodyRoom) -> Call:
         holder = None if is_open else self._around.gate.holder(request.headers)
@@ -307,15 +311,21 @@ class Gateway:
 class _Endpoint:
     """A route's handler as an application: its body's room is held until the answer is sent."""
 
-    def __init__(self, answered: Callable[[Request, BodyRoom], Awaitable[Any]], bodies: Shares) -> None:
+    def __init__(
+        self, name: str, answered: Callable[[Request, BodyRoom], Awaitable[Any]], bodies: Shares, traces: Traces
+    ) -> None:
+        """`name`: that of its spans."""
+        self._name = name
         self._answered = answered
         self._bodies = bodies
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = BodyRoom(self._bodies)
+        body, request = BodyRoom(self._bodies), Request(scope, receive)
         try:
-            answer = await self._answered(Request(scope, receive), body)
-            await answer(scope, receive, send)
+            with self._traces.serving(self._name, request.headers.get(TRACE_KEY, "")):
+                answer = await self._answered(request, body)
+                await answer(scope, receive, send)
         finally:
             body.release()
 

@@ -55,4 +55,9 @@ class CountedApp:
 
 def is_at(scope: Scope, path: str) -> None:
     """The request belongs to this route, as Starlette writes it."""
-    scope[_ROUTE].append(path.replace(":path}", "}"))
+    scope[_ROUTE].append(route_of(path))
+
+
+def route_of(path: str) -> str:
+    """A route's path as people write it."""
+    return path.replace(":path}", "}")

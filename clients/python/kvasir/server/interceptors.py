@@ -22,13 +22,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvasir import errors
-from kvasir.call_context import REQUEST_ID_KEY, call_name, name_call
+from kvasir.call_context import REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
 from kvasir.credentials import OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
 from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import places
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.shared_room import Place, SharedRoom
+from kvasir.server.traces import Traces
 from kvasir.status import abort, answer_to
 
 _LOG = logging.getLogger("kvasir.rpc")
@@ -100,11 +101,16 @@ class Errors(_Interceptor):
     """The outermost interceptor: the one place where an exception becomes a status, and where calls are counted."""
 
     def __init__(
-        self, new_request_id: Callable[[], str], counts: RpcCounts, clock: Callable[[], float] = time.monotonic
+        self,
+        new_request_id: Callable[[], str],
+        counts: RpcCounts,
+        traces: Traces,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._new_request_id = new_request_id
         self._counts = counts
+        self._traces = traces
         self._clock = clock
         self._strangers = _Strangers(clock)
 
@@ -115,10 +121,11 @@ class Errors(_Interceptor):
         async def guard(context: Any) -> AsyncIterator[None]:
             began_s, status = self._clock(), "CANCELLED"  # until it is known to be another
             try:
-                for key, value in context.invocation_metadata() or ():
-                    if key == REQUEST_ID_KEY:
-                        name_call(value)
-                yield
+                came = dict(context.invocation_metadata() or ())
+                if REQUEST_ID_KEY in came:
+                    name_call(came[REQUEST_ID_KEY])
+                with self._traces.serving(rpc, came.get(TRACE_KEY, "")):
+                    yield
                 status = "OK"
             except grpc.aio.AbortError:
                 status = "UNKNOWN"

@@ -28,6 +28,7 @@ from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, Errors
 from kvasir.server.rpc_counts import RpcCounts
+from kvasir.server.traces import Traces
 
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # The store's largest request names 10,000 digests; a frame of a blob has 1 MiB.
@@ -102,6 +103,7 @@ class EdgeServer:
         *,
         new_request_id: Callable[[], str],
         max_message_bytes: int = MAX_MESSAGE_BYTES,
+        traces: Traces | None = None,
     ) -> None:
         """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
 
@@ -113,7 +115,7 @@ class EdgeServer:
         self._second_path = _second_path(listening, self._address)
         self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
         self.rpcs = RpcCounts()
-        errors = Errors(new_request_id, self.rpcs)
+        errors = Errors(new_request_id, self.rpcs, traces or Traces())
         self._servers = [
             grpc.aio.server(
                 interceptors=(errors, self.authentication),

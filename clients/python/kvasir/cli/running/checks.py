@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvasir.address import Address, parse_address
+from kvasir.address import Address, AddressError, check_endpoint, parse_address
 from kvasir.cli.failures import WrongUsage
 from kvasir.errors import FailedPrecondition
 
@@ -26,6 +26,7 @@ _NEIGHBOUR_PACKAGE = "smg_grpc_proto"
 # The gateway's own, where neither --http nor --no-http was said.
 DEFAULT_HTTP = "127.0.0.1:8642"
 _LAST_PORT = 65535
+_TRACES_PACKAGE = "opentelemetry"
 
 
 class KvPolicy(enum.StrEnum):
@@ -168,6 +169,20 @@ def metrics_addresses(text: str) -> dict[str, str]:
 def _field(option: str) -> str:
     """The option itself, of one that is told with whose address it is."""
     return option.partition(",")[0]
+
+
+def check_traces(endpoint: str) -> None:
+    """Raise WrongUsage for an endpoint that is none, or would carry traces in the clear to another machine, and
+    FailedPrecondition where the packages are missing."""
+    if not endpoint:
+        return
+    try:
+        check_endpoint(endpoint)
+    except AddressError as error:
+        raise WrongUsage(f"--traces-to: {error}", field="--traces-to") from None
+    if importlib.util.find_spec(_TRACES_PACKAGE) is None:
+        text = "--traces-to: OpenTelemetry is not installed; install kvasir[traces]"
+        raise FailedPrecondition(text, reason="NOT_INSTALLED", field="--traces-to")
 
 
 def check_addresses(addresses: dict[str, str], tls_cert: Path | None, tls_key: Path | None) -> None:

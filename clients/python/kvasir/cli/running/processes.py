@@ -99,6 +99,7 @@ class GatewayProcess:
     log_file: Path
     state_dir: Path
     credentials_file: Path
+    options: tuple[str, ...] = ()  # of the service, beside these
     metrics_listen: str = ""  # HOST:PORT of loopback
 
     def argv(self) -> tuple[str, ...]:
@@ -109,6 +110,7 @@ class GatewayProcess:
             *_option("--token-file", self.engine.token_file),
             *_option("--ca-file", self.engine.ca_file),
             *_option("--metrics-listen", self.metrics_listen),
+            *self.options,
         )
 
     def service(self) -> Service:

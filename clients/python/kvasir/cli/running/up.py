@@ -110,6 +110,13 @@ def up(
             metavar="HOST:PORT",
         ),
     ] = "",
+    traces_to: Annotated[
+        str,
+        typer.Option(
+            help="http://127.0.0.1:4317, where OpenTelemetry gets spans of turns (OTLP), with counts and never a text.",
+            metavar="URL",
+        ),
+    ] = "",
     kv_policy: Annotated[
         KvPolicy | None,
         typer.Option(
@@ -177,6 +184,7 @@ def up(
     asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, **metrics}
     addresses = {option: address for option, address in asked.items() if address}
     checks.check_addresses(addresses, tls_cert, tls_key)
+    checks.check_traces(traces_to)
     for each in models:
         if each.is_on_hub:  # before anything starts, with its progress
             fetch(caller, each.path)
@@ -188,7 +196,8 @@ def up(
             checks.check_socket_free(home.run / f"{socket}.sock")
         if not detach:
             make_credentials(home)
-            logging = ("--log-level", log_level.value, "--log-format", log_format.value)
+            tracing = tuple(_given(("--traces-to", traces_to)))
+            logging = ("--log-level", log_level.value, "--log-format", log_format.value, *tracing)
             engine_options = (
                 *_given(("--kv-policy", kv_policy and kv_policy.value)),
                 *_given(("--kv-exact-layers", kv_exact_layers), ("--memory-gib", memory_gib)),
@@ -211,6 +220,7 @@ def up(
                 engine_options,
                 store_options,
                 tuple(metrics.values()),
+                tracing,
             )
             asyncio.run(_run(caller, plan, descriptor))
             return
@@ -275,6 +285,7 @@ def plan_of(
     engine_options: Sequence[str] = (),
     store_options: Sequence[str] = (),
     metrics: Sequence[str] = (),
+    gateway_options: Sequence[str] = (),
 ) -> Plan:
     """The plan that the options ask for, which were checked. `metrics`: the addresses of the engine's, the store's and
     the gateway's, or none."""
@@ -322,6 +333,7 @@ def plan_of(
         state_dir=home.gateway_state,
         credentials_file=home.credentials_file,
         metrics_listen=http_metrics,
+        options=tuple(gateway_options),
     )
     return Plan(store, engine, gateway if http else None)
 

@@ -1,0 +1,119 @@
+"""One trace through gateway, engine and store, received as a collector receives it; nothing of anybody's text in it."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx2 as httpx
+import pytest
+from kvasir.address import AddressError, check_endpoint
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+
+from tests.gateway.conftest import Front, running_front
+from tests.gateway.serving import MODEL
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+    """Keeps what it is sent: spans by service and name."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self._lock = threading.Lock()
+        self._spans: list[tuple[str, Any]] = []
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
+        with self._lock:
+            self.text += str(request)
+            for each in request.resource_spans:
+                [service] = [pair.value.string_value for pair in each.resource.attributes if pair.key == "service.name"]
+                self._spans += [(service, span) for scope in each.scope_spans for span in scope.spans]
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    def of(self, trace_id: str) -> dict[tuple[str, str], Any]:
+        with self._lock:
+            return {(service, span.name): span for service, span in self._spans if span.trace_id.hex() == trace_id}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[tuple[Collector, int]]:
+    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield collector, port
+    server.stop(None)
+
+
+@pytest.fixture(scope="module")
+def traced(collector: tuple[Collector, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    root: Path = tmp_path_factory.mktemp("traced")
+    to = ("--traces-to", f"http://127.0.0.1:{collector[1]}")
+    with running_front(root, store_options=to, engine_options=to, gateway_options=to) as front:
+        yield front
+
+
+def test_one_trace_goes_through_gateway_engine_and_store(traced: Front, collector: tuple[Collector, int]) -> None:
+    answer = httpx.post(
+        f"{traced.gateway.url}/v1/chat/completions",
+        json={"model": MODEL, "messages": [{"role": "user", "content": "I am wudrothi."}], "max_tokens": 4},
+        headers={**traced.bearer(), "traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-agent-id": "wudrothi"},
+        timeout=30,
+    )
+    assert answer.status_code == 200
+    wanted = {
+        ("kvasir-gateway", "POST /v1/chat/completions"),
+        ("kvasir-engine", "InferenceService/Generate"),
+        *(("kvasir-engine", part) for part in ("queue", "restore", "prefill", "decode", "commit")),
+        ("kvasir-store", "CacheStoreService/CommitSnapshot"),
+    }
+    give_up = time.monotonic() + 20
+    while not wanted <= set(spans := collector[0].of(TRACE)):
+        assert time.monotonic() < give_up, set(spans)
+        time.sleep(0.1)
+
+
+def test_spans_have_counts_and_nobodys_text_and_stand_in_their_order(
+    traced: Front, collector: tuple[Collector, int]
+) -> None:
+    spans = collector[0].of(TRACE)
+    gateway, engine = spans["kvasir-gateway", "POST /v1/chat/completions"], spans["kvasir-engine", _GENERATE]
+    assert gateway.parent_span_id.hex() == "b7ad6b7169203331"
+    assert engine.parent_span_id == gateway.span_id
+    parts = [spans["kvasir-engine", part] for part in ("queue", "restore", "prefill", "decode", "commit")]
+    assert {part.parent_span_id for part in parts} == {engine.span_id}
+    begun = [part.start_time_unix_nano for part in parts]
+    assert begun == sorted(begun)
+    counts = {pair.key: pair.value.int_value for part in parts for pair in part.attributes}
+    assert (counts["completion_tokens"], counts["cached_tokens"]) == (4, 0)
+    assert counts["prompt_tokens"] > 4
+    assert "wudrothi" not in collector[0].text
+
+
+_GENERATE = "InferenceService/Generate"
+
+
+def test_the_store_begins_no_trace_of_its_own(traced: Front, collector: tuple[Collector, int]) -> None:
+    with traced.house.store_client() as client:
+        client.get_stats()
+    httpx.get(f"{traced.gateway.url}/v1/models", headers=traced.bearer())
+    give_up = time.monotonic() + 20
+    while "GET /v1/models" not in collector[0].text:
+        assert time.monotonic() < give_up
+        time.sleep(0.1)
+    assert "CacheStoreService/GetStats" not in collector[0].text
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:4317", "http://collector.example:4317", "ftp://127.0.0.1:1", "http://"]
+)
+def test_traces_go_in_the_clear_to_this_machine_only(endpoint: str) -> None:
+    with pytest.raises(AddressError):
+        check_endpoint(endpoint)
+    assert check_endpoint("https://collector.example:4317")
+    assert check_endpoint("http://127.0.0.1:4317")
