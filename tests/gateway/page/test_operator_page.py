@@ -175,6 +175,7 @@ def test_a_key_sees_nothing_of_another_namespace(lived: Front, ada: Browser, eve
     eve.get("/page/messages", 404, **asked)
     overview = eve.get("/")
     assert "page/" not in overview.text
+    assert overview.all("header")[0].text.split()[-3:] == ["second", "Sign", "out"]
     assert "No agent remembers anything yet." in overview.text
     assert "No turns in the last hour." in overview.text
     assert "No turns in the last hour." not in ada.get("/").text

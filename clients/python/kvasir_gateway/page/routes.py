@@ -20,6 +20,7 @@ from starlette.routing import Route
 
 from kvasir_gateway import errors
 from kvasir_gateway.engine import EngineLink
+from kvasir_gateway.metrics import is_at
 from kvasir_gateway.page import looking
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.rendering import asset, link, page
@@ -80,9 +81,9 @@ class GatewayPage:
             post("/page/fork", self.fork),
             post("/page/rollback", self.rollback),
             post("/page/delete", self.delete),
-            Route("/page/login", self._guarded(self.login), methods=["POST"]),
-            Route("/page/logout", self._guarded(self.logout), methods=["POST"]),
-            Route("/page/assets/{name}", self._guarded(self.asset), methods=["GET"]),
+            self._guarded("/page/login", self.login, methods=["POST"]),
+            self._guarded("/page/logout", self.logout, methods=["POST"]),
+            self._guarded("/page/assets/{name}", self.asset, methods=["GET"]),
         ]
 
     async def overview(self, look: Look) -> Response:
@@ -176,7 +177,7 @@ class GatewayPage:
         async def looked(request: Request) -> Response:
             return await handler(await self._look(request))
 
-        return Route(path, self._guarded(looked), methods=methods)
+        return self._guarded(path, looked, methods=methods)
 
     async def _look(self, request: Request) -> Look:
         """Raises Unauthenticated, and PermissionDenied for a write that no form of ours sent."""
@@ -187,10 +188,11 @@ class GatewayPage:
             check_own_form(request.headers, form.get("form_token", ""), visitor.form_token)
         return Look(request, visitor, self._engine.of(visitor.holder.token).client, self._now(), form)
 
-    def _guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """The handler, with its refusals as pages. Who has shown no key is asked for one."""
+    def _guarded(self, path: str, handler: Callable[[Request], Awaitable[Response]], *, methods: list[str]) -> Route:
+        """The handler's route, with its refusals as pages. Who has shown no key is asked for one."""
 
         async def endpoint(request: Request) -> Response:
+            is_at(request.scope, path)
             try:
                 return await handler(request)
             except Unauthenticated as error:
@@ -199,17 +201,17 @@ class GatewayPage:
             except KvasirError as error:
                 problem, refusal = error.message, error
             except Exception as error:  # noqa: BLE001 - a bug of ours
-                told = (request.url.path, type(error).__name__, places(error))
+                told = (path, type(error).__name__, places(error))
                 _log.error("page.failed path=%s error=%s at=%s", *told)
                 problem = "a bug of the gateway; its log says where"
                 refusal = Internal(problem)
             status = errors.http_status(refusal)
-            _log.info("page.refused path=%s status=%d reason=%s", request.url.path, status, refusal.reason)
+            _log.info("page.refused path=%s status=%d reason=%s", path, status, refusal.reason)
             if isinstance(refusal, Unauthenticated):
                 return page("login.html", status, problem=problem, form_token=self._sessions.lobby_token, visitor=None)
             return page("error.html", status, message=problem, visitor=None)
 
-        return endpoint
+        return Route(path, endpoint, methods=methods)
 
 
 async def _form(request: Request) -> dict[str, str]:
