@@ -69,7 +69,8 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 	  rm -rf .venv; $(PY) -m venv .venv 2>/dev/null || { \
 	  rm -rf .venv; $(PY) -m venv --without-pip .venv && $(PY) -m pip --python $(BIN)/python install -q pip; }; }
 	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -U pip setuptools
-	$(BIN)/python -m pip install -q --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	$(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(CURDIR)/.venv/lib || true  # pip would do it with one process
 	@touch $@
 
 campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on two cores

@@ -11,6 +11,7 @@ from kvasir.bench.engine import cells, markdown, table
 from kvasir.bench.engine_plots import PICTURES, plot, series
 
 from tests.cli.running import Cli
+from tests.inference.engine.tiny_models import LLAMA, write_model
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -19,7 +20,8 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """One quick run of everything, and where its pictures are."""
     folder = tmp_path_factory.mktemp("bench")
-    options = ("--quick", "--peer", "mlx-lm", "--plots", folder / "plots", "--json")
+    model = write_model(folder / "model", LLAMA)  # three layers; the shipped model has eight
+    options = ("--quick", "--model", model, "--peer", "mlx-lm", "--plots", folder / "plots", "--json")
     run = Cli(folder)("bench", "engine", *options, timeout_s=280)
     assert run.code == 0, run.err
     return run.value, folder / "plots"

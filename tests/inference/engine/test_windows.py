@@ -85,11 +85,11 @@ def test_what_a_window_saw_at_the_prompts_edge_is_stored_behind_a_long_reply(
 ) -> None:
     """With a gap before the last blocks. So the memory can go back to before the reply, and others share its prompt."""
     driver = family(name)
-    key, ended = remembered(driver, 520, 700)
+    key, ended = remembered(driver, 520, 380)
     taken, cell_tokens = snapshot(driver, key), driver.engine.model.cell_tokens
     kept = 519 // cell_tokens * cell_tokens  # the last edge of a cell in the prompt: nothing where cells are longer
     edge = range(first_touched_block(taken.windows[0].window, kept), kept // 256)
-    end = range(first_touched_block(taken.windows[0].window, 1220), 4)
+    end = range(first_touched_block(taken.windows[0].window, 900), 3)
     assert [each.held for each in taken.windows] == [(*edge, *end)]
     assert edge.stop < end.start
     prompt = (*ended.state.token_ids[:kept], *tokens_of(20))
