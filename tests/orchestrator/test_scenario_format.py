@@ -160,6 +160,7 @@ def test_an_ephemeral_agent_has_a_name_of_its_own_in_each_run() -> None:
     scenario = Scenario.parse(RIGHT)
     assert scenario.agent_id("marco", "1") == scenario.agent_id("marco", "2") == "talk/marco"
     assert scenario.agent_id("analyst", "1") != scenario.agent_id("analyst", "2")
+    assert Scenario.parse(RIGHT, variant=3).agent_id("marco", "1") == "talk+3/marco"
 
 
 def test_the_published_schema_is_the_formats() -> None:

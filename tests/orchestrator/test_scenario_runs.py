@@ -165,7 +165,7 @@ def test_everything_killed_after_every_turn_of_a_shipped_scenario(house: House, 
 def test_shipped_scenarios_end_as_they_should_all_at_once(house: House) -> None:
     async def all_at_once() -> list[Event]:
         async with AioInferenceClient.connect(house.engine.address) as client:
-            runs = [_last(run(Scenario.shipped(name), EngineMemory(client))) for name in shipped_names()]
+            runs = [_last(run(Scenario.shipped(name, 1), EngineMemory(client))) for name in shipped_names()]
             return await asyncio.gather(*runs)
 
     for done in asyncio.run(all_at_once()):

@@ -88,6 +88,11 @@ class Scenario:
         return self.file.name
 
     @property
+    def stem(self) -> str:
+        """What agents and journals are named after: other words were never told to the same agents."""
+        return f"{self.name}+{self.variant}" if self.variant else self.name
+
+    @property
     def agents(self) -> Mapping[str, Agent]:
         return self.file.agents
 
@@ -101,11 +106,11 @@ class Scenario:
         return hashlib.sha256(f"{self.variant}\n{self.text}".encode()).hexdigest()
 
     def agent_id(self, agent: str, run_id: str) -> str:
-        """An agent's name at the engine. An ephemeral one has a name of its own in each run."""
+        """An agent's name at the engine: of its own in each variant, and in each run if it is ephemeral."""
         of_file = self.agents[agent]
         if of_file.lifetime == "ephemeral":
-            return f"{self.name}/{run_id}/{agent}"
-        return of_file.id or f"{self.name}/{agent}"
+            return f"{self.stem}/{run_id}/{agent}"
+        return of_file.id or f"{self.stem}/{agent}"
 
     def new_messages(self, turn: Turn, said: Mapping[int, str]) -> list[Message]:
         """What a turn adds to its agent's transcript before the reply."""

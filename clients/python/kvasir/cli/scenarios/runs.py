@@ -113,18 +113,14 @@ def _folder(caller: Caller) -> Path:
     return caller.home.root / "scenarios"
 
 
-def _stem(scenario: Scenario) -> str:
-    return f"{scenario.name}+{scenario.variant}" if scenario.variant else scenario.name
-
-
 def _journals(caller: Caller, scenario: Scenario) -> list[Path]:
     """The home's journals of a scenario and variant, the oldest first."""
-    found = _folder(caller).glob(f"{_stem(scenario)}.*.jsonl")
+    found = _folder(caller).glob(f"{scenario.stem}.*.jsonl")
     return sorted(found, key=lambda path: int(path.suffixes[-2][1:]))
 
 
 def _next(caller: Caller, scenario: Scenario) -> Path:
-    paths = (_folder(caller) / f"{_stem(scenario)}.{number}.jsonl" for number in itertools.count(1))
+    paths = (_folder(caller) / f"{scenario.stem}.{number}.jsonl" for number in itertools.count(1))
     return next(path for path in paths if not path.exists())
 
 

@@ -1,0 +1,60 @@
+"""`kvasir scenario` where no service is needed: prompts ahead of a run, refusals, what ships, and a missing extra."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from kvasir_orchestrator import Journal, Scenario, shipped_names
+from kvasir_orchestrator.model import json_schema
+
+from tests.cli.running import in_process
+from tests.orchestrator.test_scenario_format import RIGHT
+
+
+def test_a_dry_run_prints_every_prompt_and_the_reuse_it_will_get() -> None:
+    ended = in_process("scenario", "run", "prisoners-dilemma", "--dry-run", "--json")
+    rows = ended.value
+    assert ended.code == 0
+    assert len(rows) == len(Scenario.shipped("prisoners-dilemma").plan.turns)
+    assert [row["match"] for row in rows if row["agent"] == "warden"] == ["none"] + ["extend"] * 7
+    [notes] = [row for row in rows if row["agent"] == "analyst" and row["round"] == 1]
+    assert notes["new"][0]["role"] == "system"
+    assert "Marco: ‹Marco, turn 18›" in notes["new"][1]["content"]
+    assert "EXTEND, 3 messages reused" in in_process("scenario", "run", "prisoners-dilemma", "--dry-run").out
+
+
+def test_a_file_that_is_wrong_is_refused_by_line_before_anything_runs(tmp_path: Path) -> None:
+    file = tmp_path / "talk.yaml"
+    file.write_text(RIGHT.replace("[danny, marco]", "[danny, marko]"))
+    ended = in_process("scenario", "run", file, "--json")
+    assert ended.code == 4
+    assert ended.value["error"]["reason"] == "SCENARIO_INVALID"
+    assert f"{file}:14: phases[1].agents[1]: no agent 'marko'" in ended.value["error"]["message"]
+    assert in_process("scenario", "run", tmp_path / "nothing.yaml").code == 5
+    assert in_process("scenario", "run", "gossip", "--namespace", "nameless").code == 2
+
+
+def test_what_ships_is_listed_shown_and_described() -> None:
+    assert [row["name"] for row in in_process("scenario", "ls", "--json").value] == shipped_names()
+    assert in_process("scenario", "show", "gossip").out == Scenario.shipped("gossip").text
+    assert json.loads(in_process("scenario", "schema").out) == json_schema()
+
+
+def test_a_report_is_written_of_the_newest_run(tmp_path: Path) -> None:
+    home, page = tmp_path / "home", tmp_path / "page.html"
+    assert in_process("--home", home, "scenario", "report", "gossip", "--out", page).code == 5
+    with Journal.begin(home / "scenarios" / "gossip.1.jsonl", Scenario.shipped("gossip"), "run-7"):
+        assert in_process("--home", home, "scenario", "report", "gossip", "--out", page).code == 0
+    assert "run-7" in page.read_text()
+
+
+def test_without_the_extra_a_command_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvasir.cli.scenarios.runs")
+    monkeypatch.delattr("kvasir.cli.scenarios.runs")
+    for name in [each for each in sys.modules if each.split(".")[0] == "kvasir_orchestrator"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kvasir_orchestrator", None)
+    ended = in_process("scenario", "ls", "--json")
+    assert ended.value["error"]["reason"] == "EXTRA_MISSING"
+    assert "kvasir[orchestrator]" in ended.value["error"]["message"]
