@@ -33,6 +33,9 @@ def test_a_file_that_is_wrong_is_refused_by_line_before_anything_runs(tmp_path: 
     assert f"{file}:14: phases[1].agents[1]: no agent 'marko'" in ended.value["error"]["message"]
     assert in_process("scenario", "run", tmp_path / "nothing.yaml").code == 5
     assert in_process("scenario", "run", "gossip", "--namespace", "nameless").code == 2
+    file.write_text(RIGHT.replace("name: Dan", "namespace: guests"))
+    ended = in_process("scenario", "run", file)
+    assert (ended.code, "the token file of guests" in ended.err) == (2, True)
 
 
 def test_what_ships_is_listed_shown_and_described() -> None:

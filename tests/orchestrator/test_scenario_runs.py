@@ -152,6 +152,19 @@ def test_everything_killed_between_turns_and_the_conversation_is_the_same(
     assert (rows[-1]["outcomes_met"], rows[-1]["extended"]) == (2, 2)
 
 
+def test_a_turn_that_was_stored_and_not_noted_is_not_done_twice(house: House, tmp_path: Path) -> None:
+    scenario, path = named("noted"), tmp_path / "run.jsonl"
+    with Journal.begin(path, scenario, "1") as journal:
+        before = words(events_of(house, scenario, journal))
+    head, *lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([head, *(line for line in lines if json.loads(line).get("turn", 9) < 3)]))
+    with Journal.resume(path, scenario) as journal:
+        assert words(events_of(house, scenario, journal)) == before
+        assert journal.answers[3].source == "replay"
+    with house.client() as client:
+        assert client.get_agent("noted/lena").lines[0].version == 2
+
+
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", shipped_names())
 def test_everything_killed_after_every_turn_of_a_shipped_scenario(house: House, name: str, tmp_path: Path) -> None:

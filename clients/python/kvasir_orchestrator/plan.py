@@ -11,7 +11,7 @@ from kvasir_orchestrator.model import Phase, ScenarioFile
 from kvasir_orchestrator.templates import Pieces, Quote, TemplateError, parse
 from kvasir_orchestrator.yaml_lines import Lines, Path, Problem
 
-MAX_TURNS = 10_000
+MAX_TURNS = 2_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,11 +100,6 @@ class Scenario:
     def phases(self) -> Mapping[str, Phase]:
         return {phase.name: phase for phase in self.file.phases}
 
-    @property
-    def digest(self) -> str:
-        """Of the file's text and the variant: a run goes on with the same one only."""
-        return hashlib.sha256(f"{self.variant}\n{self.text}".encode()).hexdigest()
-
     def agent_id(self, agent: str, run_id: str) -> str:
         """An agent's name at the engine: of its own in each variant, and in each run if it is ephemeral."""
         of_file = self.agents[agent]

@@ -69,7 +69,7 @@ def run(
     if dry_run:
         runs.show_prompts(caller, scenario)
         return
-    tokens = runs.tokens_of(namespace or [])
+    tokens = runs.tokens_of(scenario, namespace or [])
     with failures.naming("engine", caller), runs.journal_of(caller, scenario, journal, fresh=fresh) as begun:
         try:
             is_met = asyncio.run(runs.run(caller, scenario, begun, tokens=tokens, retries=retries, parallel=parallel))

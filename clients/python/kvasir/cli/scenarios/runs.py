@@ -46,14 +46,17 @@ def scenario_of(file: str, variant: int = 0) -> Scenario:
     return Scenario.read(file, variant) if Path(file).is_file() else Scenario.shipped(file, variant)
 
 
-def tokens_of(given: Sequence[str]) -> dict[str, str]:
-    """Tokens by namespace, of NAME=FILE. Raises WrongUsage."""
+def tokens_of(scenario: Scenario, given: Sequence[str]) -> dict[str, str]:
+    """Tokens by namespace, of NAME=FILE, for all that the scenario names. Raises WrongUsage."""
     tokens = {}
     for each in given:
         name, equals, path = each.partition("=")
         if not (name and equals and path):
             raise failures.WrongUsage(f"--namespace: expected NAME=FILE, got {each!r}", field="--namespace")
         tokens[name] = read_token(Path(path))
+    if missing := sorted({agent.namespace for agent in scenario.agents.values()} - tokens.keys() - {""}):
+        text = f"--namespace: expected the token file of {', '.join(missing)}, which the scenario names"
+        raise failures.WrongUsage(text, field="--namespace")
     return tokens
 
 
