@@ -242,6 +242,8 @@ def test_a_journal_is_one_scenarios_and_one_runners(tmp_path: Path) -> None:
     with Journal.begin(path, named("one"), "1"):
         with pytest.raises(FailedPrecondition, match="in use"):
             Journal.resume(path, named("one"))
+        with pytest.raises(FailedPrecondition, match="exists"):
+            Journal.begin(path, named("one"), "2")
     with pytest.raises(FailedPrecondition, match="another text"):
         Journal.resume(path, named("other"))
     with path.open("ab") as file:

@@ -38,7 +38,8 @@ class Journal:
         try:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
         except FileExistsError:
-            raise FailedPrecondition(f"{path} exists", reason="FILE_EXISTS", field="journal") from None
+            text = f"{path} exists: go on with it without --fresh, or name another journal"
+            raise FailedPrecondition(text, reason="JOURNAL_EXISTS", field="journal") from None
         journal._lock(descriptor)
         head = {"format": _FORMAT, "run_id": run_id, "variant": scenario.variant, "scenario": scenario.text}
         head["forgets"] = forgets
