@@ -68,10 +68,11 @@ PROBES: dict[str, Callable[[Store, SyntheticSnapshot], object]] = {
     "events_after": lambda s, c: s.events_after(NS, None).cursor.sequence == 0 or pytest.fail("counted"),
     "verify": lambda s, c: not_found(lambda: list(s.verify(NS, "secret"))),
     "collect_garbage": lambda s, c: s.collect_garbage(NS).blobs_marked == 0 or pytest.fail("marked"),
+    "usage": lambda s, c: not_found(lambda: s.usage(NS, "secret")),
     "stats": lambda s, c: (s.stats(NS).blob_count, s.stats(NS).counters) == (0, {}) or pytest.fail("counted"),
 }
 # These are of the whole store: no namespace asks them.
-WHOLE_STORE = {"open", "close", "subscribe", "scrub", "check"}
+WHOLE_STORE = {"open", "close", "subscribe", "scrub", "check", "counted", "totals", "ailments"}
 
 
 def their_token(store: Store) -> object:
