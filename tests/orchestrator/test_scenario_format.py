@@ -116,6 +116,22 @@ WRONG = {
     "a name that ends a name": ("name: Dan", "name: 'Marco: I'", 7, "agents.danny.name", "match pattern"),
     "a name of somebody else": ("name: Dan", "name: Marco", 7, "agents.danny.name", "'Marco' is marco's"),
     "an alias": ("[Porto, Oslo]}", "&a [Porto], other: *a}", 2, "values.other", "expected no alias"),
+    "an alias of a text": ("[Porto, Oslo]}", "[&a Porto, *a]}", 2, "values.place[1]", "expected no alias"),
+    "a number of a million digits": ("rounds: 2", f"rounds: 0x{'f' * 9000}", 15, "phases[1].rounds", "expected a"),
+    "a regex that Python cannot hold": (
+        "contains: ${place}",
+        "matches: 'a{4294967296}'",
+        26,
+        "matches",
+        "expected a reg",
+    ),
+    "an id that is another's in a variant": (
+        "name: Dan",
+        "id: talk+3/marco",
+        7,
+        "agents.danny.id",
+        "another beginning",
+    ),
     "no YAML": ("[danny, marco]", "[danny, marco", 15, "", "not YAML"),
 }
 
@@ -137,6 +153,12 @@ def test_what_is_wrong_is_named_with_its_line(what: str) -> None:
 )
 def test_what_is_no_scenario_at_all_is_refused_too(text: str) -> None:
     with pytest.raises(ScenarioInvalid):
+        Scenario.parse(text)
+
+
+def test_a_few_values_cannot_spell_gigabytes() -> None:
+    text = RIGHT.replace("[Porto, Oslo]", f"[{'P' * 200}]").replace("in ${place}", "in " + "${place}" * 200)
+    with pytest.raises(ScenarioInvalid, match="at most 32768 characters of values"):
         Scenario.parse(text)
 
 

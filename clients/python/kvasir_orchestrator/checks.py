@@ -47,6 +47,9 @@ class _Finder:
         for key, agent in self._scenario.agents.items():
             name = agent.name or key.capitalize()
             ids_key = agent.id or f"{self._scenario.name}/{key}"
+            if (agent.id or "").startswith((f"{self._scenario.name}/", f"{self._scenario.name}+")):
+                text = f"{agent.id!r} is a name for agents without an id, in some run: expected another beginning"
+                self._add(("agents", key, "id"), text)
             for taken, value, field in ((names, name, "name"), (ids, ids_key, "id")):
                 if value in taken:
                     self._add(("agents", key, field), f"{value!r} is {taken[value]}'s: expected a {field} of its own")

@@ -27,7 +27,7 @@ def _is_regex(value: object) -> object:
     if isinstance(value, str):
         try:
             re.compile(value)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise PydanticCustomError("regex", "expected a regular expression: {why}", {"why": str(error)}) from None
     return value
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvasir_orchestrator.model import MAX_TEXT
+
 _EXPRESSION = re.compile(r"\$(?P<escape>\$)\{|\$\{(?P<inside>[^}\n]{0,200})(?P<end>\}?)")
 _MESSAGES = re.compile(r"(?P<phase>[a-z][a-z0-9_]*)\.messages\[(?P<agent>[a-z][a-z0-9_]*)\]")
 _VALUE = re.compile(r"[a-z][a-z0-9_]*")
@@ -34,10 +36,14 @@ Pieces = tuple[str | Quote, ...]
 def parse(template: str, values: Mapping[str, str]) -> Pieces:
     """The template's pieces, values filled in. What a value says is text, never a template. Raises TemplateError."""
     pieces: list[str | Quote] = []
-    done = 0
+    done = size = 0
     for found in _EXPRESSION.finditer(template):
-        pieces += [template[done : found.start()], _piece(found, values)]
+        piece = _piece(found, values)
+        pieces += [template[done : found.start()], piece]
         done = found.end()
+        size += len(piece) if isinstance(piece, str) else 0
+        if size > MAX_TEXT:  # a megabyte of ${value} would spell gigabytes
+            raise TemplateError(f"expected at most {MAX_TEXT} characters of values")
     pieces.append(template[done:])
     return _joined(pieces)
 

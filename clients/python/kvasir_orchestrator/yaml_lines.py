@@ -13,6 +13,7 @@ from kvasir.errors import InvalidArgument
 MAX_FILE_CHARACTERS = 1 << 20
 MAX_PROBLEMS = 20
 _MAX_DEPTH = 16
+_MAX_INT_BITS = 63
 _PLAIN = (str, int, float, bool, type(None))
 
 Path = tuple[str | int, ...]
@@ -100,12 +101,12 @@ class _Reader:
 
     def value(self, node: yaml.Node, path: Path) -> object:
         self.lines.of_path.setdefault(path, node.start_mark.line + 1)
-        if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node, path)
         if id(node) in self._met:
             self._refuse(node, path, "expected no alias (*name): write it out")
             return None
         self._met.add(id(node))
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, path)
         if len(path) > _MAX_DEPTH:
             self._refuse(node, path, f"expected at most {_MAX_DEPTH} levels")
             return None
@@ -132,7 +133,8 @@ class _Reader:
             value = self._scalars.construct_object(node)
         except (yaml.YAMLError, ValueError, OverflowError):
             value = object()
-        if not isinstance(value, _PLAIN):
+        is_huge = isinstance(value, int) and value.bit_length() > _MAX_INT_BITS  # Python refuses to spell it
+        if is_huge or not isinstance(value, _PLAIN):
             self._refuse(node, path, f"expected a text, number or boolean, got {node.value[:40]!r}; quote it")
             return None
         return value
