@@ -3,15 +3,18 @@
 import asyncio
 import json
 import re
+import resource
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kvasir.clients import AioInferenceClient
-from kvasir.errors import Conflict, FailedPrecondition, Unavailable
+from kvasir.errors import Conflict, DataLoss, FailedPrecondition, Internal, Unavailable
 from kvasir_orchestrator import (
+    Answer,
+    Asked,
     EngineMemory,
     Event,
     Journal,
@@ -21,6 +24,7 @@ from kvasir_orchestrator import (
     TurnDone,
     TurnRetried,
     TurnStarted,
+    forget,
     run,
     shipped_names,
 )
@@ -253,6 +257,64 @@ def test_a_journal_is_one_scenarios_and_one_runners(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 1
     assert path.read_bytes().endswith(b"\n"), "the line that was cut short is gone"
     assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FailedPrecondition, match="exists"):
+        Journal.begin(path, named("one"), "2")
+    assert [each.name for each in tmp_path.iterdir()] == ["run.jsonl"]
+
+
+@pytest.mark.parametrize(
+    ("was", "is_"), [('"variant": 0', '"variant": "<b>"'), ('"cached_tokens": 0', '"cached_tokens": "<b>"')]
+)
+def test_a_journal_of_somebody_else_holds_numbers_where_the_report_expects_them(
+    tmp_path: Path, was: str, is_: str
+) -> None:
+    scenario, path = named("theirs"), tmp_path / "run.jsonl"
+    with Journal.begin(path, scenario, "1") as journal:
+        journal.record(scenario.plan.turns[0], "r", Answer("", 0, 0, 0, "cold", "none", "", 0.0, 0.0, 1))
+    assert Journal.read(path).answers[0].cached_tokens == 0
+    path.write_text(path.read_text().replace(was, is_))
+    with pytest.raises(DataLoss):
+        Journal.read(path)
+
+
+class Echo:
+    """A memory that answers at once, and whose forgetting is noted."""
+
+    def __init__(self) -> None:
+        self.forgotten: list[str] = []
+
+    async def ask(self, asked: Asked) -> AsyncGenerator[str | Answer, None]:
+        yield Answer("Yes.", 9, 0, 2, "cold", "none", "", 0.0, 0.0, 1)
+
+    async def forget(self, agent_id: str, namespace: str) -> None:
+        self.forgotten.append(agent_id)
+
+
+def test_a_journal_that_takes_no_more_ends_the_run_at_once_and_stays_whole(tmp_path: Path) -> None:
+    scenario = named("full")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    async def to_the_end(journal: Journal) -> None:
+        async with asyncio.timeout(10):
+            async for _ in run(scenario, Echo(), journal=journal):
+                pass
+
+    with Journal.begin(tmp_path / "run.jsonl", scenario, "1") as journal:
+        size = journal.path.stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
+        try:
+            with pytest.raises(Internal, match="OSError"):
+                asyncio.run(to_the_end(journal))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert (journal.path.stat().st_size, journal.answers) == (size, {})
+
+
+def test_no_run_deletes_an_agent_that_the_file_names_by_its_id() -> None:
+    scenario = Scenario.parse(TEXT.replace("NAME", "owned").replace("persona: You are Lena.", "id: lena"))
+    memory = Echo()
+    assert asyncio.run(forget(scenario, memory, "1", permanent=True)) == memory.forgotten
+    assert memory.forgotten == ["owned/marco", "owned/1/scribe"]
 
 
 def test_the_example_of_the_page_runs(house: House, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,12 +12,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from kvasir.errors import DataLoss, FailedPrecondition, InvalidArgument
+from pydantic import TypeAdapter
 
 from kvasir_orchestrator.memory import Answer
 from kvasir_orchestrator.plan import Turn
 from kvasir_orchestrator.scenario import Scenario
 
 _FORMAT = 1
+_ANSWER = TypeAdapter(Answer)  # a report may be of somebody else's file
 
 
 class Journal:
@@ -35,15 +37,22 @@ class Journal:
         """A new journal. Raises FailedPrecondition where a file is already."""
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         journal = cls(path, run_id, scenario.text, scenario.variant, forgets)
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        except FileExistsError:
-            text = f"{path} exists: go on with it without --fresh, or name another journal"
-            raise FailedPrecondition(text, reason="JOURNAL_EXISTS", field="journal") from None
-        journal._lock(descriptor)
         head = {"format": _FORMAT, "run_id": run_id, "variant": scenario.variant, "scenario": scenario.text}
         head["forgets"] = forgets
-        journal._write({"kvasir_scenario_journal": head})
+        # It gets its name with its first line: one without could neither go on nor be told from a damaged one.
+        nameless = path.with_name(f".{path.name}.{run_id}")
+        journal._lock(os.open(nameless, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600))
+        try:
+            journal._write({"kvasir_scenario_journal": head})
+            os.link(nameless, path)
+        except BaseException as error:
+            journal.close()
+            if isinstance(error, FileExistsError):
+                text = f"{path} exists: go on with it without --fresh, or name another journal"
+                raise FailedPrecondition(text, reason="JOURNAL_EXISTS", field="journal") from None
+            raise
+        finally:
+            nameless.unlink()
         return journal
 
     @classmethod
@@ -71,8 +80,8 @@ class Journal:
 
     def record(self, turn: Turn, request_id: str, answer: Answer) -> None:
         """Note a whole turn; it is on disk when this returns."""
-        self.answers[turn.index] = answer
         self._write({"turn": turn.index, "agent": turn.agent, "request_id": request_id, "answer": asdict(answer)})
+        self.answers[turn.index] = answer
 
     def finish(self) -> None:
         """Note that nothing is left to do."""
@@ -105,9 +114,14 @@ class Journal:
         if self._descriptor is None:
             raise InvalidArgument("the journal was opened to be read")
         line = json.dumps(value, ensure_ascii=False).encode() + b"\n"
-        while line:
-            line = line[os.write(self._descriptor, line) :]
-        os.fsync(self._descriptor)
+        whole_bytes = os.fstat(self._descriptor).st_size
+        try:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+            os.fsync(self._descriptor)
+        except OSError:
+            os.ftruncate(self._descriptor, whole_bytes)  # half a line before another one would be damage
+            raise
 
     @classmethod
     def _parsed(cls, path: Path) -> tuple[Self, int]:
@@ -117,11 +131,11 @@ class Journal:
             head = json.loads(lines[0])["kvasir_scenario_journal"]
             if head["format"] != _FORMAT:
                 raise DataLoss(f"{path}: format {head['format']}, expected {_FORMAT}", reason="JOURNAL_DAMAGED")
-            journal = cls(path, head["run_id"], head["scenario"], head["variant"], head["forgets"])
+            journal = cls(path, head["run_id"], head["scenario"], int(head["variant"]), head["forgets"])
             for line in lines[1:]:
                 value = json.loads(line)
                 if "turn" in value:
-                    journal.answers[value["turn"]] = Answer(**value["answer"])
+                    journal.answers[int(value["turn"])] = _ANSWER.validate_python(value["answer"])
                 journal.is_finished = journal.is_finished or "finished" in value
         except (ValueError, LookupError, TypeError) as error:
             raise DataLoss(f"{path} is no journal of a scenario: {error}", reason="JOURNAL_DAMAGED") from None

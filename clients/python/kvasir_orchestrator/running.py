@@ -70,10 +70,13 @@ async def run(
 
 
 async def forget(scenario: Scenario, memory: Memory, run_id: str, *, permanent: bool) -> list[str]:
-    """Delete the agents of a run, permanent ones too if that is said; returns their names at the engine."""
+    """Delete the agents of a run, permanent ones too if that is said; returns their names at the engine.
+
+    An agent that the file names by its `id` stays: it may be somebody's own, who remembers more than this scenario.
+    """
     forgotten = []
     for key, agent in scenario.agents.items():
-        if permanent or agent.lifetime == "ephemeral":
+        if agent.id is None and (permanent or agent.lifetime == "ephemeral"):
             forgotten.append(scenario.agent_id(key, run_id))
             await memory.forget(forgotten[-1], agent.namespace)
     return forgotten
@@ -142,28 +145,33 @@ class _Runner:
                 self._tasks[turn.index] = asyncio.create_task(self._run_turn(turn))
 
     async def _run_turn(self, turn: Turn) -> None:
-        """One turn, asked for until it is whole or its retries are used up."""
-        asked = self._asked(turn)
-        self._queue.put_nowait(TurnStarted(turn, asked.new))
+        """One turn. However it ends, who reads the events is told, and nobody waits for ever."""
+        try:
+            asked = self._asked(turn)
+            answer = await self._until_whole(asked)
+            if self._journal:
+                self._journal.record(turn, asked.request_id, answer)
+        except KvasirError as error:
+            self._queue.put_nowait(error)
+        except Exception as error:  # noqa: BLE001  a disk that is full among them
+            self._queue.put_nowait(Internal(f"{type(error).__name__}: {error}"))
+        else:
+            self._queue.put_nowait((turn, answer))
+
+    async def _until_whole(self, asked: Asked) -> Answer:
+        """A turn's answer. Raises what breaks it when its retries are used up."""
+        self._queue.put_nowait(TurnStarted(asked.turn, asked.new))
         attempt = 0
         while True:
             attempt += 1
             try:
-                answer = await self._ask(asked)
-                break
+                return await self._ask(asked)
             except KvasirError as error:
                 wait_s = self._retries.wait(error, attempt)
                 if wait_s is None:
-                    self._queue.put_nowait(error)
-                    return
-                self._queue.put_nowait(TurnRetried(turn, error, attempt, wait_s))
-                await self._sleep(wait_s)
-            except Exception as error:  # noqa: BLE001  who reads the events is told, and nobody waits for ever
-                self._queue.put_nowait(Internal(f"{type(error).__name__}: {error}"))
-                return
-        if self._journal:
-            self._journal.record(turn, asked.request_id, answer)
-        self._queue.put_nowait((turn, answer))
+                    raise
+                self._queue.put_nowait(TurnRetried(asked.turn, error, attempt, wait_s))
+            await self._sleep(wait_s)
 
     async def _ask(self, asked: Asked) -> Answer:
         async with aclosing(self._memory.ask(asked)) as pieces:

@@ -49,7 +49,7 @@ def run(
         bool, typer.Option("--dry-run", help="Print every prompt and the reuse it will get; ask nobody.")
     ] = False,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="First delete the scenario's agents and what they remember; begin anew.")
+        bool, typer.Option("--fresh", help="First delete the scenario's own agents and what they remember; begin anew.")
     ] = False,
     journal: Annotated[Path | None, typer.Option(help="The run's journal. Left out: one in the home.")] = None,
     retries: Annotated[int, typer.Option(min=0, help="How often a turn that breaks is asked for again.")] = 6,

@@ -101,6 +101,8 @@ async def _forget_earlier(caller: Caller, scenario: Scenario, memory: EngineMemo
             await forget(scenario, memory, Journal.read(path).run_id, permanent=False)
     for agent_id in await forget(scenario, memory, journal.run_id, permanent=True):
         caller.say(f"{agent_id} remembers nothing now")
+    for agent_id in [agent.id for agent in scenario.agents.values() if agent.id]:
+        caller.say(f"{agent_id} keeps its memory: the file names it by its id, and it may be somebody's own")
 
 
 def write_report(caller: Caller, file: str, out: Path) -> None:
