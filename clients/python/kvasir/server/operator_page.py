@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvasir.address import AddressTaken, parse_address
+from kvasir.address import Address, AddressTaken, parse_address
 from kvasir.server import build
 from kvasir.server.durations import Durations
 from kvasir.server.rpc_counts import RpcCounts
@@ -83,7 +83,9 @@ class OperatorPage(Collector):
 
             def do_GET(self) -> None:
                 path = self.path.partition("?")[0]
-                if path == "/metrics":
+                if not _is_local(self.headers.get("host", "localhost")):
+                    self._answer(403, "text/plain", b"this machine alone: ask for 127.0.0.1\n")
+                elif path == "/metrics":
                     self._answer(200, CONTENT_TYPE_LATEST, generate_latest(registry))
                 elif path == "/healthz":
                     wellness = page._wellness()
@@ -102,6 +104,12 @@ class OperatorPage(Collector):
                 """Scrapes are not worth a line."""
 
         return Handler
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header names this machine. A site whose name was made to point here would read what it gets."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    return Address(host=name.lower()).is_loopback
 
 
 def asked_of_loop(
