@@ -1,5 +1,6 @@
 """OpenAI's responses and completions through the openai SDK, unmodified but for base_url."""
 
+import base64
 from typing import Any
 
 import pytest
@@ -40,6 +41,14 @@ def test_a_response_goes_on_from_the_one_before_by_its_id(front: Front, openai: 
         client.responses.create(model=MODEL, input="?", previous_response_id="resp_1bm90aGluZw")
     with pytest.raises(openai.NotFoundError):
         front.openai("eve").responses.create(model=MODEL, input="?", previous_response_id=first.id)
+
+
+def test_an_id_that_names_a_turn_without_messages_is_lost(front: Front, openai: Any) -> None:
+    named = {"x-agent-id": "responses/plain", "x-request-id": "plain-1"}
+    front.openai().completions.create(model=MODEL, prompt="Once", max_tokens=2, extra_headers=named)
+    place = base64.urlsafe_b64encode(b"0\n\nplain-1\nresponses/plain").decode().rstrip("=")
+    with pytest.raises(openai.NotFoundError):
+        front.openai().responses.create(model=MODEL, input=[{"type": "item_reference", "id": f"msg_{place}"}])
 
 
 def test_a_request_refers_to_a_bounded_number_of_items(front: Front, openai: Any) -> None:

@@ -247,6 +247,7 @@ class Gateway:
                 headers |= _told(memory.agent_id, turn, reply.started)
                 return JSONResponse(whole(asked, reply), headers=headers)
             first = await unless_left(call.request.receive, anext(events))
+            headers |= _told(memory.agent_id, turn, first.started)
         except BaseException:
             memory.left()
             await events.aclose()
@@ -260,7 +261,7 @@ class Gateway:
             numbers=self._around.numbers,
             clock=self._around.clock,
             error_event=lambda error: tell(error, call.request_id),
-            headers={**headers, **_told(memory.agent_id, turn, first.started)},
+            headers=headers,
         )
 
     async def _body(self, call: Call, kind: type[_Body]) -> _Body:

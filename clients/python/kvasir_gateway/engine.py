@@ -109,7 +109,8 @@ class CallerAtEngine:
                 parsed = manifest.parse(data)
                 said = [_said(message) for message in parsed.messages]
                 newest = newest or said
-                found |= {place: said for place in places if place.request_id == parsed.turn.request_id}
+                if said:  # an agent that is prompted in plain text has no messages
+                    found |= {place: said for place in places if place.request_id == parsed.turn.request_id}
             if len(found) == len(places):
                 return found
         for place in places:
