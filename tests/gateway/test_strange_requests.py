@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from kvasir.clients import Choice, Reply
 from kvasir.common.v1.message_pb2 import ToolCall
-from kvasir.errors import DeadlineExceeded, ResourceExhausted
+from kvasir.errors import DeadlineExceeded, NotFound, ResourceExhausted, Unauthenticated
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.server.fair_shares import Shares
 from kvasir_gateway import anthropic_messages, errors, security
@@ -139,14 +139,27 @@ def test_pages_of_a_named_origin_may_ask_what_they_may_send_and_read_the_answer(
     )
 
 
-def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_bug(front: Front) -> None:
+@pytest.mark.parametrize("path", [PATHS[0], "/page/login"])
+def test_a_caller_who_leaves_in_the_middle_of_a_body_is_no_bug(front: Front, path: str) -> None:
     headers = {"host": "localhost", "x-api-key": front.keys["ada"], "content-length": "99"}
-    lines = [f"POST {PATHS[0]} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
+    lines = [f"POST {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
     with socket.create_connection(("127.0.0.1", front.gateway.port), timeout=5) as connection:
         connection.sendall(("\r\n".join(lines) + '\r\n\r\n{"model"').encode())
         time.sleep(0.2)  # the gateway reads
     time.sleep(0.2)
-    assert "request.failed" not in front.gateway.log
+    assert not {"request.failed", "page.failed"} & set(front.gateway.log.split())
+
+
+def test_strangers_cannot_fill_the_disk_with_lines(caplog: pytest.LogCaptureFixture) -> None:
+    request = Request({"type": "http", "method": "GET", "path": "/x", "headers": []})
+    with caplog.at_level("INFO"):
+        for _ in range(100):
+            errors.refused(request, NotFound("no such path"), "")
+            errors.refused(request, Unauthenticated("no key"), "known")
+        strangers = len(caplog.messages)
+        errors.refused(request, NotFound("no such agent"), "mine")
+    assert strangers <= 20, "ten a second"
+    assert caplog.messages[-1] == "request.refused request_id=mine status=404 reason=NOT_FOUND"
 
 
 @pytest.mark.parametrize("pieces", [[60, 60], [20, 20, 20, 20, 20, 20]])

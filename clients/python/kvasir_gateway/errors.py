@@ -1,6 +1,7 @@
 """Refusals in each API's shape: status, body and headers. Of a request they repeat field names and nothing else."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from kvasir.errors import (
     Unauthenticated,
     Unavailable,
 )
+from kvasir.server.log_errors import StrangersLines
 from kvasir.status import answer_to, to_status
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -22,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from kvasir_gateway.turn import sse
 
 _log = logging.getLogger(__name__)
+_strangers = StrangersLines(time.monotonic)
 
 
 class BodyTooLarge(InvalidArgument):
@@ -140,10 +143,20 @@ def api_of(path: str) -> Api:
 
 
 def refused(request: Request, error: KvasirError, request_id: str) -> Response:
-    """The refusal in the shape of the API that was asked, and a line in the log without a word of the request."""
+    """The refusal in the shape of the API that was asked. `request_id`: empty for what no route has admitted."""
     refusal = api_of(request.url.path).shape(error, request_id)
-    _log.info("request.refused request_id=%s status=%d reason=%s", request_id or "none", refusal.status, error.reason)
+    is_of_stranger = not request_id or isinstance(error, Unauthenticated | PermissionDenied)
+    what = f"request.refused request_id={request_id or 'none'}"
+    log_refusal(what, refusal.status, error, is_of_stranger=is_of_stranger)
     return JSONResponse(refusal.body, refusal.status, dict(refusal.headers))
+
+
+def log_refusal(what: str, status: int, error: KvasirError, *, is_of_stranger: bool) -> None:
+    """A line without a word of the request. Of strangers' a few a second: they could fill the disk."""
+    left_out = _strangers.left_out() if is_of_stranger else 0
+    if left_out is not None:
+        unheard = f" left_out={left_out}" if left_out else ""
+        _log.info("%s status=%d reason=%s%s", what, status, error.reason, unheard)
 
 
 def param(error: KvasirError) -> str | None:

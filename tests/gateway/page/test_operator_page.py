@@ -9,7 +9,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from tests.gateway.conftest import Front
+from tests.gateway.conftest import ORIGIN, Front
 from tests.gateway.page.html_page import Browser, Html, parsed
 from tests.gateway.page.lives import BRANCHED, HOSTILE, MARKUP, endless_turn, live
 from tests.gateway.serving import GatewayProcess
@@ -210,6 +210,14 @@ def test_a_write_is_a_form_of_our_own(lived: Front, ada: Browser, action: str) -
     assert version(ada.get("/page/agent", id=BRANCHED), 6) == head
     large = ada._client.post(action, data={"form_token": token, "x": "y" * 20000}, headers=own)
     assert large.status_code == 413
+
+
+def test_a_site_that_may_call_the_api_may_not_read_the_page(lived: Front) -> None:
+    for path in ("/", "/page/turns", f"/page/agent?id={BRANCHED}"):
+        answer = httpx.get(lived.gateway.url + path, headers={"origin": ORIGIN, "x-api-key": lived.keys["ada"]})
+        assert answer.status_code == 403
+        assert not {"page/ada", "form_token"} & set(re.split(r"[^\w/]", answer.text))
+    assert httpx.get(lived.gateway.url, headers={"x-api-key": lived.keys["ada"]}).status_code == 200
 
 
 def pages(lived: Front, ada: Browser) -> Iterator[httpx.Response]:

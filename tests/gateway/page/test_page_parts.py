@@ -15,6 +15,7 @@ from kvasir_gateway.page.tree import Row, rows
 from kvasir_gateway.security import Gate
 
 KEY = "kvasir-test-key-of-the-page-00000000"
+OTHER_KEY = "kvasir-test-key-of-the-page-11111111"
 
 
 def drawn(bases: Mapping[int, int], *, has_older: bool = False) -> list[Row]:
@@ -137,7 +138,15 @@ def sessions(gate: Gate, clock: Callable[[], float]) -> Sessions:
 
 
 def keyed() -> Gate:
-    return Gate(Credentials([Credential(Principal("ada", "first", frozenset({CLIENT})), hash_token(KEY))]))
+    named = {"ada": ("first", KEY), "eve": ("second", OTHER_KEY)}
+    return Gate(
+        Credentials(
+            [
+                Credential(Principal(name, namespace, frozenset({CLIENT})), hash_token(key))
+                for name, (namespace, key) in named.items()
+            ]
+        )
+    )
 
 
 def test_a_session_ends_by_itself_and_the_oldest_make_room() -> None:
@@ -149,9 +158,12 @@ def test_a_session_ends_by_itself_and_the_oldest_make_room() -> None:
     clock.now_s += 1
     with pytest.raises(Unauthenticated):
         known.visitor({}, {COOKIE: name})
-    first, *_ = [known.begin(KEY) for _ in range(1001)]
+    of_other = known.begin(OTHER_KEY)
+    first, *_, last = [known.begin(KEY) for _ in range(1001)]
     with pytest.raises(Unauthenticated):
         known.visitor({}, {COOKIE: first})
+    assert known.visitor({}, {COOKIE: last}).has_session
+    assert known.visitor({}, {COOKIE: of_other}).has_session, "nobody ends another's"
 
 
 def test_each_session_has_a_form_token_of_its_own() -> None:

@@ -26,7 +26,7 @@ from kvasir.call_context import REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
 from kvasir.credentials import OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
 from kvasir.server.fair_shares import Shares
-from kvasir.server.log_errors import places
+from kvasir.server.log_errors import StrangersLines, places
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.shared_room import Place, SharedRoom
 from kvasir.server.traces import Traces
@@ -60,7 +60,6 @@ _ANSWERING_S = 0.05
 # The same for a stream, which may last for hours.
 _BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
-_STRANGERS_LINES_PER_S = 10
 
 _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
 
@@ -112,7 +111,7 @@ class Errors(_Interceptor):
         self._counts = counts
         self._traces = traces
         self._clock = clock
-        self._strangers = _Strangers(clock)
+        self._strangers = StrangersLines(clock)
 
     def _wrap(self, method: str, handler: Any) -> Any:
         rpc = method.rpartition(".")[2]
@@ -156,26 +155,6 @@ class Errors(_Interceptor):
             level, what, unheard = logging.WARNING, "credential.refused", f" left_out={left_out}" if left_out else ""
         request_id = call_name() or self._new_request_id()
         _LOG.log(level, "%s rpc=%s request_id=%s reason=%s%s", what, rpc, request_id, error.reason, unheard)
-
-
-class _Strangers:
-    """How many lines those get who may not call: anybody could fill the disk with more."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._second = 0
-        self._lines = self._left_out = 0
-
-    def left_out(self) -> int | None:
-        """How many got no line before the one that may be written now; None: none may."""
-        if (second := int(self._clock())) != self._second:
-            self._second, self._lines = second, 0
-        self._lines += 1
-        if self._lines > _STRANGERS_LINES_PER_S:
-            self._left_out += 1
-            return None
-        left_out, self._left_out = self._left_out, 0
-        return left_out
 
 
 class Authentication(_Interceptor):

@@ -1,10 +1,36 @@
-"""How both services log an error: its type and its places only, because its text and locals may hold a prompt."""
+"""How services log an error: its type and its places only, because its text and locals may hold a prompt.
+
+And how often they log those of strangers.
+"""
 
 import sys
 import traceback
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from pathlib import Path
 from typing import Any
+
+_STRANGERS_LINES_PER_S = 10
+
+
+class StrangersLines:
+    """How many lines those get who may not call: anybody could fill the disk with more."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds."""
+        self._clock = clock
+        self._second = 0
+        self._lines = self._left_out = 0
+
+    def left_out(self) -> int | None:
+        """How many got no line before the one that may be written now; None: none may."""
+        if (second := int(self._clock())) != self._second:
+            self._second, self._lines = second, 0
+        self._lines += 1
+        if self._lines > _STRANGERS_LINES_PER_S:
+            self._left_out += 1
+            return None
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
 
 def places(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from kvasir.errors import Internal, InvalidArgument, KvasirError, Unauthenticate
 from kvasir.formats.digest import is_hash
 from kvasir.names import check_agent_id, check_request_id
 from kvasir.server.log_errors import places
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
@@ -24,7 +24,7 @@ from kvasir_gateway.metrics import is_at
 from kvasir_gateway.page import looking
 from kvasir_gateway.page.history import History
 from kvasir_gateway.page.rendering import asset, link, page
-from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, Visitor, check_own_form
+from kvasir_gateway.page.sessions import COOKIE, LIFETIME_S, Sessions, Visitor, check_own_form, check_own_page
 
 _log = logging.getLogger(__name__)
 _MAX_FORM_BYTES = 16 << 10
@@ -194,7 +194,10 @@ class GatewayPage:
         async def endpoint(request: Request) -> Response:
             is_at(request.scope, path)
             try:
+                check_own_page(request.headers)
                 return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=499)  # nobody reads it
             except Unauthenticated as error:
                 problem = "" if error.reason == "NO_CREDENTIAL" else error.message
                 refusal: KvasirError = error
@@ -206,7 +209,7 @@ class GatewayPage:
                 problem = "a bug of the gateway; its log says where"
                 refusal = Internal(problem)
             status = errors.http_status(refusal)
-            _log.info("page.refused path=%s status=%d reason=%s", path, status, refusal.reason)
+            errors.log_refusal(f"page.refused path={path}", status, refusal, is_of_stranger=True)
             if isinstance(refusal, Unauthenticated):
                 return page("login.html", status, problem=problem, form_token=self._sessions.lobby_token, visitor=None)
             return page("error.html", status, message=problem, visitor=None)

@@ -16,6 +16,7 @@ from kvasir_gateway.security import Gate, KeyHolder
 COOKIE = "kvasir_session"
 LIFETIME_S = 12 * 3600
 _MOST_SESSIONS = 1000
+_MOST_OF_A_KEY = 32  # so that nobody ends the sessions of others
 _NO_SESSION = ""
 
 
@@ -47,6 +48,9 @@ class Sessions:
     def begin(self, key: str) -> str:
         """A session of the key's holder. Raises Unauthenticated, PermissionDenied."""
         self._gate.holder({"x-api-key": key})
+        own = [name for name, (shown, _) in self._keys.items() if shown == key]
+        for name in own[: max(0, len(own) + 1 - _MOST_OF_A_KEY)]:
+            self.end(name)
         while len(self._keys) >= _MOST_SESSIONS:
             self._keys.popitem(last=False)
         name = self._new_secret()
@@ -75,10 +79,20 @@ class Sessions:
         return hmac.new(self._form_key, of.encode(), "sha256").hexdigest()
 
 
+def check_own_page(headers: Mapping[str, str]) -> None:
+    """Raises PermissionDenied for a script of another site. Those that may call the API may not read the page."""
+    if "origin" in headers and not _is_own(headers):
+        raise PermissionDenied("origin: the page is shown to people, not to other sites", reason="FOREIGN_ORIGIN")
+
+
 def check_own_form(headers: Mapping[str, str], given: str, expected: str) -> None:
     """Raises PermissionDenied unless a form of ours was sent from a page of ours."""
-    _, _, origin = headers.get("origin", "").partition("://")
-    if not origin or origin.lower() != headers.get("host", "").lower():
+    if not _is_own(headers):
         raise PermissionDenied("origin: forms are taken from this page only", reason="FOREIGN_ORIGIN")
     if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"), expected.encode()):
         raise PermissionDenied("the form is of an earlier visit: go back, reload, and send it again")
+
+
+def _is_own(headers: Mapping[str, str]) -> bool:
+    _, _, origin = headers.get("origin", "").partition("://")
+    return bool(origin) and origin.lower() == headers.get("host", "").lower()
