@@ -53,6 +53,7 @@ def test_a_full_disk_is_told(watched: Watched) -> None:
     del store.options[-2:]
     store.start()
     assert watched.problems("store") == (200, [])
+    eventually(lambda: watched.problems("engine") == (200, []))
 
 
 def test_an_engine_without_a_model_is_not_well(watched: Watched) -> None:
