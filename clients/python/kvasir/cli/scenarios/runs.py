@@ -121,7 +121,8 @@ def _folder(caller: Caller) -> Path:
 def _journals(caller: Caller, scenario: Scenario) -> list[Path]:
     """The home's journals of a scenario and variant, the oldest first."""
     found = _folder(caller).glob(f"{scenario.stem}.*.jsonl")
-    return sorted(found, key=lambda path: int(path.suffixes[-2][1:]))
+    numbered = [path for path in found if path.suffixes[-2][1:].isdecimal()]  # not copies beside them
+    return sorted(numbered, key=lambda path: int(path.suffixes[-2][1:]))
 
 
 def _next(caller: Caller, scenario: Scenario) -> Path:
