@@ -266,7 +266,7 @@ class TurnEnding:
                 head=previous.head if previous is not None else recollection.head,
                 is_head=False,
                 expected_version=request.expected_version,
-                base_version=_base_version(request.base_version, previous),
+                base_version=request.base_version or 0,
                 # An unstored memory counts under the lease under which it was made, and so does one that extends it.
                 generation=self._generation(key) if previous is None or previous.is_head else previous.generation,
                 event_cursor=turn.event_cursor,
@@ -385,15 +385,6 @@ class TurnEnding:
 def _finish_reason(ended: Ended, calls: Sequence[manifest_pb2.ToolCall]) -> str:
     """The word of manifest.proto's Turn: a reply that stops after tool calls ends for them."""
     return "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
-
-
-def _base_version(asked: int | None, previous: PublicationState | None) -> int:
-    """What a commit says of a memory's base; 0 is its parent. One that extends an unstored memory has that one's base,
-    because the line never gets a version between.
-    """
-    if asked is not None:
-        return asked
-    return previous.base_version if previous is not None and not previous.is_head else 0
 
 
 def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:

@@ -77,6 +77,7 @@ class Store:
         self.taken_back = False
         self.stored: list[Digest] = []  # by turns, since any turn of a test began
         self.leases: list[object] = []  # that commits brought
+        self.bases: list[object] = []  # likewise
         self.up = asyncio.Event()
         self.up.set()
 
@@ -100,6 +101,7 @@ class Store:
 
     async def commit(self, _agent: str, manifest: bytes, parent: Version, _timeout_s: float, **how: object) -> Head:
         self.leases.append(how.get("lease"))
+        self.bases.append(how.get("base_version"))
         if self.refusals:
             raise self.refusals.pop()
         digest = Digest.of(manifest)
@@ -203,6 +205,24 @@ def test_a_turn_that_ended_while_its_predecessor_committed_follows_it() -> None:
         await publishing
         outcome = await house.publish(second, first)
         assert (outcome.state, outcome.version) == (SnapshotState.COMMITTED, 2)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_turn_has_its_predecessors_base_only_if_that_one_never_became_a_version(is_stored: bool) -> None:
+    async def scenario() -> None:
+        house = House(OTHERS, timeout_s=5.0 if is_stored else 0.05)
+        first, second = remembered("one", OTHERS), remembered("one two", OTHERS)
+        first.publication.base_version = 3
+        house.store.up.clear()
+        publishing = [house.publish(first)]
+        if not is_stored:
+            assert (await publishing[0]).state is SnapshotState.FAILED
+        publishing.append(house.publish(second, first))
+        house.store.up.set()
+        assert (await publishing[1]).state is SnapshotState.COMMITTED
+        assert house.store.bases == ([3, 0] if is_stored else [3])
 
     run(scenario)
 
