@@ -25,6 +25,7 @@ _REPLY_PROMPT_TOKENS = 16
 _COMPARED_FIRST = 16
 _DIGEST_CHARS = 24
 _MAX_KEPT = 1000
+_MAX_KNOWN = 4 * _MAX_KEPT
 _EXPIRY_MS = 7 * 24 * 3600 * 1000
 _LISTED_EVERY_MS = 10 * 60 * 1000
 _STORE_S = 0.25
@@ -62,6 +63,8 @@ class TokenLines:
         name = f"{PREFIX}{length}-{digest}/{self._new_name()}"
         if namespace in self._stores:
             known[length, digest] = name
+            if len(known) > _MAX_KNOWN:  # of a store that does not answer: no list takes their place
+                del known[next(iter(known))]
         return name
 
     async def learn(self, namespace: str) -> None:
