@@ -46,6 +46,7 @@ class Head:
     parent_version: int
     kv_identity_hash: str = ""
     is_brought: bool = False  # it has rows from an archive or another store: no engine of this store computed them
+    is_of_turn: bool = True  # a turn made it: no rollback, fork, import or pull
 
     @property
     def identity(self) -> Version:
@@ -421,6 +422,7 @@ def head_of(snapshot: cachestore_pb2.SnapshotVersion) -> Head:
         snapshot.parent_version,
         snapshot.kv_identity_hash,
         is_brought=snapshot.is_brought,
+        is_of_turn=snapshot.origin == cachestore_pb2.ORIGIN_TURN,
     )
 
 

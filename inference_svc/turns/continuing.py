@@ -5,7 +5,7 @@ from enum import Enum
 
 from kvasir.cachestore.v1 import manifest_pb2
 
-from inference_svc.text.prefix_matching import Outcome
+from inference_svc.text.prefix_matching import Outcome, common_prefix_length
 
 
 class Continuation(Enum):
@@ -25,6 +25,12 @@ def is_same_conversation(given: Messages, remembered: Messages) -> bool:
     """Whether both begin alike. Systems' messages do not count: they name the date, and side calls share them."""
     first, known = _first_said(given), _first_said(remembered)
     return first is not None and known is not None and _said_by(first) == _said_by(known)
+
+
+def in_common(given: Messages, remembered: Messages) -> int:
+    """With how many messages both begin. Systems' messages do not count."""
+    said, known = ([_said_by(each) for each in some if each.role != "system"] for some in (given, remembered))
+    return common_prefix_length(said, known)
 
 
 def goes_on(given: Messages, remembered: Messages) -> bool:

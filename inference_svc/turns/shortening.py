@@ -69,6 +69,14 @@ class MemoryShortener:
     def _context_tokens(self) -> int:
         return self._engine.model.context_tokens
 
+    def _most_prompt_tokens(self, request: TurnRequest) -> int:
+        """Beside the tokens that the turn may generate."""
+        return self._context_tokens - (1 if request.max_tokens_is_default else request.sampling.max_tokens)
+
+    def _full_tokens(self, request: TurnRequest) -> int:
+        """A memory with more is full: a turn like this one would soon not fit, or does not fit any more."""
+        return min(int(self._context_tokens * FULL_SHARE), self._most_prompt_tokens(request))
+
     @property
     def _most_summary_tokens(self) -> int:
         return min(_MOST_SUMMARY_TOKENS, self._context_tokens // _SUMMARY_SHARE)
@@ -78,8 +86,7 @@ class MemoryShortener:
         not be left out, or where the last question is too long by itself.
         """
         setting = _setting(turn.request, recollection)
-        reply_tokens = 1 if turn.request.max_tokens_is_default else turn.request.sampling.max_tokens
-        most_tokens = self._context_tokens - reply_tokens
+        most_tokens = self._most_prompt_tokens(turn.request)
         if not setting.shortens or not isinstance(turn.request.input, MessagesInput) or most_tokens < 1:
             raise refusal
         found = await self._shorter(turn, turn.messages, setting, most_tokens)
@@ -93,28 +100,28 @@ class MemoryShortener:
 
     async def after_reply(self, turn: TurnState, recollection: Recollection, memory: AgentMemory) -> None:
         """Decide whether the turns to come go on with fewer messages, and with which."""
-        setting, tokens = _setting(turn.request, recollection), len(memory.transcript.token_ids)
-        asked = 0 if turn.request.max_tokens_is_default else turn.request.sampling.max_tokens
-        full_tokens = min(int(self._context_tokens * FULL_SHARE), self._context_tokens - asked)
-        if not setting.shortens or not memory.messages or tokens <= full_tokens:
+        tokens = len(memory.transcript.token_ids)
+        if not memory.messages or tokens <= self._full_tokens(turn.request):
             return
         try:
-            found = await self._shorter(turn, memory.messages, setting, tokens - 1)
-        except errors.KvasirError as error:
+            setting = _setting(turn.request, recollection)
+            found = await self._shorter(turn, memory.messages, setting, tokens - 1) if setting.shortens else None
+        except errors.KvasirError as error:  # the reply is there: only the turns to come are concerned
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, reason=error.reason)
             return
         if found is not None:
-            turn.shorter, turn.on_full = found, setting
-            turn.shortening = Shortening(setting.policy, found.dropped, len(found.messages), before_reply=False)
+            turn.shorter, turn.whole, turn.on_full = found, memory, setting
+            before = turn.shortening
+            dropped = found.dropped + (before.dropped_messages if before is not None else 0)
+            turn.shortening = Shortening(setting.policy, dropped, len(found.messages), before_reply=before is not None)
 
     async def shorten(self, turn: TurnState) -> None:
         """Make the shorter memory the agent's next version. The turn's reader has its end already."""
         assert turn.shorter is not None
-        setting, budget, kept = turn.on_full, self._serving.budget(), turn.shorter
-        newest = await self._serving.newest(turn, budget)
-        memory = newest.memory
-        if memory is None or memory.turn.request_id != turn.request.request_id or newest.head is None:
-            return  # another engine's version, or one that is not known, came after the turn's
+        assert turn.whole is not None
+        setting, budget, kept, memory = turn.on_full, self._serving.budget(), turn.shorter, turn.whole
+        if not _is_newest(memory, await self._serving.newest(turn, budget)):
+            return
         summary = await self._summary(turn, setting, memory) if setting.policy is OnFullPolicy.SUMMARIZE else ""
         messages = with_summary(kept.messages, summary) if summary else kept.messages
         shortened = _shortened(memory.shortened, kept)
@@ -123,7 +130,8 @@ class MemoryShortener:
         follow.shortened, follow.messages = shortened, messages
         with self._serving.counted(follow):
             newest = await self._serving.newest(follow, budget)
-            follow.parent_version = newest.head.version if newest.head is not None else 0
+            if not _is_newest(memory, newest):  # a rollback, or another engine, came while the summary was made
+                return
             text, follow.dialogue = await prompt_text(self._prompting, follow.request, messages[:-1])
             transcript, said = memory.transcript, memory.turn
             follow.spoken = Tokenized(
@@ -173,7 +181,7 @@ class MemoryShortener:
     async def _shorter(self, turn: TurnState, messages: Messages, setting: OnFull, most_tokens: int) -> Shorter | None:
         """Which messages stay, so that they fill the part of the context that the setting keeps."""
         request = turn.request
-        wanted_tokens = min(int(self._context_tokens * setting.keep), most_tokens)
+        wanted_tokens = min(int(self._full_tokens(request) * setting.keep / FULL_SHARE), most_tokens)
         if setting.policy is OnFullPolicy.SUMMARIZE:
             wanted_tokens -= self._most_summary_tokens
         objects = request.objects.also(json_of_messages(messages, "remembered_messages"))
@@ -200,6 +208,17 @@ def _setting(request: TurnRequest, recollection: Recollection) -> OnFull:
     if request.on_full is not None:
         return request.on_full
     return on_full.from_label(recollection.on_full) if recollection.on_full else OnFull()
+
+
+def _is_newest(memory: AgentMemory, newest: Recollection) -> bool:
+    """Whether the agent still remembers just this, and its history has it, so that nothing is lost with a shorter one.
+    An engine without a store keeps no history.
+    """
+    found = newest.memory
+    if found is None or newest.head is None or found.turn != memory.turn:
+        return False
+    is_same = tuple(found.transcript.token_ids) == tuple(memory.transcript.token_ids)
+    return is_same and (found.publication.is_head or found.publication.task is None)
 
 
 def _request(setting: OnFull) -> str:

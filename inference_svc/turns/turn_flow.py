@@ -169,9 +169,12 @@ class TurnService:
 
     async def drain(self, patience_s: float) -> None:
         """Wait for the running turns, end those that take longer, then wait for publications."""
+        for turn in self._running.values():
+            turn.running.end_work_behind()
         if self._running:
             await asyncio.wait(set(self._running), timeout=patience_s)
         for turn in list(self._running.values()):
+            turn.running.end_work_behind()
             turn.running.cancel(
                 errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0)
             )
@@ -194,7 +197,7 @@ class TurnService:
                 turn.completion_tokens,
             )
             for turn in self._running.values()
-            if turn.request.namespace == namespace and not turn.request.is_warming
+            if turn.request.namespace == namespace and not (turn.request.is_warming or turn.running.has_ended)
         ]
 
     async def stop(self, namespace: str, request_id: str) -> dict[int, TurnFinished]:
@@ -203,6 +206,7 @@ class TurnService:
             task: turn
             for task, turn in self._running.items()
             if (turn.request.namespace, turn.request.request_id) == (namespace, request_id)
+            and not turn.running.has_ended
         }
         if not named:
             raise errors.NotFound(
@@ -281,11 +285,13 @@ class TurnService:
                 counters.waiting_turns -= 1
 
     async def _shorten(self, turn: TurnState) -> None:
-        """After the reader has the turn's end: the agent's next turn waits, its reader does not."""
+        """After the reader has the turn's end: the agent's next turn waits, its reader does not. Where it fails, or is
+        ended (`end_work_behind`), the memory stays as it is, and the next turn leaves messages out.
+        """
         turn.running.end(turn.running.ended_by)
         try:
             await self._shortener.shorten(turn)
-        except Exception as error:  # noqa: BLE001 - the memory stays as it is, and the next turn leaves messages out
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - nobody waits for it
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, error=type(error).__name__)
 
     def _end_early(self, turn: TurnState, error: BaseException) -> None:
@@ -359,7 +365,7 @@ class TurnService:
             text = await self._shortener.before_reply(turn, recollection, error)
             ran = await self._plan_and_run(turn, recollection, text, budget)
         memory = await self._ending.remember(turn, *ran)
-        if memory is not None:
+        if memory is not None and not turn.running.is_cancelled:  # whoever cancels wants nothing more computed
             await self._shortener.after_reply(turn, recollection, memory)
         return await self._ending.finish(turn, *ran, memory)
 
@@ -419,6 +425,7 @@ class TurnService:
                     reason="MEMORY_NOT_STORED",
                     retry_after_s=1.0,
                 )
+            request = turn.request = as_its_agent_has_it(request, recollection)
             turn.messages = whole_conversation(request, recollection, is_retry=False)
             text = await self._prompt(turn)
         elif memory is None or not memory.transcript.token_ids:

@@ -13,6 +13,7 @@ from kvasir.on_full import OnFull
 
 from inference_svc.engine.api import AgentKey, Snapshot
 from inference_svc.engine.engine import TurnHandle
+from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import Recollection
@@ -21,7 +22,7 @@ from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
 from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.shortening import Shorter, as_remembered
-from inference_svc.turns.continuing import Continuation, goes_on, is_same_conversation
+from inference_svc.turns.continuing import Continuation, goes_on, in_common, is_same_conversation
 from inference_svc.turns.outbox import Outbox
 from inference_svc.turns.turn_data import MessagesInput, Shortening, TurnEvent, TurnFinished, TurnRequest
 
@@ -38,7 +39,7 @@ class TurnTask:
         self.ended_by: errors.KvasirError | None = None  # the reader's error, if the turn was cancelled
         self.is_stopped = False  # cancelled by another call: the reader learns how it ended
         self.finished: TurnFinished | None = None
-        self._has_ended = False
+        self.has_ended = False  # its reader has its end; its task may still have work
 
     def tell(self, event: TurnEvent) -> None:
         if isinstance(event, TurnFinished):
@@ -47,8 +48,8 @@ class TurnTask:
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing more is told, but `error` if there is one. Idempotent."""
-        if not self._has_ended:
-            self._has_ended = True
+        if not self.has_ended:
+            self.has_ended = True
             self.outbox.close(error)
 
     @property
@@ -69,6 +70,11 @@ class TurnTask:
         if not (self.is_cancelled or self.is_ending):
             self.is_stopped = True
             self._stop()
+
+    def end_work_behind(self) -> None:
+        """End what the turn's task does once the reader has its end. Idempotent."""
+        if self.has_ended and self.task is not None:
+            self.task.cancel()
 
     def _stop(self) -> None:
         if self.handle is not None:
@@ -102,6 +108,7 @@ class TurnState:
     shortened: manifest_pb2.Shortened | None = None  # what `messages` lack of the whole conversation
     shortening: Shortening | None = None  # what this turn leaves out
     shorter: Shorter | None = None  # what the turns to come go on with
+    whole: AgentMemory | None = None  # the memory that becomes that
     on_full: OnFull = field(default_factory=OnFull)  # the setting by which they do
     spoken: Tokenized | None = None  # a reply that was generated before and is computed behind the prompt
     damage: Miss | None = None
@@ -136,7 +143,7 @@ def check_parent(request: TurnRequest, recollection: Recollection) -> None:
     if request.expected_version is None or head is None or request.expected_version == head.version:
         return
     is_shortened = memory is not None and memory.shortened is not None and memory.shortened.is_after_turn
-    if is_shortened and request.expected_version == head.parent_version:
+    if is_shortened and head.is_of_turn and request.expected_version == head.parent_version:
         return  # the version that its caller was told became shorter since
     raise errors.Conflict(
         f"expected_version: {request.expected_version} was named, the agent's newest version is {head.version}",
@@ -169,9 +176,10 @@ def as_its_agent_has_it(request: TurnRequest, recollection: Recollection) -> Tur
     memory, given = recollection.continued, request.input
     if memory is None or memory.shortened is None or not isinstance(given, MessagesInput) or given.is_append:
         return request
-    shorter = as_remembered(given.messages, memory.messages, memory.shortened)
-    is_known = is_same_conversation(given.messages, memory.messages)
-    if is_known or not is_same_conversation(shorter, memory.messages):
+    known, shorter = memory.messages, as_remembered(given.messages, memory.messages, memory.shortened)
+    # A caller may send just what is remembered, and the same words may come again: more in common decides.
+    as_sent, as_cut = ((in_common(messages, known), goes_on(messages, known)) for messages in (given.messages, shorter))
+    if as_cut < as_sent or not is_same_conversation(shorter, known):
         return request
     return replace(request, input=MessagesInput(shorter))
 

@@ -1,6 +1,7 @@
 """A memory that outgrows its context: refused, shortened by its oldest messages, or summed up before."""
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +175,9 @@ def test_a_client_that_sends_everything_each_time_goes_on_with_what_is_kept(
         shortened += reply.finished.HasField("shortening")
         told += [{"role": "assistant", "content": reply.text}, *user(fact)]
     assert shortened > 1
+    client.reply(agent_id=agent, messages=[SYSTEM, *user("Who are you?")], sampling=GREEDY)  # another conversation
+    warmed = client.warm(agent_id=agent, messages=told)
+    assert warmed.tokens < CONTEXT, "as its agent has it"
 
 
 def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_long_itself(
@@ -190,6 +194,46 @@ def test_one_long_question_leaves_out_the_old_before_the_reply_unless_it_is_too_
     with pytest.raises(errors.ResourceExhausted) as too_long:
         say(client, agent, "It rains. " * 200, on_full=DROP)
     assert too_long.value.reason == "CONTEXT_EXCEEDED"
+
+
+def filled(client: InferenceClient, agent: str, on_full: pb.OnFull) -> Reply:
+    """The reply after which the agent's memory becomes shorter."""
+    begin(client, agent)
+    said = (say(client, agent, told, on_full=on_full, request_id=f"{agent}-{told[:5]}") for told, _ in FACTS)
+    return next(reply for reply in said if reply.finished.HasField("shortening"))
+
+
+def test_a_rollback_while_the_summary_is_made_stays(
+    house: House, client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    version = filled(client, agent, SUMMARIZE).finished.snapshot.version
+    with house.store_client() as store:
+        back = store.rollback_agent(agent, version - 2)
+    say(client, agent, "Who are you?", memory_mode=pb.MEMORY_MODE_READ_ONLY)  # behind whatever goes on
+    line = client.get_agent(agent).lines[0]
+    assert (line.version, line.manifest) == (back.version, back.manifest)
+    assert back.version > version
+
+
+def test_a_turn_is_over_once_its_reader_has_its_end(client: InferenceClient, new_agent: Callable[[], str]) -> None:
+    """And not once the memory is shorter."""
+    request_id = filled(client, new_agent(), SUMMARIZE).started.request_id
+    assert request_id not in [turn.request_id for turn in client.list_turns()]
+    with pytest.raises(errors.NotFound):
+        client.cancel_turn(request_id)
+
+
+def test_what_is_kept_leaves_room_for_another_turn_that_asks_for_as_long_a_reply(
+    client: InferenceClient, new_agent: Callable[[], str]
+) -> None:
+    agent = new_agent()
+    begin(client, agent)
+    asked: dict[str, Any] = {"on_full": DROP, "sampling": {"max_tokens": CONTEXT * 2 // 3, "temperature": 0}}
+    said = [client.reply(agent_id=agent, append_messages=user(told), **asked) for told, _ in FACTS[:8]]
+    shortened = [reply.finished.HasField("shortening") for reply in said]
+    assert any(shortened)
+    assert not any(first and second for first, second in pairwise(shortened))
 
 
 def test_an_agents_label_says_it_for_all_its_turns_and_a_turn_may_say_otherwise(

@@ -24,7 +24,7 @@ from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import Outbox, ReaderLimits
 from inference_svc.turns.replay import is_retry, is_whole
 from inference_svc.turns.turn_data import MessagesInput, PromptInput, TurnDelta, TurnEvent, TurnRequest
-from inference_svc.turns.turn_state import check_parent, whole_conversation
+from inference_svc.turns.turn_state import as_its_agent_has_it, check_parent, whole_conversation
 
 HEAD = Head(5, Digest.of(b"manifest"), 4, "kv")
 HELLO = manifest_pb2.Message(role="user", content="hello")
@@ -74,6 +74,43 @@ def test_a_parent_that_is_not_the_head_is_a_conflict_unless_the_head_is_unknown(
         check_parent(request(expected_version=4), Recollection(None, Source.COLD, HEAD))
     check_parent(request(expected_version=5), Recollection(None, Source.COLD, HEAD))
     check_parent(request(expected_version=4), Recollection(None, Source.COLD, None))
+
+
+def test_only_a_turn_that_became_shorter_lets_its_caller_name_the_version_before() -> None:
+    """A rollback or a fork brings the shorter memory back under a head that the caller has not seen."""
+    shorter = replace(memory(), shortened=manifest_pb2.Shortened(is_after_turn=True))
+    check_parent(request(expected_version=4), Recollection(shorter, Source.WARM, HEAD))
+    with pytest.raises(errors.Conflict):
+        check_parent(request(expected_version=4), Recollection(shorter, Source.WARM, replace(HEAD, is_of_turn=False)))
+    digest = Digest.of(b"manifest").to_proto()
+    forked = head_of(cachestore_pb2.SnapshotVersion(version=1, manifest=digest, origin=cachestore_pb2.ORIGIN_FORK))
+    with pytest.raises(errors.Conflict):
+        check_parent(request(expected_version=0), Recollection(shorter, Source.WARM, forked))
+
+
+def said(*texts: str) -> tuple[manifest_pb2.Message, ...]:
+    roles = ("user", "assistant")
+    return tuple(manifest_pb2.Message(role=roles[place % 2], content=text) for place, text in enumerate(texts))
+
+
+@pytest.mark.parametrize(
+    ("sent", "cut"),
+    [
+        (said("go on", "1", "go on", "2", "go on", "3", "go on"), True),
+        (said("go on", "1", "go on", "2", "go on", "3", "stop"), True),
+        (said("go on", "1", "go on", "2", "stop"), True),  # an edited question
+        (said("go on", "2", "go on", "3", "go on"), False),  # just what the agent remembers
+        (said("go on", "2", "go on", "3", "go on", "4", "go on"), False),
+    ],
+)
+def test_a_conversation_whose_questions_are_alike_goes_on_as_its_agent_has_it(
+    sent: tuple[manifest_pb2.Message, ...], cut: bool
+) -> None:
+    known = replace(
+        memory(messages=said("go on", "2", "go on", "3")), shortened=manifest_pb2.Shortened(dropped_messages=2)
+    )
+    asked = as_its_agent_has_it(request(input=MessagesInput(sent)), Recollection(known, Source.HOT, HEAD))
+    assert asked.input == MessagesInput(sent[2:] if cut else sent)
 
 
 # --- what is appended to ---
