@@ -110,6 +110,11 @@ IMPORTS = (
     ),
     Wall(("yaml",), (f"{ORCHESTRATOR}/yaml_lines.py",), "a file's lines are known where it is read, and nowhere else"),
     Wall(
+        ("bm25s",),
+        (f"{ORCHESTRATOR}/measuring/retrieval.py",),
+        "retrieval is only measured",
+    ),
+    Wall(
         ("httpx2",), (f"{SDK}/bench/load_http.py",), "a client over HTTP is measured with, and nothing else needs one"
     ),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
@@ -373,7 +378,10 @@ ROOMS = {
         "on_full": "errors",
     },
     GATEWAY: {},
-    ORCHESTRATOR: {"report": "memory model outcomes plan scenario"},
+    ORCHESTRATOR: {
+        "measuring": "engine_memory events memory model plan running scenario transcript",
+        "report": "memory model outcomes plan scenario",
+    },
 }
 
 

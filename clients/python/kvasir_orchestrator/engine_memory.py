@@ -59,25 +59,11 @@ class EngineMemory:
         whole: Sequence[Message] | None = None,
         version: int | None,
     ) -> AsyncGenerator[str | Answer, None]:
-        began = self._clock()
-        options = GenerateOptions(
-            agent_id=asked.agent_id,
-            request_id=asked.request_id,
-            expected_version=version,
-            max_tokens=asked.max_tokens,
-            sampling={"temperature": asked.temperature, "seed": asked.seed},
-            regex=asked.regex,
-        )
-        events_of = self._client(asked.namespace).generate(append_messages=append, messages=whole, options=options)
-        reply, first_token_s = Reply(), 0.0
-        async with aclosing(events_of) as events:
-            async for event in events:
-                reply.add(event)
-                if event.HasField("delta"):
-                    first_token_s = first_token_s or self._clock() - began
-                    if event.delta.text:
-                        yield event.delta.text
-        yield self._whole(asked.request_id, reply, first_token_s, self._clock() - began)
+        options = replace(options_of(asked), agent_id=asked.agent_id, expected_version=version)
+        client = self._client(asked.namespace)
+        async with aclosing(streamed(client, options, self._clock, append=append, whole=whole)) as pieces:
+            async for piece in pieces:
+                yield piece if isinstance(piece, str) else self._kept(asked.request_id, *piece)
 
     def _client(self, namespace: str) -> AioInferenceClient:
         if namespace not in self._clients:
@@ -85,9 +71,8 @@ class EngineMemory:
             raise InvalidArgument(f"no credential of namespace {namespace!r}: expected one of {known}")
         return self._clients[namespace]
 
-    def _whole(self, request_id: str, reply: Reply, first_token_s: float, total_s: float) -> Answer:
+    def _kept(self, request_id: str, answer: Answer, snapshot: pb.SnapshotOutcome) -> Answer:
         """The answer of a turn that is durable; else Unavailable."""
-        answer, snapshot = _answer(reply, first_token_s, total_s), reply.finished.snapshot
         if before := self._unstored.pop(request_id, None):
             answer = replace(before, version=answer.version)
         if snapshot.state in (pb.SNAPSHOT_STATE_PENDING, pb.SNAPSHOT_STATE_FAILED):
@@ -95,6 +80,36 @@ class EngineMemory:
             state = pb.SnapshotState.Name(snapshot.state).removeprefix("SNAPSHOT_STATE_").lower()
             raise Unavailable(f"the memory of the turn is {state}: {snapshot.reason}", reason="MEMORY_NOT_STORED")
         return answer
+
+
+def options_of(asked: Asked) -> GenerateOptions:
+    """How a turn is to be done, but for the memory that it uses."""
+    return GenerateOptions(
+        request_id=asked.request_id,
+        max_tokens=asked.max_tokens,
+        sampling={"temperature": asked.temperature, "seed": asked.seed},
+        regex=asked.regex,
+    )
+
+
+async def streamed(
+    client: AioInferenceClient,
+    options: GenerateOptions,
+    clock: Callable[[], float],
+    *,
+    append: Sequence[Message] | None = None,
+    whole: Sequence[Message] | None = None,
+) -> AsyncGenerator[str | tuple[Answer, pb.SnapshotOutcome], None]:
+    """One turn: its pieces, and at the end the answer and what became of the memory."""
+    began, first_token_s, reply = clock(), 0.0, Reply()
+    async with aclosing(client.generate(append_messages=append, messages=whole, options=options)) as events:
+        async for event in events:
+            reply.add(event)
+            if event.HasField("delta"):
+                first_token_s = first_token_s or clock() - began
+                if event.delta.text:
+                    yield event.delta.text
+    yield _answer(reply, first_token_s, clock() - began), reply.finished.snapshot
 
 
 def _answer(reply: Reply, first_token_s: float, total_s: float) -> Answer:

@@ -66,7 +66,7 @@ class Scenario:
         """As `read`, of the file's text; `source` stands in refusals."""
         data, lines = read(text, source)
         file = _validated(data, lines, source)
-        values = _drawn(file, variant)
+        values = drawn_values(file, variant)
         problems = problems_of(file, lines)
         personas = {
             key: _filled(agent.persona, values, ("agents", key, "persona"), lines, problems)
@@ -144,7 +144,7 @@ def _expected(kind: str, said: str, given: object) -> str:
     return f"{text}, got {len(given)} characters" if is_long else f"{text}, got {given!r}"  # type: ignore[arg-type]
 
 
-def _drawn(file: ScenarioFile, variant: int) -> dict[str, str]:
+def drawn_values(file: ScenarioFile, variant: int) -> dict[str, str]:
     """A word for each value: the first of them, or, in a variant, one that its number draws."""
 
     def place(key: str) -> int:

@@ -59,7 +59,7 @@ def run(scope: EngineScope, say: Callable[[str], None] = lambda _: None) -> dict
 
 def table(results: Mapping[str, Any]) -> str:
     """The results as plain text."""
-    return "\n".join(_lines(results, _text_table, "{}"))
+    return "\n".join(_lines(results, text_table, "{}"))
 
 
 def markdown(results: Mapping[str, Any]) -> str:
@@ -130,7 +130,8 @@ def _machine(results: Mapping[str, Any]) -> str:
     )
 
 
-def _text_table(rows: list[list[str]]) -> list[str]:
+def text_table(rows: list[list[str]]) -> list[str]:
+    """A heading and rows as lines, right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -50,7 +50,7 @@ def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
     written: list[Path] = []
     for name, case in results["cases"].items():
         path = directory / f"{name}.png"
-        _draw(PICTURES[name], case["rows"], path, note)
+        draw(PICTURES[name], case["rows"], path, note)
         written.append(path)
     return written
 
@@ -72,7 +72,8 @@ def series(picture: Picture, rows: Sequence[Mapping[str, Any]]) -> dict[str, tup
     return lines
 
 
-def _draw(picture: Picture, rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
+def draw(picture: Picture, rows: Sequence[Mapping[str, Any]], path: Path, note: str) -> None:
+    """Draw one picture into a PNG; `note` stands below. Raises ImportError without matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

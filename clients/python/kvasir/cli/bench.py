@@ -116,7 +116,7 @@ def engine(
         with _progress(caller, "measuring the engine; minutes at full size") as say:
             results = engine_bench.run(scope, say)
     if plots is not None:
-        _plot(caller, results, plots)
+        _plot(caller, lambda: engine_plots.plot(results, plots))
     show = engine_bench.markdown if as_markdown else engine_bench.table
     caller.result(results, lambda out: out.print(show(results)))
     if not results["settings"]["is_quick"] and not all(target["is_met"] for target in results["targets"]):
@@ -251,6 +251,49 @@ async def _loaded_http(
         return await load_bench.run(target, scope, say)
 
 
+@app.command("memory")
+def memory(
+    context: typer.Context,
+    scenario: Annotated[
+        list[str] | None, typer.Option(help="Of `kvasir scenario ls`; may be repeated. Left out: all of them.")
+    ] = None,
+    variants: Annotated[
+        int | None, typer.Option(min=1, help="Of each scenario: other words are told. Left out: 200; quick: 2.")
+    ] = None,
+    together: Annotated[int, typer.Option(min=1, max=100, help="Conversations beside each other.")] = 4,
+    plots: Annotated[Path | None, typer.Option(help="Write PNGs into this directory.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="2 variants, one kill each. No claim about accuracy counts then.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Play scenarios with KV memory, without, with BM25's best messages, killed and moved. Hours at full size.
+
+    kv remembers; prefill computes the whole transcript each turn; bm25-K sees its persona, the K past messages that fit
+    best, and what is new; killed is kv with kill -9 of both services before each phase; moved goes on in another store
+    and engine from the middle phase on. Services and home are its own.
+
+    Ends with 1 when a claim is not met: kv is as accurate as prefill and more than each bm25-K, prefills less, killed
+    and moved say the same, no agent says a drawn word that it was never shown.
+    """
+    caller = caller_of(context, as_json)
+    try:
+        from kvasir.cli.scenarios import measured
+    except ModuleNotFoundError as error:
+        if error.name not in ("kvasir_orchestrator", "yaml", "pydantic", "bm25s"):
+            raise
+        text = "bench memory needs the extra `orchestrator`: pip install 'kvasir[all]'"
+        raise FailedPrecondition(text, reason="EXTRA_MISSING") from None
+    with _progress(caller, "playing scenarios") as say:
+        count = variants or (2 if quick else 200)
+        results = measured.run(scenario or (), count, together, is_quick=quick, say=say)
+    if plots is not None:
+        _plot(caller, lambda: measured.plot(results, plots))
+    caller.result(results, lambda out: out.print("\n".join(measured.lines(results)), soft_wrap=True))
+    if not measured.holds(results):
+        raise typer.Exit(PROBLEMS)
+
+
 @app.command("make-model")
 def make_model(
     context: typer.Context,
@@ -293,9 +336,9 @@ def _progress(caller: Caller, title: str) -> Iterator[Callable[[str], None]]:
         yield caller.say
 
 
-def _plot(caller: Caller, results: dict[str, Any], directory: Path) -> None:
+def _plot(caller: Caller, write: Callable[[], list[Path]]) -> None:
     try:
-        written = engine_plots.plot(results, directory)
+        written = write()
     except ImportError:
         caller.say("no pictures without matplotlib: install kvasir[all]")
         return

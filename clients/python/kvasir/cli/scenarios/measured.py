@@ -1,0 +1,139 @@
+"""`kvasir bench memory`: homes of its own, the campaign in them, and its results as a table and pictures."""
+
+import asyncio
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvasir_orchestrator import Scenario, shipped_names
+from kvasir_orchestrator.measuring import claims
+from kvasir_orchestrator.measuring.campaign import Scope, measure
+
+from kvasir.bench.engine import text_table
+from kvasir.bench.engine_plots import Picture, draw
+from kvasir.cli.demo.mac import Mac, macs
+
+_PICTURES = {
+    "accuracy": Picture("Facts told right, by turns since they were told", "age", ("accuracy",), by="way"),
+    "prefilled": Picture("Prompt tokens computed, as a share of a full prefill", "way", ("share_of_prefill",)),
+    "first_token": Picture("Seconds to the first token", "way", ("first_token_p50_s", "first_token_p95_s")),
+}
+
+
+class _Macs:
+    """Two Macs of the bench alone."""
+
+    def __init__(self, first: Mac, second: Mac) -> None:
+        self._first = first
+        self.here, self.there = first.engine.address, second.engine.address
+
+    def restart(self) -> None:
+        self._first.kill()
+        self._first.start()
+
+
+def run(
+    scenarios: Sequence[str], variants: int, together: int, *, is_quick: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Play and count. Raises NotFound for a scenario that does not ship."""
+    names = list(scenarios) or shipped_names()
+    for name in names:
+        Scenario.shipped(name)
+    scope = Scope(names, claims.WAYS, variants, together, kills_once=is_quick)
+    began = time.monotonic()
+    # Short, and not the system's own choice: a socket's path must fit into a hundred bytes.
+    root = Path(tempfile.mkdtemp(prefix="kvasir-", dir="/tmp"))
+    try:
+        with macs(root) as make:
+            first, second = make("here"), make("there")
+            first.start()
+            second.start()
+            played, batches = asyncio.run(measure(scope, _Macs(first, second), say))
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+    return {
+        "settings": {**asdict(scope), "is_quick": is_quick, "elapsed_s": round(time.monotonic() - began, 1)},
+        "rows": claims.rows(played, batches),
+        "ages": claims.ages(played),
+        "claims": claims.claims(played),
+        "wanted": claims.wanted(played),
+        "leaks": [leak for each in played for leak in each.leaks],
+    }
+
+
+def holds(results: Mapping[str, Any]) -> bool:
+    """Whether every claim is met that counts: with few variants, those without chance in them."""
+    is_quick = results["settings"]["is_quick"]
+    return all(claim["is_met"] for claim in results["claims"] if claim["is_exact"] or not is_quick)
+
+
+def lines(results: Mapping[str, Any]) -> Iterator[str]:
+    """The results as plain text."""
+    settings = results["settings"]
+    variants = f"{settings['variants']} variants of {', '.join(settings['scenarios'])}"
+    yield f"{variants}, {settings['together']} beside each other, {settings['elapsed_s']:.0f} s"
+    for scenario in dict.fromkeys(row["scenario"] for row in results["rows"]):
+        yield f"\n{scenario}"
+        of_scenario = [row for row in results["rows"] if row["scenario"] == scenario]
+        yield from text_table([_HEADINGS, *(_cells(row) for row in of_scenario)])
+    yield "\nfacts told right by their age, in turns of the conversation"
+    yield from text_table([["way", *_ages(results)], *_age_rows(results)])
+    yield ""
+    for claim in results["claims"]:
+        yield f"{'met' if claim['is_met'] else 'NOT MET'}: {claim['what']} ({claim['found']})"
+    if wanted := results["wanted"]:
+        yield f"{'reached' if wanted['is_met'] else 'not reached'}, no claim: {wanted['what']} ({wanted['found']})"
+
+
+_HEADINGS = [
+    *("way", "facts right", "95 %", "unknown right", "leaks", "prefilled", "of prefill"),
+    *("first token p50", "p95", "wall", "live", "stored"),
+]
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    share = row["share_of_prefill"]
+    return [
+        row["way"],
+        f"{row['right']}/{row['facts']} {row['accuracy']:.1%}",
+        _span(row),
+        f"{row['unknown_right']}/{row['unknown']}",
+        str(row["leaks"]),
+        f"{row['prefilled_tokens']:,}",
+        "–" if share is None else f"{share:.1%}",
+        *(f"{1000 * row[key]:,.0f} ms" for key in ("first_token_p50_s", "first_token_p95_s")),
+        f"{row['wall_s']:.1f} s",
+        *(f"{row[key] / 1e6:.2f} MB" for key in ("live_bytes", "stored_bytes")),
+    ]
+
+
+def _span(row: Mapping[str, Any]) -> str:
+    return f"{row['low']:.1%} to {row['high']:.1%}"
+
+
+def _ages(results: Mapping[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["age"] for row in results["ages"]))
+
+
+def _age_rows(results: Mapping[str, Any]) -> Iterator[list[str]]:
+    found = {(row["way"], row["age"]): row for row in results["ages"]}
+    for way in dict.fromkeys(row["way"] for row in results["ages"]):
+        of_way = (found.get((way, age)) for age in _ages(results))
+        yield [way, *(f"{row['right']}/{row['facts']} ({_span(row)})" if row else "–" for row in of_way)]
+
+
+def plot(results: Mapping[str, Any], directory: Path) -> list[Path]:
+    """Write PNGs: accuracy by age, prefilled tokens, first tokens. Raises ImportError without matplotlib."""
+    directory.mkdir(parents=True, exist_ok=True)
+    note = f"{results['settings']['variants']} variants of {', '.join(results['settings']['scenarios'])}"
+    whole = [row for row in results["rows"] if row["scenario"] == claims.ALL]
+    written = []
+    for name, picture in _PICTURES.items():
+        path = directory / f"memory_{name}.png"
+        draw(picture, results["ages"] if name == "accuracy" else whole, path, note)
+        written.append(path)
+    return written

@@ -1,0 +1,174 @@
+"""`kvasir bench memory`: intervals, facts, leaks and claims by themselves, and a small campaign in real services."""
+
+import asyncio
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir_orchestrator import Scenario
+from kvasir_orchestrator.measuring.accounting import Batch, Checked, Played, age_of, leaks, wilson
+from kvasir_orchestrator.measuring.campaign import Scope, measure
+from kvasir_orchestrator.measuring.claims import KILLED, KV, MOVED, PREFILL, ages, claims, rows, wanted
+from kvasir_orchestrator.measuring.gate import PhaseGate
+from kvasir_orchestrator.measuring.retrieval import prompt_of
+
+from tests.system_fixtures import House, running_house
+
+GOSSIP = Scenario.shipped("gossip")
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def test_the_interval_is_wilsons() -> None:
+    assert wilson(9, 10) == pytest.approx((0.5958, 0.9821), abs=1e-4)
+    assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert wilson(4, 4)[1] == 1.0
+    assert wilson(0, 0) == (0.0, 1.0)
+
+
+def test_a_fact_is_as_old_as_the_turns_since_it_was_first_told() -> None:
+    found = {}
+    for outcome in GOSSIP.outcomes:
+        turn = GOSSIP.plan.find(outcome.phase, outcome.agent, outcome.round)
+        assert turn is not None
+        found[outcome.label] = age_of(GOSSIP, outcome, turn)
+    assert found["Alice has heard from Bob what Eve fears"] == 3, "Bob was told in turn 1, Alice is asked in turn 4"
+    assert found["Alice knows from Eve what Bob's secret word is"] == 8
+    assert found["Bob does not learn that his word is known"] is None
+
+
+def test_a_drawn_word_that_its_speaker_was_never_shown_is_a_leak() -> None:
+    said = {turn.index: "I was not told." for turn in GOSSIP.plan.turns}
+    assert list(leaks(GOSSIP, said)) == []
+    bobs_last = GOSSIP.plan.of_agent("bob")[-1].index
+    [leak] = leaks(GOSSIP, said | {bobs_last: "Bob's secret word is tavelo."})
+    assert leak == f"gossip, turn {bobs_last}: bob was never shown word"
+    assert list(leaks(GOSSIP, said | {bobs_last: "Eve fears owls. Otavelos."})) == [], "he was; and a part of a word"
+
+
+def test_retrieval_gives_the_messages_that_fit_in_the_order_in_which_they_were_said() -> None:
+    past = [
+        message("system", "You are Bob."),
+        message("user", "Eve fears owls."),
+        message("assistant", "Noted."),
+        message("user", "Lena lives in Oslo."),
+    ]
+    asked = [message("user", "What does Eve fear? Where does Lena live?")]
+    assert prompt_of(past, asked, 1) in ([past[0], past[1], *asked], [past[0], past[3], *asked])
+    assert prompt_of(past, asked, 2) == [past[0], past[1], past[3], *asked]
+    assert prompt_of(past, asked, None) == [*past, *asked]
+    assert prompt_of(past, [message("user", "Goodbye!")], 1) == [past[0], past[3], message("user", "Goodbye!")]
+
+
+def of_way(way: str, right: int, prefilled: int) -> Played:
+    checked = [Checked(3, n < right) for n in range(100)]
+    said = {0: ("Eve fears owls.", 6)}
+    return Played("prisoners-dilemma", 1, way, said, 1000, prefilled, [0.1], checked)
+
+
+def test_claims_hold_only_of_what_was_found() -> None:
+    good = [of_way(KV, 98, 150), of_way(PREFILL, 97, 1000), of_way("bm25-1", 50, 300), of_way("bm25-all", 97, 1000)]
+    good += [of_way(KILLED, 98, 150), of_way(MOVED, 98, 150)]
+    found = claims(good)
+    assert [claim["is_met"] for claim in found] == [True] * 6
+    assert [claim["is_exact"] for claim in found] == [False, False, True, True, True, True]
+    assert [row["age"] for row in ages(good)] == ["0-4"] * 6
+    batch = Batch("prisoners-dilemma", KV, 2, 1.0, 200, 100)
+    row = rows(good, [batch])[0]
+    assert (row["share_of_prefill"], row["live_bytes"], row["stored_bytes"]) == (0.15, 100, 50)
+    assert wanted(good) == {**wanted(good), "is_met": True}  # type: ignore[dict-item]
+    spoilt = {0: of_way(KV, 80, 1000), 2: of_way("bm25-1", 96, 300)}
+    for place, played in spoilt.items():
+        bad = [spoilt[place] if n == place else each for n, each in enumerate(good)]
+        assert not all(claim["is_met"] for claim in claims(bad)), played.way
+    other = dataclasses.replace(good[4], said={0: ("Eve fears owls.", 7)})
+    assert "1 turns differ" in [claim["found"] for claim in claims([*good[:4], other]) if not claim["is_met"]]
+    leaking = dataclasses.replace(good[5], leaks=["gossip, turn 1: bob was never shown word"])
+    assert "1 leaks" in [claim["found"] for claim in claims([*good[:5], leaking]) if not claim["is_met"]]
+
+
+def test_at_a_gate_something_happens_once_while_no_turn_is_in_flight() -> None:
+    happened: list[str] = []
+
+    async def conversation(gate: PhaseGate, number: int) -> None:
+        for phase in range(3):
+            async with gate.turn(number, phase):
+                happened.append(f"{phase}")
+                await asyncio.sleep(0.001 * number)
+        gate.end(number)
+
+    async def both() -> None:
+        async def act() -> None:
+            happened.append("act")
+            await asyncio.sleep(0.005)
+
+        gate = PhaseGate(2, (1, 2), act)
+        await asyncio.gather(conversation(gate, 0), conversation(gate, 1))
+
+    asyncio.run(asyncio.wait_for(both(), 10))
+    assert happened == ["0", "0", "act", "1", "1", "act", "2", "2"]
+
+
+def test_what_breaks_at_a_gate_is_raised_by_all_who_wait_and_by_those_who_come() -> None:
+    async def broken() -> None:
+        async def act() -> None:
+            raise RuntimeError("no store")
+
+        gate = PhaseGate(1, (0,), act)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no store"):
+                async with gate.turn(0, 0):
+                    pass
+
+    asyncio.run(asyncio.wait_for(broken(), 10))
+
+
+class Houses:
+    """Two houses as the campaign's places."""
+
+    def __init__(self, first: House, second: House) -> None:
+        self._first = first
+        self.here, self.there = first.engine.address, second.engine.address
+
+    def restart(self) -> None:
+        self._first.restart()
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    with running_house(tmp_path_factory.mktemp("measured")) as house:
+        yield house
+
+
+def played_by(house: House, second: House, ways: tuple[str, ...]) -> list[Played]:
+    scope = Scope(["gossip"], ways, variants=1, together=1, kills_once=True)
+    played, batches = asyncio.run(measure(scope, Houses(house, second)))
+    assert [each.way for each in played] == [each.way for each in batches] == list(ways)
+    with house.client() as client:
+        assert not client.list_agents().agents, "agents of a way are gone before the next one"
+    assert batches[0].stored_bytes > 0
+    return played
+
+
+def test_memory_says_what_a_full_prefill_says_also_after_a_kill(house: House) -> None:
+    played = played_by(house, house, (KV, PREFILL, "bm25-1", KILLED))
+    found = {claim["what"].split(" (")[0]: claim["is_met"] for claim in claims(played)}
+    assert found["no agent says what it was never shown"]
+    assert found["kv prefills fewer tokens than prefill"]
+    assert found["killed says what kv says, word for word and in as many tokens"]
+    assert found["kv is as accurate as prefill"]
+    kv, prefill, *_ = played
+    assert all(check.is_met for check in kv.checked)
+    assert prefill.prefilled_tokens == prefill.prompt_tokens, "nothing is reused without a memory"
+
+
+@pytest.mark.campaign
+def test_memory_says_the_same_in_another_store_and_engine(house: House, tmp_path: Path) -> None:
+    with running_house(tmp_path / "second") as second:
+        played = played_by(house, second, (KV, MOVED))
+        assert next(claim for claim in claims(played) if "moved" in claim["what"])["is_met"]
+        with second.client() as client:
+            assert not client.list_agents().agents
