@@ -58,7 +58,9 @@ def test_retrieval_gives_the_messages_that_fit_in_the_order_in_which_they_were_s
     ]
     asked = [message("user", "What does Eve fear? Where does Lena live?")]
     assert prompt_of(past, asked, 1) in ([past[0], past[1], *asked], [past[0], past[3], *asked])
-    assert prompt_of(past, asked, 2) == [past[0], past[1], past[3], *asked]
+    lena = [message("user", "Lena lives in which town, Eve?")]
+    assert prompt_of(past, lena, 1) == [past[0], past[3], *lena]
+    assert prompt_of(past, lena, 2) == [past[0], past[1], past[3], *lena]
     assert prompt_of(past, asked, None) == [*past, *asked]
     assert prompt_of(past, [message("user", "Goodbye!")], 1) == [past[0], past[3], message("user", "Goodbye!")]
 
@@ -78,7 +80,7 @@ def test_claims_hold_only_of_what_was_found() -> None:
     assert [row["age"] for row in ages(good)] == ["0-4"] * 6
     batch = Batch("prisoners-dilemma", KV, 2, 1.0, 200, 100)
     row = rows(good, [batch])[0]
-    assert (row["share_of_prefill"], row["live_bytes"], row["stored_bytes"]) == (0.15, 100, 50)
+    assert (row["share_of_prefill"], row["hot_bytes"], row["stored_bytes"]) == (0.15, 100, 50)
     assert wanted(good) == {**wanted(good), "is_met": True}  # type: ignore[dict-item]
     spoilt = {0: of_way(KV, 80, 1000), 2: of_way("bm25-1", 96, 300)}
     for place, played in spoilt.items():
@@ -95,21 +97,30 @@ def test_at_a_gate_something_happens_once_while_no_turn_is_in_flight() -> None:
 
     async def conversation(gate: PhaseGate, number: int) -> None:
         for phase in range(3):
-            async with gate.turn(number, phase):
-                happened.append(f"{phase}")
-                await asyncio.sleep(0.001 * number)
+            await asyncio.gather(turn(gate, number, phase), turn(gate, number, min(phase + 1, 2)))
         gate.end(number)
+
+    async def turn(gate: PhaseGate, number: int, phase: int) -> None:
+        async with gate.turn(number, phase):
+            happened.append(f"{phase} begins")
+            await asyncio.sleep(0.002 * (number + 1))
+            happened.append(f"{phase} ends")
 
     async def both() -> None:
         async def act() -> None:
-            happened.append("act")
+            happened.append("act begins")
             await asyncio.sleep(0.005)
+            happened.append("act ends")
 
         gate = PhaseGate(2, (1, 2), act)
         await asyncio.gather(conversation(gate, 0), conversation(gate, 1))
 
     asyncio.run(asyncio.wait_for(both(), 10))
-    assert happened == ["0", "0", "act", "1", "1", "act", "2", "2"]
+    first, second = [place for place, what in enumerate(happened) if what == "act begins"]
+    for phase, act in ((0, first), (1, second)):
+        assert happened[act + 1] == "act ends"
+        assert sum(what.endswith("begins") for what in happened[:act]) == sum("ends" in what for what in happened[:act])
+        assert f"{phase + 1} begins" not in happened[:act]
 
 
 def test_what_breaks_at_a_gate_is_raised_by_all_who_wait_and_by_those_who_come() -> None:

@@ -100,5 +100,8 @@ def draw(picture: Picture, rows: Sequence[Mapping[str, Any]], path: Path, note: 
     axes.set_xlabel(f"{picture.x.replace('_', ' ')}\n{note}", fontsize=8)
     axes.set_title(picture.title, loc="left", fontsize=11)
     axes.grid(visible=True, which="both", axis="y", alpha=0.25)
-    axes.legend(frameon=False, fontsize=8)
+    if is_line:
+        axes.legend(frameon=False, fontsize=8)
+    else:
+        figure.legend(frameon=False, fontsize=8, loc="outside right upper")  # bars leave no room
     figure.savefig(path)

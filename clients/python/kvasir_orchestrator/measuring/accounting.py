@@ -49,7 +49,7 @@ class Batch:
     way: str
     conversations: int
     wall_s: float
-    live_bytes: int  # of KV in the engine, at most
+    hot_bytes: int  # of KV that the engine keeps between turns, at most
     stored_bytes: int  # at the end
 
 

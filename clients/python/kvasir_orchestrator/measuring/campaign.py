@@ -117,7 +117,7 @@ class _Batch:
         count = len(scenarios[0].phases)
         stops = {KILLED: [count // 2] if scope.kills_once else range(1, count), MOVED: [count // 2]}.get(way, ())
         self._gate = PhaseGate(len(scenarios), stops, self._restart if way == KILLED else self._move)
-        self._live_bytes = 0
+        self._hot_bytes = 0
 
     async def play(self, clock: Callable[[], float]) -> tuple[list[Played], Batch]:
         began = clock()
@@ -129,7 +129,7 @@ class _Batch:
         for number, scenario in enumerate(self._scenarios):
             await forget(scenario, self._memory(number), "", permanent=True)
         name = self._scenarios[0].name
-        return played, Batch(name, self._way, len(played), wall_s, self._live_bytes, stored)
+        return played, Batch(name, self._way, len(played), wall_s, self._hot_bytes, stored)
 
     def _memory(self, number: int) -> _Gated:
         phases = {name: place for place, name in enumerate(self._scenarios[number].phases)}
@@ -162,12 +162,12 @@ class _Batch:
 
     @asynccontextmanager
     async def _sampling(self) -> Any:
-        """Note the most KV that the engine holds for this batch."""
+        """Note the most KV that the engine keeps hot for this batch."""
 
         async def sample() -> None:
             while True:
                 with suppress(Exception):  # an engine that is being killed says nothing
-                    self._live_bytes = max(self._live_bytes, *_live(await self._client.get_stats()))
+                    self._hot_bytes = max(self._hot_bytes, *_hot(await self._client.get_stats()))
                 await asyncio.sleep(_SAMPLE_S)
 
         sampler = asyncio.create_task(sample())
@@ -177,7 +177,7 @@ class _Batch:
             sampler.cancel()
 
 
-def _live(stats: Any) -> Iterator[int]:
+def _hot(stats: Any) -> Iterator[int]:
     yield 0
     yield from (each.kv_memory_used_bytes for each in stats.namespaces)
 

@@ -42,7 +42,7 @@ def _row(played: Sequence[Played], batches: Sequence[Batch], full: int) -> dict[
         "first_token_p50_s": _percentile(first_tokens, 50),
         "first_token_p95_s": _percentile(first_tokens, 95),
         "wall_s": sum(each.wall_s for each in batches),
-        "live_bytes": round(sum(each.live_bytes for each in batches) / conversations),
+        "hot_bytes": round(sum(each.hot_bytes for each in batches) / conversations),
         "stored_bytes": round(sum(each.stored_bytes for each in batches) / conversations),
     }
 

@@ -18,7 +18,7 @@ from kvasir.bench.engine_plots import Picture, draw
 from kvasir.cli.demo.mac import Mac, macs
 
 _PICTURES = {
-    "accuracy": Picture("Facts told right, by turns since they were told", "age", ("accuracy",), by="way"),
+    "accuracy": Picture("Facts told right, by turns since they were told", "way", ("accuracy",), by="age"),
     "prefilled": Picture("Prompt tokens computed, as a share of a full prefill", "way", ("share_of_prefill",)),
     "first_token": Picture("Seconds to the first token", "way", ("first_token_p50_s", "first_token_p95_s")),
 }
@@ -91,7 +91,7 @@ def lines(results: Mapping[str, Any]) -> Iterator[str]:
 
 _HEADINGS = [
     *("way", "facts right", "95 %", "unknown right", "leaks", "prefilled", "of prefill"),
-    *("first token p50", "p95", "wall", "live", "stored"),
+    *("first token p50", "p95", "wall", "hot", "stored"),
 ]
 
 
@@ -107,7 +107,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         "–" if share is None else f"{share:.1%}",
         *(f"{1000 * row[key]:,.0f} ms" for key in ("first_token_p50_s", "first_token_p95_s")),
         f"{row['wall_s']:.1f} s",
-        *(f"{row[key] / 1e6:.2f} MB" for key in ("live_bytes", "stored_bytes")),
+        *(f"{row[key] / 1e6:.2f} MB" for key in ("hot_bytes", "stored_bytes")),
     ]
 
 
