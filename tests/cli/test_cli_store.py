@@ -333,7 +333,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
         eventually(lambda: answers(f"unix:{home}/run/store.sock", STORE_SERVICE) or serve.process.poll() is not None)
         with StoreClient.connect(f"unix:{home}/run/store.sock") as client:
             publish(client, "ada", SyntheticAgent(seed=2).turn(300), 0)
-    return home.rename(tmp_path_factory.mktemp("left") / "home")
+    return Path(shutil.move(home, tmp_path_factory.mktemp("left") / "home"))
 
 
 @pytest.fixture

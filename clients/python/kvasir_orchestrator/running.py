@@ -4,7 +4,6 @@ A turn's prompt depends on these turns alone, so the conversation is the same ho
 """
 
 import asyncio
-import contextlib
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
@@ -133,8 +132,7 @@ class _Runner:
         """Cancel the turns that run, and wait until they have ended."""
         for task in self._tasks.values():
             task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     def _begin(self, parallel: int) -> None:
         """Start the turns that wait for nothing more, the earliest first."""

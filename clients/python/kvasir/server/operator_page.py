@@ -6,6 +6,7 @@ so names no agent and no namespace: labels are words of this program and names o
 
 import asyncio
 import json
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -50,10 +51,9 @@ class OperatorPage(Collector):
         """Serve at host:port of loopback. Returns what ends it. Raises AddressTaken."""
         parsed = parse_address(address)
         try:
-            server = ThreadingHTTPServer((parsed.host, parsed.port), self._handler())
+            server = _Server((parsed.host, parsed.port), self._handler())
         except OSError as error:
             raise AddressTaken(f"--metrics-listen {address}: {error.strerror or error}") from None
-        server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()
 
@@ -104,6 +104,15 @@ class OperatorPage(Collector):
                 """Scrapes are not worth a line."""
 
         return Handler
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A reader who leaves before its answer is no fault of the service's."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
 
 def _is_local(host: str) -> bool:
