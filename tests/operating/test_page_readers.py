@@ -1,0 +1,35 @@
+"""Who reads the operators' page, and goes away before the answer."""
+
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+
+import pytest
+from kvasir.server.operator_page import About, OperatorPage
+from kvasir.server.wellness import Wellness
+from prometheus_client.core import Metric
+
+
+def test_a_reader_who_leaves_before_the_answer_writes_nothing_into_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    has_left, asked = threading.Event(), threading.Event()
+
+    def numbers() -> Iterable[Metric]:
+        asked.set()
+        has_left.wait(10)
+        return ()
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stop = OperatorPage(About("store", "kvasir.test.v1"), numbers, lambda: Wellness([])).serve(f"127.0.0.1:{port}")
+    with socket.create_connection(("127.0.0.1", port)) as reader:
+        reader.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        assert asked.wait(10)
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+    has_left.set()
+    answering = [each for each in threading.enumerate() if "process_request_thread" in each.name]
+    for thread in answering:
+        thread.join(10)
+    stop()
+    assert capfd.readouterr() == ("", "")
