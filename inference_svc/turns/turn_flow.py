@@ -257,7 +257,7 @@ class TurnService:
                         if turn.shorter is not None:
                             await self._shorten(turn)
         except asyncio.CancelledError:
-            end = "cancelled"
+            end = "finished" if running.has_ended else "cancelled"
             self._end_early(turn, errors.Cancelled("the turn was cancelled"))
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
@@ -291,7 +291,7 @@ class TurnService:
         turn.running.end(turn.running.ended_by)
         try:
             await self._shortener.shorten(turn)
-        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - nobody waits for it
+        except Exception as error:  # noqa: BLE001 - nobody waits for it
             _LOG.warning("memory.not_shortened", request_id=turn.request.request_id, error=type(error).__name__)
 
     def _end_early(self, turn: TurnState, error: BaseException) -> None:
