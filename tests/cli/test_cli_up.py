@@ -335,6 +335,7 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
 
 
 def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
+    eventually(lambda: cli("status", "--json").code == 0)
     rows = {row["name"]: row for row in cli.done("status", "--json").value["services"]}
     ports = [parse_address(rows[name]["metrics"]).port for name in ("engine", "store", "http")]
     assert ports == [ports[0], ports[0] + 1, ports[0] + 2]
