@@ -14,6 +14,7 @@ from pathlib import Path
 from kvasir.cli.running.home import Home
 
 _GRACE_S = 20.0
+_HELPERS_S = 5.0
 _POLL_S = 0.05
 
 
@@ -37,7 +38,16 @@ def end_group(home: Home, say: Callable[[str], None]) -> list[int]:
     led = holders(home.up_lock_file)
     for pid in led:
         _end(pid, home.up_lock_file, say, 3 * _GRACE_S)  # its services have their own grace, one after the other
+    if led:
+        _wait_for_helpers(home.services_lock_file)
     return [*led, *end_services(home, say)]
+
+
+def _wait_for_helpers(lock_file: Path) -> None:
+    """A service's helper process, which has its lock too, ends by itself a moment after its service."""
+    give_up = time.monotonic() + _HELPERS_S
+    while holders(lock_file) and time.monotonic() < give_up:
+        time.sleep(_POLL_S)
 
 
 def end_services(home: Home, say: Callable[[str], None]) -> list[int]:
