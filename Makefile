@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:            ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
 
-# Three workers for two cores: a third of the time a test waits for a service, a process or a timeout.
+# Three workers for two cores: a test often waits for a service, a process or a timeout. Not compared with two yet.
 test: install lint ## Everything CI runs: lint, types, contract, walls, tests; at its end the slowest twenty
 	$(BIN)/python -m pytest -n 3 --dist worksteal --durations=20
 
