@@ -21,7 +21,7 @@ from inference_svc.memory.publishing import PublishingLimits
 from inference_svc.model import kvasir_tiny
 from inference_svc.turns.admission import AdmissionLimits
 from inference_svc.turns.outbox import ReaderLimits
-from inference_svc.turns.turn_flow import TurnLimits
+from inference_svc.turns.plan_running import TurnLimits
 
 GIB = 1 << 30
 _COMMAND = "python -m inference_svc"

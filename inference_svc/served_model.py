@@ -17,7 +17,7 @@ from inference_svc.model.model_host import MemoriesLeft
 from inference_svc.model.prompting import Prompting
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_ending import TurnEnding
-from inference_svc.turns.turn_flow import TurnService
+from inference_svc.turns.turn_service import TurnService
 
 
 @dataclass(frozen=True, slots=True)

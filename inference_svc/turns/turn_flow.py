@@ -15,60 +15,49 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 from kvasir import errors
-from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import AgentKey, Cold, Ended, TurnPlan
+from inference_svc.engine.api import AgentKey, Cold, Ended
 from inference_svc.engine.context import check_fits
-from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.engine.engine import Engine
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.outcomes import Miss, MissReason, Source
-from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import NOTHING_REMEMBERED, Prepared, Recall, Recollection
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
-from inference_svc.memory.swap_store import SwapLimits, SwapStore, may_be_preempted
-from inference_svc.model.model_host import MemoriesLeft
+from inference_svc.memory.swap_store import may_be_preempted
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import conversation
 from inference_svc.text.prefix_matching import Outcome
 from inference_svc.turns import replay
 from inference_svc.turns.admission import Admission
-from inference_svc.turns.choices import Choices
-from inference_svc.turns.handoff import HandOff
-from inference_svc.turns.outbox import Outbox, ReaderLimits
+from inference_svc.turns.outbox import Outbox
+from inference_svc.turns.plan_running import PlanRunner, TurnLimits
 from inference_svc.turns.prompt_text import prompt_text
 from inference_svc.turns.shortening import MemoryShortener, Serving
 from inference_svc.turns.turn_data import (
-    MessagesInput,
-    OpenTurn,
     PromptInput,
     TokensInput,
-    TurnFinished,
     TurnRequest,
     TurnStarted,
     Warmed,
 )
 from inference_svc.turns.turn_ending import TurnEnding
-from inference_svc.turns.turn_reporter import TurnReporter
 from inference_svc.turns.turn_state import (
     TurnState,
-    TurnTask,
     as_its_agent_has_it,
     check_existing,
     check_parent,
     continuation,
-    reply_reader,
     what_is_left_out,
     whole_conversation,
 )
 
 _LOG = structlog.get_logger(__name__)
-_DEFAULT_MAX_TOKENS = 512
 # Between planning and running, hot memory may be dropped and a file may be refused: plan again this often.
 _MAX_PLANS = 4
 # Meanwhile the agent may get a newer version: serve a turn from its beginning this often.
@@ -77,30 +66,12 @@ _MAX_SERVINGS = 4
 _LEASE_WAIT_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class TurnLimits:
-    """Bounds of what one turn costs others."""
-
-    store_budget_s: float
-    """Time without progress that a turn may lose to the store, in total."""
-    store_min_bytes_per_s: float
-    """A store that sends more slowly than this is slow, and its time counts."""
-    publish_timeout_s: float
-    swap_read_budget_s: float
-    """Time without progress that a preempted turn may lose to the store while its files are read. Where
-    `store_budget_s` is more, that holds.
-    """
-    swap_renew_s: float
-    reader: ReaderLimits
-    """How far a reader may fall behind its turn."""
-
-
 class _MemoryMovedError(Exception):
     """The agent's newest version is no longer the one that the turn was planned on."""
 
 
-class TurnService:
-    """Runs turns over one engine."""
+class TurnFlow:
+    """Serves the turns of one engine, each in a task of its own. Made on the event loop that will run it."""
 
     def __init__(
         self,
@@ -115,9 +86,6 @@ class TurnService:
         stats: ServiceStats,
         clock: Callable[[], float],
     ) -> None:
-        """Must be made on the event loop that will run it. All models that the service loads one after the other share
-        `admission` and `stats`. `clock` gives seconds, monotonic.
-        """
         self._engine = engine
         self._prompting = prompting
         self._recall = recall
@@ -126,14 +94,11 @@ class TurnService:
         self._leases = leases
         self._limits = limits
         self._admission = admission
-        self.stats = stats
+        self._stats = stats
         self._clock = clock
-        self._handoff = HandOff(asyncio.get_running_loop())
-        self._running: dict[asyncio.Task[None], TurnState] = {}
+        self._plans = PlanRunner(engine, prompting, ending.copies, stores, limits, admission, stats, clock)
         self._order: dict[AgentKey, asyncio.Lock] = {}
         self._waiting: Counter[AgentKey] = Counter()
-        self._counting = SharedRoom(1)
-        self._compiling = SharedRoom(1)
         serving = Serving(
             newest=self._newest,
             plan_and_run=self._plan_and_run,
@@ -144,103 +109,10 @@ class TurnService:
         )
         self._shortener = MemoryShortener(prompting, ending, serving, engine)
 
-    def begin(self, request: TurnRequest) -> Choices:
-        """Start a turn for each choice. Raises ResourceExhausted when too many turns wait or run, of all callers or of
-        this one.
-        """
-        outbox = Outbox(self._limits.reader, self._clock, request.choices)
-        return Choices(request, outbox, lambda choice: self._begin(choice, outbox))
-
-    def _begin(self, request: TurnRequest, outbox: Outbox) -> TurnTask:
-        place = contextlib.ExitStack()
-        place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
-        running = TurnTask(outbox, request.choice)
-        turn = TurnState(request, running, arrived=self._clock())
-        task = asyncio.create_task(self._run(turn))
-        self._running[task] = turn
-        task.add_done_callback(self._running.pop)
-        task.add_done_callback(lambda _: place.close())
-        return running
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no turn waits or runs."""
-        return not self._running
-
-    async def drain(self, patience_s: float) -> None:
-        """Wait for the running turns, end those that take longer, then wait for publications."""
-        for turn in self._running.values():
-            turn.running.end_work_behind()
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=patience_s)
-        for turn in list(self._running.values()):
-            turn.running.end_work_behind()
-            turn.running.cancel(
-                errors.Unavailable("the model is going away", reason="SHUTTING_DOWN", retry_after_s=1.0)
-            )
-        if self._running:
-            await asyncio.wait(set(self._running), timeout=patience_s)
-        await self._ending.drain(patience_s)
-
-    def open_turns(self, namespace: str) -> list[OpenTurn]:
-        """The namespace's turns that wait or run, the oldest first."""
-        now_s = self._clock()
-        return [
-            OpenTurn(
-                turn.request.request_id,
-                turn.request.agent_id,
-                turn.request.choice,
-                turn.has_begun,
-                now_s - turn.arrived,
-                turn.prompt_tokens,
-                turn.cached_tokens,
-                turn.completion_tokens,
-            )
-            for turn in self._running.values()
-            if turn.request.namespace == namespace and not (turn.request.is_warming or turn.running.has_ended)
-        ]
-
-    async def stop(self, namespace: str, request_id: str) -> dict[int, TurnFinished]:
-        """End a request's turns; by choice, how they ended. Raises NotFound if none is under way."""
-        named = {
-            task: turn
-            for task, turn in self._running.items()
-            if (turn.request.namespace, turn.request.request_id) == (namespace, request_id)
-            and not turn.running.has_ended
-        }
-        if not named:
-            raise errors.NotFound(
-                f"request_id: no turn of {request_id!r} is under way",
-                reason="TURN_NOT_FOUND",
-                field="request_id",
-                metadata={"request_id": request_id},
-            )
-        for turn in named.values():
-            turn.running.stop()
-        await asyncio.wait(named)
-        ends = {turn.request.choice: turn.running.finished for turn in named.values()}
-        return {choice: end for choice, end in ends.items() if end is not None}
-
-    async def store_hot(self, patience_s: float) -> MemoriesLeft:
-        """After `drain`: store the hot memories that are not in the store."""
-        return await self._ending.store_hot(patience_s)
-
-    async def count_tokens(self, request: TurnRequest) -> int:
-        """Tokens of the prompt of a turn that finds no memory. Takes a turn's place: raises ResourceExhausted. Counts
-        run one after the other, namespaces in turn. They use a copy of the tokenizer, so that no turn waits for them
-        except while the first count makes that copy.
-        """
-        given = request.input
-        messages = given.messages if isinstance(given, MessagesInput) else ()
-        with self._admission.turn(request.namespace, request.caller, request.input_bytes):
-            async with self._counting.held_for(request.namespace, 1):
-                counter = await self._prompting.twin(request.namespace)
-                text, _ = await prompt_text(counter, request, messages)
-                return len((await counter.run(request.namespace, lambda: counter.tokenize(text))).ids)
-
-    async def _run(self, turn: TurnState) -> None:
+    async def run(self, turn: TurnState) -> None:
+        """The turn from its arrival to its end. Its reader gets an end whatever happens."""
         request, running = turn.request, turn.running
-        counters = self.stats.of(request.namespace)
+        counters = self._stats.of(request.namespace)
         counters.turns += 1
         end = "failed"
         running.task = asyncio.current_task()
@@ -274,7 +146,7 @@ class TurnService:
     @contextlib.contextmanager
     def _counted(self, turn: TurnState) -> Iterator[None]:
         """The turn counts as waiting until it begins, and then as running."""
-        counters = self.stats.of(turn.request.namespace)
+        counters = self._stats.of(turn.request.namespace)
         counters.waiting_turns += 1
         try:
             yield
@@ -343,7 +215,7 @@ class TurnService:
         memory = recollection.memory
         is_retry = memory is not None and not request.is_read_only and replay.is_retry(request, memory)
         if memory is not None and is_retry and replay.is_whole(memory) and recollection.kv_from is not Source.COLD:
-            self.stats.of(request.namespace).sources[Source.REPLAY] += 1
+            self._stats.of(request.namespace).sources[Source.REPLAY] += 1
             return await self._ending.replay(turn, recollection, memory)
         if not is_retry:
             check_parent(request, recollection)
@@ -496,9 +368,9 @@ class TurnService:
                     self._stores.get(turn.request.namespace), recollection.memory, prepared.reuse
                 )
                 is_lent = turn.key is not None and not turn.is_kept  # its rows are the memory's, which must stay hot
-                plan = replace(self._plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
+                plan = replace(self._plans.plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
                 prepared = replace(prepared, reuse=Cold())
-                running = self._run_plan(turn, prepared, plan)
+                running = self._plans.run(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
                 prepared, ended = await running
                 return recollection, prepared, ended
@@ -521,76 +393,6 @@ class TurnService:
             finally:
                 turn.restoring.close()
         raise _moved_away()
-
-    async def _run_plan(self, turn: TurnState, prepared: Prepared, plan: TurnPlan) -> tuple[Prepared, Ended]:
-        """What the turn truly began with, and its end."""
-        namespace, constraint = turn.request.namespace, turn.request.sampling.constraint
-        if constraint is not None and not self._engine.grammars.knows(namespace, constraint):
-            # Other formats took its place while the turn waited. To compile one may take a second.
-            async with self._compiling.held_for(namespace, 1):
-                await asyncio.to_thread(self._engine.grammars.compile, namespace, constraint)
-        store, counters = self._stores.get(namespace), self.stats.of(namespace)
-        stream = self._stream(turn.key, store, prepared) if turn.is_kept and turn.key and store is not None else None
-        if turn.running.is_cancelled:
-            raise errors.Cancelled("the turn was cancelled")
-        needed_bytes = self._engine.needed_bytes(plan)
-        turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
-        reporter = TurnReporter(turn, prepared, stream, counters, self._handoff, self._clock)
-        try:
-            with self._admission.kv(namespace, needed_bytes):
-                turn.running.handle = self._engine.submit(plan, reporter.listen)
-                del plan
-                if store is not None:
-                    reporter.swap = self._swap_store(turn, turn.running.handle, store)
-                ended = await reporter.ended
-                return reporter.prepared, ended
-        except BaseException:
-            if turn.running.handle is not None:
-                turn.running.handle.cancel()
-            if stream is not None:
-                stream.abandon()
-            raise
-        finally:
-            turn.running.handle = None
-            if reporter.swap is not None:
-                reporter.swap.close()
-
-    def _stream(self, key: AgentKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
-        timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks
-        return BlockStream(self._engine, self._ending.copies, key, store, stored, timeout_s)
-
-    def _swap_store(self, turn: TurnState, handle: TurnHandle, store: RemoteCache) -> SwapStore:
-        limits = SwapLimits(
-            write_timeout_s=self._limits.publish_timeout_s,
-            read_budget_s=max(self._limits.store_budget_s, self._limits.swap_read_budget_s),
-            min_bytes_per_s=self._limits.store_min_bytes_per_s,
-            renew_s=self._limits.swap_renew_s,
-            piece_files=self._ending.copies.piece_blocks,
-        )
-        namespace, copies, restoring = turn.request.namespace, self._ending.copies.held, self._admission.restoring
-        return SwapStore(handle, store, namespace, copies, restoring, self.stats.of(namespace), limits, self._clock)
-
-    def _plan(self, turn: TurnState, prepared: Prepared) -> TurnPlan:
-        context, count = self._engine.model.context_tokens, len(prepared.tokens.ids)
-        if not count:
-            name = turn.request.input.name
-            raise errors.InvalidArgument(f"{name}: expected at least one token", field=name)
-        sampling = turn.request.sampling
-        if turn.request.max_tokens_is_default:
-            sampling = replace(sampling, max_tokens=max(1, min(_DEFAULT_MAX_TOKENS, context - count)))
-        check_fits(count, sampling.max_tokens, context, field=turn.request.input.name)
-        return TurnPlan(
-            token_ids=prepared.tokens.ids,
-            token_chars=prepared.tokens.chars,
-            sampling=sampling,
-            reuse=prepared.reuse,
-            key=turn.key,
-            is_remembered=turn.is_kept or turn.request.is_warming,
-            keep_partial=turn.request.keep_partial and turn.is_kept,
-            priority=turn.request.priority,
-            namespace=turn.request.namespace,
-            rewind_point_tokens=turn.rewind_point_tokens(prepared.tokens.chars),
-        )
 
 
 def _same_version(planned: Recollection, found: Recollection) -> Recollection:

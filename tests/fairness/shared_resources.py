@@ -263,7 +263,7 @@ SHARED = (
     Shared(
         "formats that are compiled again",
         "engine",
-        "inference_svc/turns/turn_flow.py: _compiling",
+        "inference_svc/turns/plan_running.py: _compiling",
         ("", 1),
         "one format at a time",
         IN_TURN,
@@ -317,7 +317,7 @@ SHARED = (
     Shared(
         "thread that counts tokens",
         "engine",
-        "inference_svc/turns/turn_flow.py: _counting",
+        "inference_svc/turns/turn_service.py: _counting",
         ("", 1),
         "one text at a time",
         IN_TURN,
@@ -379,7 +379,6 @@ OWN = (
     Own("cachestore_svc/moving/inbound.py: outcomes", "one stream of blobs: its sender takes the answers, or waits"),
     Own("cachestore_svc/moving/inbound.py: _free_finishers", "one stream of blobs: eight are made durable at once"),
     Own("inference_svc/engine/mlx_thread.py: _mailbox", "letters of admitted turns, whose number has its row"),
-    Own("inference_svc/turns/turn_flow.py: inbox", "one turn's events"),
 )
 
 

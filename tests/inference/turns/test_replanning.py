@@ -30,7 +30,7 @@ from inference_svc.text.reply_parts import ReplyReader
 from inference_svc.text.sequence_state import SequenceState
 from inference_svc.turns.admission import Admission
 from inference_svc.turns.turn_data import MessagesInput, TurnFinished, TurnRequest
-from inference_svc.turns.turn_flow import TurnService
+from inference_svc.turns.turn_service import TurnService
 
 OURS, THEIRS = Head(5, Digest.of(b"5"), 4), Head(6, Digest.of(b"6"), 5)
 SETTINGS = EngineSettings(listen="unix:/nowhere")
@@ -53,6 +53,7 @@ class Surroundings:
     )
     specials = Specials()
     memory_budget_bytes = 100
+    copies = None  # no turn here sends blocks ahead
 
     def __init__(self, found: list[Recollection], losses: int) -> None:
         self.found, self.losses = found, losses
