@@ -21,6 +21,7 @@ from kvasir.address import AddressError
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
+from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.rpc_counts import RpcCounts
@@ -33,7 +34,7 @@ from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
 from cachestore_svc.edge.agent_service import AgentService
 from cachestore_svc.edge.metrics import StoreNumbers
-from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, SERVICE_NAME
+from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, PRIVILEGED, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.logs import configure_logs
@@ -98,12 +99,14 @@ async def serve(settings: StoreSettings) -> None:
     peers = Peers(read_peers(settings.peers_file))
     # It begins no trace: its callers do.
     traces = Traces(settings.traces_to, "store", roots=())
+    audit = Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
     edge = EdgeServer(
         settings.listening(),
         [SERVICE_NAME, AGENT_SERVICE_NAME],
         ALLOWED_ROLES,
         new_request_id=lambda: secrets.token_hex(8),
         traces=traces,
+        audit=audit,
     )
     began = time.monotonic()
     store = await asyncio.to_thread(open_store, settings)
@@ -115,7 +118,7 @@ async def serve(settings: StoreSettings) -> None:
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
         if settings.metrics_listen:
-            stop_page = _page(store, threads, edge.rpcs).serve(settings.metrics_listen)
+            stop_page = _page(store, threads, edge.rpcs, audit).serve(settings.metrics_listen)
         await edge.start()
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
@@ -132,6 +135,7 @@ async def serve(settings: StoreSettings) -> None:
         await asyncio.to_thread(traces.close)
         await asyncio.to_thread(threads.close)
         await asyncio.to_thread(store.close)
+        await asyncio.to_thread(audit.close)
     log.info("store.stopped")
 
 
@@ -153,15 +157,15 @@ def _services(
     return service, AgentService(store, threads, transfers, stall_timeout_s=settings.stall_timeout_s)
 
 
-def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts) -> OperatorPage:
+def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit) -> OperatorPage:
     async def wellness() -> Wellness:
         try:
-            return Wellness(await threads.run(HOUSE, store.ailments))
+            return Wellness(await threads.run(HOUSE, store.ailments), {"audit": audit.counts})
         except KvasirError as error:
             return Wellness([Ailment(error.reason, error.message)])
 
     asked = asked_of_loop(asyncio.get_running_loop(), wellness)
-    return OperatorPage(About("store", _PROTOCOL), StoreNumbers(store, rpcs).metrics, asked)
+    return OperatorPage(About("store", _PROTOCOL), StoreNumbers(store, rpcs, audit).metrics, asked)
 
 
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
@@ -294,6 +298,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
+    ("audit-file", Path, "where one JSON line says who did what that needs a privilege; see `kvasir audit`"),
     ("metrics-listen", str, "127.0.0.1:PORT for Prometheus metrics and /healthz, to this machine only"),
     ("traces-to", str, "http://127.0.0.1:4317, where OpenTelemetry gets spans; needs kvasir[traces]"),
     ("stop-grace-s", float, "how long running calls may go on after SIGTERM"),

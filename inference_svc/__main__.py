@@ -15,6 +15,7 @@ from kvasir.clients import AioStoreClient
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.log_errors import without_payload
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
@@ -22,9 +23,21 @@ from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
 
 from inference_svc.config import ConfigError, EngineSettings, read_settings
-from inference_svc.edge.agent_service import AGENT_ROLES, AGENT_SERVICE_NAME, add_agent_service
+from inference_svc.edge.agent_service import (
+    AGENT_ROLES,
+    AGENT_SERVICE_NAME,
+    PRIVILEGED_OF_AGENTS,
+    add_agent_service,
+)
 from inference_svc.edge.metrics import numbers_of
-from inference_svc.edge.service import ALLOWED_ROLES, SERVICE_NAME, InferenceService, ServiceLimits, new_request_id
+from inference_svc.edge.service import (
+    ALLOWED_ROLES,
+    PRIVILEGED,
+    SERVICE_NAME,
+    InferenceService,
+    ServiceLimits,
+    new_request_id,
+)
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
@@ -62,6 +75,8 @@ async def serve(settings: EngineSettings) -> None:
     """Load, be ready, serve until a signal comes, let turns and publications end, store hot memories, and exit."""
     neighbour = _neighbour() if settings.neighbour else None
     traces = Traces(settings.traces_to, "engine", _BEGIN_TRACES)
+    audit_file = AuditFile(settings.audit_file) if settings.audit_file else None
+    audit = Audit("engine", audit_file, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})
     server = EdgeServer(
         settings.listening,
         [SERVICE_NAME, AGENT_SERVICE_NAME, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
@@ -69,6 +84,7 @@ async def serve(settings: EngineSettings) -> None:
         new_request_id=new_request_id,
         max_message_bytes=settings.max_request_bytes,
         traces=traces,
+        audit=audit,
     )
     stores = _stores(settings)
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
@@ -84,14 +100,15 @@ async def serve(settings: EngineSettings) -> None:
         return status_of(host, stats, admission, settings.memory_budget_bytes, time.monotonic())
 
     async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(asyncio.to_thread, audit.close)
         stack.callback(owner.close)
         stack.push_async_callback(asyncio.to_thread, traces.close)
         for store in stores.values():
             stack.push_async_callback(store.close)
         if settings.metrics_listen:
-            wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values()))
+            wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values(), audit))
             about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
-            page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs), wellness)
+            page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs, audit), wellness)
             stack.callback(page.serve(settings.metrics_listen))
         # Connected before the first turn, whose budget for the store is better spent on reading.
         await asyncio.gather(*(store.answers() for store in stores.values()))

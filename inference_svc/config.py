@@ -124,6 +124,8 @@ class EngineSettings(BaseSettings):
     traces_to: str = ""
     """http://127.0.0.1:4317: OpenTelemetry (OTLP over gRPC) gets spans of turns, with counts and never a text. Empty:
     none. Needs kvasir[traces]."""
+    audit_file: Path | None = None
+    """Where one JSON line says who did what that needs a privilege; see kvasir audit. None: nowhere."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """The least of what is logged."""
     log_format: Literal["console", "json"] = "console"

@@ -6,7 +6,8 @@ No agent and no namespace is named: how many series there are does not depend on
 import time
 from collections.abc import Callable, Iterator
 
-from kvasir.server.operator_page import counter, gauge, rpc_metrics
+from kvasir.server.audit import Audit
+from kvasir.server.operator_page import audit_metric, counter, gauge, rpc_metrics
 from kvasir.server.rpc_counts import RpcCounts
 from prometheus_client import Metric
 
@@ -21,9 +22,12 @@ _MOVED_BYTES = {"bytes_read": "read", "bytes_written": "written"}
 class StoreNumbers:
     """Reads a store for a scrape. On the threads of the operators' page."""
 
-    def __init__(self, store: Store, rpcs: RpcCounts, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, store: Store, rpcs: RpcCounts, audit: Audit, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._store = store
         self._rpcs = rpcs
+        self._audit = audit
         self._clock = clock
         self._read_s = 0.0
         self._totals: Totals | None = None
@@ -48,6 +52,7 @@ class StoreNumbers:
         yield counter("kvasir_store_moved_bytes", "Bytes of blobs that were read and written.", moved, "direction")
         yield counter("kvasir_store_work", "What was done with blobs and versions.", counted, "what")
         yield from rpc_metrics("kvasir_store", self._rpcs)
+        yield audit_metric("kvasir_store", self._audit)
 
     def _sizes(self) -> Totals:
         now_s = self._clock()

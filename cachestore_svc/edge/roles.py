@@ -51,3 +51,11 @@ ALLOWED_ROLES = {
     for service, table in ((SERVICE_NAME, ROLES), (AGENT_SERVICE_NAME, AGENT_ROLES))
     for name, roles in table.items()
 }
+
+# What is asked all the time and changes no memory. Every other call is told in the audit, and so are all of a peer.
+_EVERYDAY = {
+    *("FindMissingBlobs", "WriteBlobs", "QueryWriteStatus", "ReadBlobs", "FindPrefix", "VerifyBlobs"),
+    *("AcquireLease", "RenewLease", "RenewLeases", "ReleaseLease", "WatchEvents", "GetCapabilities", "GetStats"),
+    *("ListAgents", "GetAgent", "ListSnapshots", "GetSnapshot", "GetUsage"),
+}
+PRIVILEGED = frozenset(method for method in ALLOWED_ROLES if method.rpartition("/")[2] not in _EVERYDAY)

@@ -27,6 +27,8 @@ AGENT_ROLES: Mapping[str, frozenset[str]] = {
     f"/{AGENT_SERVICE_NAME}/{method.name}": _READERS if method.name in _READS else _PEOPLE
     for method in _SERVICE.methods
 }
+# Told in the audit here, because the store knows this engine only.
+PRIVILEGED_OF_AGENTS = frozenset(method for method, roles in AGENT_ROLES.items() if roles == _PEOPLE)
 
 
 def add_agent_service(

@@ -9,14 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
-from kvasir.server.operator_page import counter, gauge, histogram, rpc_metrics
+from kvasir.server.audit import Audit
+from kvasir.server.operator_page import audit_metric, counter, gauge, histogram, rpc_metrics
 from kvasir.server.rpc_counts import RpcCounts
 from prometheus_client import Metric
 
 from inference_svc.memory.service_stats import NamespaceCounters, ServiceStatus, TurnTimes
 
 
-def numbers_of(status: ServiceStatus, rpcs: RpcCounts) -> Iterator[Metric]:
+def numbers_of(status: ServiceStatus, rpcs: RpcCounts, audit: Audit) -> Iterator[Metric]:
     """All metrics of the service at one moment."""
     counters = list(status.namespaces.values())
     yield from _turns(counters)
@@ -25,6 +26,7 @@ def numbers_of(status: ServiceStatus, rpcs: RpcCounts) -> Iterator[Metric]:
     yield from _publications(counters)
     yield from _engine(status)
     yield from rpc_metrics("kvasir_engine", rpcs)
+    yield audit_metric("kvasir_engine", audit)
 
 
 def _times(times: TurnTimes) -> Iterator[Metric]:

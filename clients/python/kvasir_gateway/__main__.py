@@ -27,6 +27,7 @@ from kvasir.credentials import (
     write_private_text,
 )
 from kvasir.errors import InvalidArgument, KvasirError
+from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.traces import Traces
 
@@ -63,6 +64,7 @@ class Options:
     max_body_mib: int = 8
     metrics_listen: str = ""
     traces_to: str = ""
+    audit_file: Path | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -105,7 +107,8 @@ async def serve(options: Options) -> int:
     )
     traces = Traces(options.traces_to, "gateway")
     engine = EngineLink.connect(options.engine, token=token, tls=tls)
-    gate = Gate(credentials, hosts=options.hosts, origins=options.origins)
+    audit = Audit("http", AuditFile(options.audit_file) if options.audit_file is not None else None)
+    gate = Gate(credentials, hosts=options.hosts, origins=options.origins, audit=audit)
     sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
     history = History(time.time)
     around = Surroundings(
@@ -134,6 +137,7 @@ async def serve(options: Options) -> int:
             await asyncio.to_thread(stop_page)
         sampling.cancel()
         await asyncio.to_thread(traces.close)
+        await asyncio.to_thread(audit.close)
         listener.close()
         await engine.close()
         times = around.numbers.written
@@ -216,6 +220,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
     parser.add_argument(
         "--traces-to", default="", metavar="URL", help="http://127.0.0.1:4317, where OpenTelemetry gets spans"
     )
+    parser.add_argument("--audit-file", type=Path, help="where one JSON line tells each key that was refused")
     given = parser.parse_args(arguments)
     return Options(
         listen=given.listen,
@@ -230,6 +235,7 @@ def _options(arguments: Sequence[str] | None) -> Options:
         max_body_mib=given.max_body_mib,
         metrics_listen=given.metrics_listen,
         traces_to=given.traces_to,
+        audit_file=given.audit_file,
     )
 
 

@@ -6,12 +6,15 @@ rebinding) or in Origin; both are refused unless they were named. So is a key th
 
 import asyncio
 import ipaddress
+import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvasir.credentials import ADMIN, CLIENT, OWNER, Credentials, Principal
 from kvasir.errors import DeadlineExceeded, KvasirError, PermissionDenied, ResourceExhausted, Unauthenticated
+from kvasir.server.audit import REFUSED, Audit
 from kvasir.server.fair_shares import Shares
+from kvasir.server.log_errors import StrangersLines
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,11 +39,18 @@ class Gate:
     """Decides from a request's headers alone, before any of its body is read."""
 
     def __init__(
-        self, credentials: Credentials | None, *, hosts: Collection[str] = (), origins: Collection[str] = ()
+        self,
+        credentials: Credentials | None,
+        *,
+        hosts: Collection[str] = (),
+        origins: Collection[str] = (),
+        audit: Audit | None = None,
     ) -> None:
         """`credentials` None: callers need no key, and act as the gateway itself does. `hosts`: names by which this
         server is known, beside loopback addresses. `origins`: whole origins, as "https://app.example"."""
         self._credentials = credentials
+        self._audit = audit or Audit()
+        self._strangers = StrangersLines(time.monotonic)
         self._hosts = frozenset(host.lower() for host in hosts)
         self.origins = frozenset(origin.lower() for origin in origins)
 
@@ -66,6 +76,14 @@ class Gate:
 
     def holder(self, headers: Mapping[str, str]) -> KeyHolder:
         """Raises Unauthenticated, and PermissionDenied for a key of another role."""
+        try:
+            return self._holder(headers)
+        except (Unauthenticated, PermissionDenied) as error:
+            if error.reason != "NO_CREDENTIAL" and (left_out := self._strangers.left_out()) is not None:
+                self._audit.tell(None, "key", REFUSED, error.reason, left_out=left_out)
+            raise
+
+    def _holder(self, headers: Mapping[str, str]) -> KeyHolder:
         if self._credentials is None:
             return KeyHolder(OWNER, None)
         key = _key(headers)

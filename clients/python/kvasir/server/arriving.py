@@ -7,7 +7,7 @@ largest one. This module knows nothing of gRPC.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
@@ -38,13 +38,15 @@ class Arriving:
         room: Room | None = None,
         *,
         bounds_each: bool = False,
+        see_first: Callable[[Any], None] = lambda _: None,
     ) -> None:
-        """`bounds_each`: the time limit holds for every message, not only for the first."""
+        """`bounds_each`: the time limit holds for every message, not only for the first. `see_first` gets the first."""
         self._requests = requests
         self._first_within_s = first_within_s
         self._bounds_each = bounds_each
         self._room = room or nullcontext()
         self._is_first = True
+        self._see_first: Callable[[Any], None] | None = see_first
 
     def __aiter__(self) -> "Arriving":
         return self
@@ -53,6 +55,9 @@ class Arriving:
         request = await self._first() if self._is_first else await self._next()
         if request is UNREADABLE:
             raise _unreadable()
+        if self._see_first is not None:
+            self._see_first(request)
+            self._see_first = None
         return request
 
     async def _first(self) -> Any:

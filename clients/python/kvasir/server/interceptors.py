@@ -25,6 +25,7 @@ from kvasir import errors
 from kvasir.call_context import REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
 from kvasir.credentials import OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
+from kvasir.server.audit import Audit, current_deed
 from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import StrangersLines, places
 from kvasir.server.rpc_counts import RpcCounts
@@ -104,12 +105,14 @@ class Errors(_Interceptor):
         new_request_id: Callable[[], str],
         counts: RpcCounts,
         traces: Traces,
+        audit: Audit,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self._new_request_id = new_request_id
         self._counts = counts
         self._traces = traces
+        self._audit = audit
         self._clock = clock
         self._strangers = StrangersLines(clock)
 
@@ -119,42 +122,48 @@ class Errors(_Interceptor):
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
             began_s, status = self._clock(), "CANCELLED"  # until it is known to be another
+            reason, deed = status, self._audit.begin(method)
+            left_out: int | None = 0
             try:
                 came = dict(context.invocation_metadata() or ())
-                if REQUEST_ID_KEY in came:
-                    name_call(came[REQUEST_ID_KEY])
+                name_call(self._new_request_id())  # unless it came with a name that may be one
+                name_call(came.get(REQUEST_ID_KEY, ""))
                 with self._traces.serving(rpc, came.get(TRACE_KEY, "")):
                     yield
-                status = "OK"
+                status, reason = "OK", ""
             except grpc.aio.AbortError:
-                status = "UNKNOWN"
+                status = reason = "UNKNOWN"
                 raise
             except errors.KvasirError as error:
-                status = answer_to(error).code.name
-                self._refused(rpc, error)
+                status, reason = answer_to(error).code.name, error.reason
+                left_out = self._refused(rpc, error)
                 await abort(context, error)
             # CancelledError is no Exception: it passes, for a handler that swallows a cancel leaks (LESSONS 28).
             except Exception as error:  # noqa: BLE001  every bug ends here, once
-                status, request_id = "INTERNAL", call_name() or self._new_request_id()
-                _log_bug(method, request_id, error)
-                await abort(context, errors.Internal(f"internal error; request {request_id}"))
+                status = reason = "INTERNAL"
+                _log_bug(method, call_name(), error)
+                await abort(context, errors.Internal(f"internal error; request {call_name()}"))
             finally:
                 self._counts.ended(rpc, status, self._clock() - began_s)
+                if left_out is not None:
+                    self._audit.ended(deed, status, reason, call_name(), left_out)
 
         return _guarded(handler, guard, nullcontext)
 
-    def _refused(self, rpc: str, error: errors.KvasirError) -> None:
-        """A line for each, without the error's message, which may quote what was sent."""
+    def _refused(self, rpc: str, error: errors.KvasirError) -> int | None:
+        """A line for each, without the error's message, which may quote what was sent. How many strangers got none
+        before this one; None if this one gets none either."""
         level = logging.DEBUG if isinstance(error, errors.NotFound | errors.Cancelled) else logging.INFO
-        what, unheard = "rpc.refused", ""
+        what, unheard, left_out = "rpc.refused", "", 0
         if isinstance(error, errors.Unauthenticated | errors.PermissionDenied):
             self._counts.refused_credentials[error.reason] += 1
-            left_out = self._strangers.left_out()
-            if left_out is None:
-                return
+            may_be_told = self._strangers.left_out()
+            if may_be_told is None:
+                return None
+            left_out = may_be_told
             level, what, unheard = logging.WARNING, "credential.refused", f" left_out={left_out}" if left_out else ""
-        request_id = call_name() or self._new_request_id()
-        _LOG.log(level, "%s rpc=%s request_id=%s reason=%s%s", what, rpc, request_id, error.reason, unheard)
+        _LOG.log(level, "%s rpc=%s request_id=%s reason=%s%s", what, rpc, call_name(), error.reason, unheard)
+        return left_out
 
 
 class Authentication(_Interceptor):
@@ -186,6 +195,7 @@ class Authentication(_Interceptor):
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
             caller = self._caller(context.peer(), context.invocation_metadata() or ())
+            current_deed().caller = caller
             self._check_role(method, caller)
             with self._counted(caller):
                 _principal.set(caller)
@@ -205,14 +215,17 @@ class Authentication(_Interceptor):
         caller = current_principal()
         of_caller = self.arriving_of_caller[caller.namespace]
         place = Place((of_caller, caller.name), (self.arriving, caller.namespace))
-        yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each)
+        yield Arriving(requests, FIRST_MESSAGE_S, place, bounds_each=bounds_each, see_first=current_deed().is_about)
 
-    def _begun(self, requests: Any, *, answering_s: float) -> AbstractAsyncContextManager[Any]:
+    @asynccontextmanager
+    async def _begun(self, requests: Any, *, answering_s: float) -> AsyncIterator[Any]:
         caller = current_principal()
         of_caller = self.arriving_alone_of_caller[caller.namespace]
         arriving = Place((of_caller, caller.name), (self.arriving_alone, caller.namespace))
         answering = Place((self.answering, caller.namespace))
-        return begun(requests, FIRST_MESSAGE_S, arriving, answering, answering_s)
+        async with begun(requests, FIRST_MESSAGE_S, arriving, answering, answering_s) as request:
+            current_deed().is_about(request)
+            yield request
 
     @contextmanager
     def _counted(self, caller: Principal) -> Iterator[None]:

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 
 from kvasir.address import Address, AddressTaken, parse_address
 from kvasir.server import build
+from kvasir.server.audit import Audit
 from kvasir.server.durations import Durations
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.wellness import Ailment, Wellness
@@ -163,6 +164,11 @@ def rpc_metrics(prefix: str, counts: RpcCounts) -> Iterator[Metric]:
     yield histogram(f"{prefix}_rpc_seconds", "How long calls took; of a stream, all of it.", counts.seconds, "rpc")
     refused = counts.refused_credentials
     yield counter(f"{prefix}_refused_credentials", "Calls without a credential that allows them.", refused, "reason")
+
+
+def audit_metric(prefix: str, audit: Audit) -> Metric:
+    """Lines of the audit; the lost ones found no room, or a disk that did not take them in time."""
+    return counter(f"{prefix}_audit_lines", "Lines of the audit.", audit.counts, "what")
 
 
 def _family(

@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
+from kvasir.server.audit import Audit
 from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, Errors
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.traces import Traces
@@ -104,6 +105,7 @@ class EdgeServer:
         new_request_id: Callable[[], str],
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         traces: Traces | None = None,
+        audit: Audit | None = None,
     ) -> None:
         """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
 
@@ -115,7 +117,7 @@ class EdgeServer:
         self._second_path = _second_path(listening, self._address)
         self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
         self.rpcs = RpcCounts()
-        errors = Errors(new_request_id, self.rpcs, traces or Traces())
+        errors = Errors(new_request_id, self.rpcs, traces or Traces(), audit or Audit())
         self._servers = [
             grpc.aio.server(
                 interceptors=(errors, self.authentication),

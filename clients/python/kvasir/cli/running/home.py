@@ -78,6 +78,10 @@ class Home:
     def logs(self) -> Path:
         return self.root / "logs"
 
+    def audit_file(self, service: str) -> Path:
+        """The audit of a service; older ones beside it end in .1, .2, …"""
+        return self.root / "audit" / f"{service}.jsonl"
+
     @property
     def tokens(self) -> Path:
         return self.root / "tokens"

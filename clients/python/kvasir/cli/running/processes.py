@@ -28,6 +28,7 @@ class StoreProcess:
     endpoint: Endpoint  # how it is reached from here
     log_file: Path
     engine_listen: str = ""  # a second address, for its engine
+    audit_file: Path | None = None
     credentials_file: Path | None = None
     peers_file: Path | None = None  # read if it exists
     options: tuple[str, ...] = ()  # of the service, beside these
@@ -40,6 +41,7 @@ class StoreProcess:
             *(sys.executable, "-m", "cachestore_svc", "serve"),
             *("--data-dir", str(self.data_dir), "--listen", self.listen),
             *_option("--engine-listen", self.engine_listen),
+            *_option("--audit-file", self.audit_file),
             *_option("--credentials-file", self.credentials_file),
             *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
             *_option("--tls-cert-file", self.tls_cert_file),
@@ -64,6 +66,7 @@ class EngineProcess:
     model: str = ""  # the shipped model when empty
     options: tuple[str, ...] = ()  # of the service, beside these
     metrics_listen: str = ""  # HOST:PORT of loopback
+    audit_file: Path | None = None
     credentials_file: Path | None = None
     service_admin: str = ""
     tls_cert_file: Path | None = None
@@ -74,6 +77,7 @@ class EngineProcess:
             *(sys.executable, "-m", "inference_svc", "serve"),
             *("--listen", self.listen, "--store", self.store.address, "--state-dir", str(self.state_dir)),
             *_option("--model", self.model),
+            *_option("--audit-file", self.audit_file),
             *_option("--credentials-file", self.credentials_file),
             *_option("--service-admin", self.service_admin),
             *_option("--tls-cert-file", self.tls_cert_file),
@@ -99,6 +103,7 @@ class GatewayProcess:
     log_file: Path
     state_dir: Path
     credentials_file: Path
+    audit_file: Path | None = None
     options: tuple[str, ...] = ()  # of the service, beside these
     metrics_listen: str = ""  # HOST:PORT of loopback
 
@@ -107,6 +112,7 @@ class GatewayProcess:
             *(sys.executable, "-m", "kvasir_gateway", "--listen", self.listen),
             *("--engine", self.engine.address),
             *("--state-dir", str(self.state_dir), "--credentials", str(self.credentials_file)),
+            *_option("--audit-file", self.audit_file),
             *_option("--token-file", self.engine.token_file),
             *_option("--ca-file", self.engine.ca_file),
             *_option("--metrics-listen", self.metrics_listen),
