@@ -3,7 +3,7 @@
 Turn preparation makes a `TurnPlan`; the engine answers with events. All classes here are frozen and may cross threads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
@@ -101,6 +101,32 @@ Reuse: TypeAlias = Cold | Hot | Restored
 
 
 @dataclass(frozen=True, slots=True)
+class CarriedTurn:
+    """Where a turn stands between two of its tokens, all but its KV. An engine with the same model goes on from it with
+    the very next token. Text that is held back and the place in a reply format follow from the tokens.
+    """
+
+    token_ids: tuple[int, ...]  # the prompt and the reply so far; the last one's KV is not computed
+    computed: int  # leading tokens whose KV is in the turn's files
+    cached: int
+    shareable: int
+    sampler_key: tuple[int, ...]  # 32-bit words; the next draw's
+    rewind_points: tuple[int, ...]  # token counts, ascending; the last is `computed`, if there is any
+    first_blocks: Mapping[int, int]  # by group of layers, in the order of the files: the first block that is there
+    spent: "Timings"
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTurn:
+    """A turn that was stopped between two tokens. `files`: its KV, each group's blocks and tail, then its states; the
+    first blocks that were asked for before are left out.
+    """
+
+    carried: CarriedTurn
+    files: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class TurnPlan:
     """One turn: the whole prompt as tokens, the KV that it reuses, and how to generate."""
 
@@ -119,6 +145,8 @@ class TurnPlan:
     # hot memory, that memory may be dropped then: the store has all of it.
     can_be_preempted: bool = False
     is_remembered: bool = True  # False: the key's memory is only read
+    # Another engine began the turn. Its files are asked for (`Wanted`); then it is held until `TurnHandle.release`.
+    carried: CarriedTurn | None = None
 
     @property
     def leaves_memory(self) -> bool:

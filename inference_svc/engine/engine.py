@@ -10,15 +10,16 @@ from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvasir.cachestore.v1 import identity_pb2
 from kvasir.errors import InvalidArgument, ResourceExhausted, Unavailable
 from kvasir.formats.block_hash import BLOCK_TOKENS
 
-from inference_svc.engine.api import AgentKey, Failed, HotMemory, Listener, Snapshot, TurnPlan
+from inference_svc.engine.api import AgentKey, Failed, HeldTurn, HotMemory, Listener, Snapshot, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine_worker import EngineWorker
+from inference_svc.engine.held_turns import check_carried
 from inference_svc.engine.mlx_thread import Letter, MlxThread
 from inference_svc.engine.scheduling.schedulable import Rules
 from inference_svc.engine.sequence import Sequence
@@ -37,7 +38,7 @@ _DECODED_PART = 2
 class TurnHandle:
     """A submitted turn."""
 
-    def __init__(self, sequence: Sequence, post: Callable[[Callable[[EngineWorker], None]], object]) -> None:
+    def __init__(self, sequence: Sequence, post: Callable[[Callable[[EngineWorker], Any]], "Future[Any]"]) -> None:
         self._sequence = sequence
         self._post = post
 
@@ -55,6 +56,27 @@ class TurnHandle:
         KV of missing or damaged files is computed again. Without effect once the turn is over.
         """
         self._post(lambda worker: worker.resume(self._sequence, tuple(blobs)))
+
+    def full_blocks(self, first_block: int, max_blocks: int) -> "Future[tuple[bytes, ...]]":
+        """Files of the turn's full blocks from `first_block` on, of the layers that keep all tokens: for another engine
+        that shall go on with the turn, ahead of `hold`. Empty if there are none.
+        """
+        return self._post(lambda worker: worker.full_blocks(self._sequence, first_block, max_blocks))
+
+    def hold(self, sent_blocks: int = 0) -> "Future[HeldTurn | None]":
+        """Stop the turn between two tokens, for another engine to go on with it; all events before that are emitted
+        first. None if the turn has not begun, is ending or over. `sent_blocks`: of `full_blocks`, which are left out.
+        The turn keeps its KV: `release` it, `give_away` it, or cancel it.
+        """
+        return self._post(lambda worker: worker.hold(self._sequence, sent_blocks))
+
+    def release(self) -> None:
+        """A held turn goes on here. Without effect otherwise."""
+        self._post(lambda worker: worker.release(self._sequence))
+
+    def give_away(self) -> None:
+        """A held turn goes on in another engine: here it fails with Unavailable (TURN_MOVED) and leaves no memory."""
+        self._post(lambda worker: worker.give_away(self._sequence))
 
 
 class Engine:
@@ -181,6 +203,8 @@ class Engine:
         """
         self._check(plan)
         sequence = Sequence(plan, self.model, self.token_text, time.monotonic, self._matcher(plan), on_events)
+        if sequence.finish_reason is not None:
+            raise InvalidArgument("carried.token_ids: the reply has ended", field="carried.token_ids")
         posted = self._thread.post(lambda worker: worker.submit(sequence))
         posted.add_done_callback(lambda done: on_events([Failed(_closed())]) if done.cancelled() else None)
         return TurnHandle(sequence, self._thread.post)
@@ -270,6 +294,8 @@ class Engine:
                     f"sampling.{field}: expected token ids below {self.vocabulary_size}, got {max(given)}",
                     field=f"sampling.{field}",
                 )
+        if plan.carried is not None:
+            check_carried(plan, plan.carried, self.model, self.vocabulary_size)
         check_fits(len(plan.token_ids), plan.sampling.max_tokens, self.model.context_tokens)
         needed_bytes = self.needed_bytes(plan)
         if needed_bytes > self.memory_budget_bytes:

@@ -11,14 +11,15 @@ from collections.abc import Callable, Collection, Hashable, Iterator
 
 from kvasir.errors import Cancelled, Internal, KvasirError, Unavailable
 
-from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.engine.api import AgentKey, HeldTurn, Snapshot
 from inference_svc.engine.beginning import begin, mark, memory_left
 from inference_svc.engine.decoding import Decoded, Decoder
+from inference_svc.engine.held_turns import held_turn, sampler_of_carried
 from inference_svc.engine.room import KvRoom
 from inference_svc.engine.sampling import sample
 from inference_svc.engine.scheduling.hot_memories import ResidentMemory
 from inference_svc.engine.scheduling.mask_budget import MaskBudget
-from inference_svc.engine.scheduling.schedulable import Rules, Status
+from inference_svc.engine.scheduling.schedulable import WITH_KV, Rules, Status
 from inference_svc.engine.scheduling.scheduler import Admit, Blocked, Grant, Preempt, Scheduler
 from inference_svc.engine.sequence import Sequence
 from inference_svc.engine.snapshots import memory_snapshot, running_snapshot
@@ -109,6 +110,38 @@ class EngineWorker:
         if sequence.swapped is not None:
             sequence.swapped.unstored_bytes = 0
 
+    # --- turns that go to another engine ---
+
+    def full_blocks(self, sequence: Sequence, first_block: int, max_blocks: int) -> tuple[bytes, ...]:
+        """Files of a running turn's full blocks from `first_block` on, at most `max_blocks`, of the layers that keep
+        all tokens. They will not change.
+        """
+        if sequence.kv is None:
+            return ()
+        self._decoder.batch.flush(sequence.kv)
+        return tuple(data for _, data in running_snapshot(sequence, self._model, first_block, max_blocks).blocks)
+
+    def hold(self, sequence: Sequence, sent_blocks: int) -> HeldTurn | None:
+        """Stop a turn between two tokens; None if it has not begun, is ending, or is over. Its KV stays."""
+        self._settle()
+        self._emit(sequence)
+        if sequence.status not in WITH_KV or sequence.kv is None or sequence.is_ending or sequence.is_cancelled:
+            return None
+        self._decoder.leave(sequence.kv)
+        held = held_turn(sequence, sequence.kv, self._model, sent_blocks)
+        sequence.held()
+        return held
+
+    def release(self, sequence: Sequence) -> None:
+        """A held turn goes on."""
+        if sequence.status is Status.HELD:
+            sequence.released()
+
+    def give_away(self, sequence: Sequence) -> None:
+        """Another engine goes on with a held turn."""
+        if sequence.status is Status.HELD:
+            self._finish(sequence, Unavailable("the turn went on to another engine", reason="TURN_MOVED"))
+
     # --- memories ---
 
     def fork(self, source: AgentKey, target: AgentKey) -> bool:
@@ -161,6 +194,8 @@ class EngineWorker:
         if sequence.swapped is None:
             begin(sequence, taken, self._pool, self._model)
         else:
+            if sequence.sampler is None:
+                sequence.sampler = sampler_of_carried(sequence)
             sequence.ask_for_files()
             self._emit(sequence)
 

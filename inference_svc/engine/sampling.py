@@ -50,17 +50,29 @@ class Sampler:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt_ids: Iterable[int] = (), constraint: Matcher | None = None
+        self,
+        params: SamplingParams,
+        prompt_ids: Iterable[int] = (),
+        constraint: Matcher | None = None,
+        key: Sequence[int] | None = None,
     ) -> None:
-        """`prompt_ids`: the tokens before the reply, which the repetition penalty counts too."""
+        """`prompt_ids`: the tokens before the next one, which the repetition penalty counts too. `key`: of the next
+        draw, where tokens were drawn before (`key_words`).
+        """
         self._params = params
         self._constraint = constraint
-        self._key = mx.random.key(params.seed)
+        self._key = mx.random.key(params.seed) if key is None else mx.array(list(key), dtype=mx.uint32)
         self._bias_ids = mx.array([token for token, _ in params.logit_bias], dtype=mx.uint32)
         self._bias = mx.array([bias for _, bias in params.logit_bias], dtype=mx.float32)
         self._recent: deque[int] | None = None
         if params.repetition_penalty != 1 and params.repetition_tokens:
             self._recent = deque(prompt_ids, maxlen=params.repetition_tokens)
+
+    @property
+    def key_words(self) -> tuple[int, ...]:
+        """The key of the next draw: 32-bit words. Waits for it."""
+        words: Any = self._key.tolist()
+        return tuple(words)
 
     @property
     def is_plain(self) -> bool:

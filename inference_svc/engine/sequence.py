@@ -13,6 +13,7 @@ from kvasir.formats.block_hash import BLOCK_TOKENS, chain_hashes
 
 from inference_svc.engine.api import (
     BlocksFull,
+    CarriedTurn,
     Cold,
     Ended,
     Event,
@@ -110,6 +111,9 @@ class Sequence:
         self._reply = ReplyText(token_text, plan.sampling, stop_token_ids)
         self._submitted_s = clock()
         self._begun_s = self._restored_s = self._first_token_s = self._submitted_s
+        self._spent = Timings()  # by another engine, which began the turn
+        if plan.carried is not None:
+            self._take_up(plan.carried)
 
     @property
     def status(self) -> Status:
@@ -279,12 +283,44 @@ class Sequence:
     def resumed(self, computed: int, shareable: int) -> None:
         """The turn goes on after a preemption. KV of the first `computed` tokens is there again; 0 if it was lost. The
         rest is computed as before, the prompt in its cells and the reply token by token, so that its KV has the same
-        bits. No token is sampled or reported again.
+        bits. No token is sampled or reported again. One that another engine began is held first.
         """
-        self._stage, self.arrival = Status.PREFILLING, None
+        self._stage = Status.PREFILLING if self.plan.carried is None else Status.HELD
+        self.arrival = None
         self._events.append(Resumed(computed, self.computed - computed))
         self.computed = computed
         self.shareable = min(shareable, computed) // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def held(self) -> None:
+        """Neither computes nor draws a token from now on."""
+        self._stage = Status.HELD
+
+    def released(self) -> None:
+        """The turn goes on, and is preempted like any other from now on."""
+        self._stage, self.plan = Status.PREFILLING, replace(self.plan, carried=None)
+
+    def carried(self, sampler_key: tuple[int, ...], files: SwappedOut) -> CarriedTurn:
+        """Where the turn stands, with these files."""
+        return CarriedTurn(
+            tuple(self.token_ids),
+            files.tokens,
+            self.cached,
+            self.shareable,
+            sampler_key,
+            files.rewind_points,
+            files.first_blocks,
+            self._timings(),
+        )
+
+    def _take_up(self, carried: CarriedTurn) -> None:
+        """Be where another engine left the turn. What it told is not told again."""
+        for token_id in carried.token_ids[self.prompt_tokens :]:
+            self.token_ids.append(token_id)
+            self._reply.push(token_id)
+        self.computed, self.cached, self.shareable = carried.computed, carried.cached, carried.shareable
+        self._prefilled_reported = min(carried.computed, self.prompt_tokens)
+        self.swapped = SwappedOut(carried.computed, carried.rewind_points, carried.first_blocks, 0)
+        self._stage, self._was_preempted, self._spent = Status.PREEMPTED, True, carried.spent
 
     def next_tokens(self, count: int) -> list[int]:
         """The `count` prompt tokens to compute next."""
@@ -358,14 +394,20 @@ class Sequence:
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached,
             completion_tokens=len(self.token_ids) - self.prompt_tokens,
-            timings=Timings(
-                queue_s=self._begun_s - self._submitted_s,
-                restore_s=self._restored_s - self._begun_s,
-                prefill_s=self._first_token_s - self._restored_s,
-                first_token_s=self._first_token_s - self._submitted_s,
-                decode_s=self._clock() - self._first_token_s,
-            ),
+            timings=self._timings(),
             text=self._reply.visible,
             generated_text="".join(self._reply.remembered),
             state=self.state(),
+        )
+
+    def _timings(self) -> Timings:
+        """Seconds up to now. While the prompt is computed, all of them are prefill."""
+        has_generated = len(self.token_ids) > self.prompt_tokens or self.finish_reason is not None
+        spent, first_token_s = self._spent, self._first_token_s if has_generated else self._clock()
+        return Timings(
+            queue_s=spent.queue_s + self._begun_s - self._submitted_s,
+            restore_s=spent.restore_s + self._restored_s - self._begun_s,
+            prefill_s=spent.prefill_s + first_token_s - self._restored_s,
+            first_token_s=spent.first_token_s + first_token_s - self._submitted_s,
+            decode_s=spent.decode_s + self._clock() - first_token_s,
         )

@@ -42,22 +42,32 @@ def swap_out(sequence: Sequence, model: ModelInfo) -> None:
     """Make files of a turn's KV and emit them as `Preempted`. The KV is flushed; the turn gives it up."""
     kv = sequence.kv
     assert kv is not None
+    sequence.swapped, files = at_rest(sequence, kv, model)
+    kv.release()
+    sequence.kv = None
+    sequence.preempted(files)
+
+
+def at_rest(
+    sequence: Sequence, kv: SequenceKV, model: ModelInfo, sent_blocks: int = 0
+) -> tuple[SwappedOut, tuple[bytes, ...]]:
+    """What is known of a turn's files, and the files: all but the first `sent_blocks` of the layers that keep all
+    tokens. `kv` is the turn's own or a fork of it, flushed; it gets a rewind point.
+    """
     tokens = sequence.token_ids[: sequence.computed]
-    chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
+    chain = sequence.known_chain = chain_hashes(model.kv_identity_hash, tokens, sequence.known_chain)
     if sequence.computed:
         kv.mark()
     first_blocks = {group: first_whole_block(kv, group) for group in row_groups(model.kv_identity)}
     points = tuple(point for point in kv.rewind_points if _is_covered(first_blocks, point))
     identities: list[FileIdentity] = []
     for group, first in first_blocks.items():
-        identities += file_identities(model.kv_identity_hash, tokens, chain, first, group)
+        left_out = 0 if group else sent_blocks
+        identities += file_identities(model.kv_identity_hash, tokens, chain, first + left_out, group)
     if model.has_states:
         identities += [state_identity(model.kv_identity_hash, tokens, point, chain) for point in points]
     files = tuple(files_of(kv, identities))
-    sequence.swapped = SwappedOut(sequence.computed, points, first_blocks, sum(map(len, files)))
-    kv.release()
-    sequence.kv, sequence.known_chain = None, chain
-    sequence.preempted(files)
+    return SwappedOut(sequence.computed, points, first_blocks, sum(map(len, files))), files
 
 
 class SwapIn:

@@ -17,13 +17,14 @@ class Status(Enum):
     LOADING = "loading"  # the files of its KV are here, and become KV some at a time
     PREFILLING = "prefilling"  # prompt tokens are left to compute
     DECODING = "decoding"
+    HELD = "held"  # stopped between two tokens, with its KV, until it is released or goes to another engine
     PREEMPTED = "preempted"  # gave up its room and waits for it again
     FINISHED = "finished"
 
 
 NOT_BEGUN = frozenset({Status.WAITING, Status.PREEMPTED})
 WITH_KV = frozenset({Status.PREFILLING, Status.DECODING})
-RUNNING = WITH_KV | {Status.RESTORING, Status.LOADING}
+RUNNING = WITH_KV | {Status.RESTORING, Status.LOADING, Status.HELD}
 
 
 @dataclass

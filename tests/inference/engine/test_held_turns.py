@@ -1,0 +1,261 @@
+"""Turns that one engine begins and another ends: tokens, text and memory are those of a turn that stayed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kvasir.errors import Cancelled, InvalidArgument, KvasirError, Unavailable
+
+from inference_svc.engine.api import (
+    AgentKey,
+    Cold,
+    Ended,
+    Event,
+    HeldTurn,
+    Prefilled,
+    Resumed,
+    SamplingParams,
+    Started,
+    Tokens,
+    TurnPlan,
+    Wanted,
+)
+from inference_svc.engine.engine import Engine
+from inference_svc.formats.constraint import Constraint, ConstraintKind
+from tests.inference.engine.driving import Driver, Listener, tokens_of
+from tests.inference.engine.families import ALL, write_family
+
+PROMPT = tokens_of(700, 1)
+MAX_TOKENS = 40
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.9, "seed": 7, "logprobs": 3},
+    "penalized": {"repetition_penalty": 1.5, "temperature": 0.7, "seed": 3, "top_p": 0.9},
+    "constrained": {"constraint": Constraint(ConstraintKind.REGEX, "([a-z]{3} ){30}"), "temperature": 0.8, "seed": 1},
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A turn by its events, wherever they happened, and the memory that it left."""
+
+    events: list[Event]
+    ended: Ended
+    files: tuple[bytes, ...]
+
+    @property
+    def told(self) -> list[object]:
+        tokens = [event for event in self.events if isinstance(event, Tokens)]
+        ids = [token_id for event in tokens for token_id in event.ids]
+        return [ids, "".join(event.text for event in tokens), [event.logprobs for event in tokens if event.ids]]
+
+
+class Two:
+    """Two engines with one model."""
+
+    def __init__(self, source: Driver, destination: Driver) -> None:
+        self.source, self.destination = source, destination
+
+    def plan(self, key: AgentKey, tokens: Sequence[int] = PROMPT, **settings: Any) -> TurnPlan:
+        sampling = replace(SamplingParams(max_tokens=MAX_TOKENS), **settings)
+        return TurnPlan(tuple(tokens), (1,) * len(tokens), sampling, key=key, namespace=key.agent_id)  # none shares KV
+
+    def stayed(self, plan: TurnPlan) -> Turn:
+        listener = Listener()
+        self.source.engine.submit(plan, listener)
+        ended = listener.end()
+        assert plan.key is not None
+        files = self.source.files(plan.key)
+        assert self.source.engine.drop_hot(plan.key).result(60)
+        return Turn(listener.events, ended, files)
+
+    def held(self, plan: TurnPlan, kind: type[Event], count: int) -> tuple[Listener, HeldTurn, tuple[bytes, ...]]:
+        """A turn that was held after that event of it, and its blocks that went ahead."""
+        listener, ahead, found = Listener(), [], []
+
+        def hold() -> None:
+            handle = listener.handle.result(60)
+            sent = handle.full_blocks(0, 1)
+            sent.add_done_callback(lambda done: ahead.extend(done.result()))
+            sent.add_done_callback(lambda done: found.append(handle.hold(len(done.result()))))
+
+        listener.at(kind, count, hold)
+        listener.handle.set_result(self.source.engine.submit(plan, listener))
+        listener.wait_for(kind, count)
+        while not found:
+            self.source.engine.snapshot(self.source.key(), 0).result(60)
+        held = found[0].result(60)
+        assert held is not None
+        return listener, held, tuple(ahead)
+
+    def taken_up(self, plan: TurnPlan, held: HeldTurn, files: Sequence[bytes]) -> Listener:
+        """The other engine's part of the turn, up to where it waits for a word."""
+        listener = Listener()
+        listener.at(Wanted, 1, lambda: listener.handle.result(60).resume(files))
+        plan = replace(plan, reuse=Cold(), carried=held.carried)
+        listener.handle.set_result(self.destination.engine.submit(plan, listener))
+        listener.wait_for(Resumed)
+        return listener
+
+    def moved(self, plan: TurnPlan, kind: type[Event], count: int) -> Turn:
+        before, held, ahead = self.held(plan, kind, count)
+        after = self.taken_up(plan, held, (*ahead, *held.files))
+        before.handle.result(60).give_away()
+        with pytest.raises(Unavailable) as gone:
+            before.end()
+        assert gone.value.reason == "TURN_MOVED"
+        after.handle.result(60).release()
+        ended = after.end()
+        assert plan.key is not None
+        return Turn([*before.events[:-1], *after.events], ended, self.destination.files(plan.key))
+
+
+@pytest.fixture(scope="module")
+def two(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
+    drivers = [
+        Driver(Engine.open(model_dir, cache_dir=tmp_path_factory.mktemp("digests"), memory_budget_bytes=64 << 20))
+        for _ in range(2)
+    ]
+    yield Two(*drivers)
+    for each in drivers:
+        each.engine.close()
+
+
+@pytest.fixture(scope="module")
+def stayed(two: Two) -> Callable[[str], Turn]:
+    """A turn with the settings of a name that no engine gives away, run once for all tests."""
+    return cache(lambda name: two.stayed(two.plan(two.source.key(), **SETTINGS[name])))
+
+
+def assert_same(moved: Turn, expected: Turn) -> None:
+    assert moved.told == expected.told
+    assert (moved.ended.text, moved.ended.generated_text) == (expected.ended.text, expected.ended.generated_text)
+    assert moved.ended.state == expected.ended.state
+    assert (moved.ended.cached_tokens, moved.ended.completion_tokens) == (
+        expected.ended.cached_tokens,
+        expected.ended.completion_tokens,
+    )
+    assert moved.files == expected.files
+
+
+@pytest.mark.parametrize("cut", [(Tokens, 1), (Tokens, 23), (Prefilled, 2)], ids=["first", "later", "prompt"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_other_engine_goes_on_with_the_very_next_token(
+    two: Two, stayed: Callable[[str], Turn], name: str, cut: tuple[type[Event], int]
+) -> None:
+    moved = two.moved(two.plan(two.source.key(), **SETTINGS[name]), *cut)
+    assert_same(moved, stayed(name))
+    [resumed] = [event for event in moved.events if isinstance(event, Resumed)]
+    assert resumed.lost_tokens == 0
+    assert sum(isinstance(event, Started) for event in moved.events) == 1
+
+
+def test_text_that_a_stop_string_holds_back_goes_along(two: Two, stayed: Callable[[str], Turn]) -> None:
+    start = len(stayed("greedy").ended.text) // 2
+    stop = stayed("greedy").ended.text[start : start + 6]
+    expected = two.stayed(two.plan(two.source.key(), stop=(stop,)))
+    for count in range(expected.ended.completion_tokens - 5, expected.ended.completion_tokens - 2):
+        moved = two.moved(two.plan(two.source.key(), stop=(stop,)), Tokens, count)
+        assert moved.ended.matched_stop == stop
+        assert_same(moved, expected)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_files_that_do_not_arrive_are_computed_again_and_no_token_is_another(
+    two: Two, stayed: Callable[[str], Turn], kept: int
+) -> None:
+    plan = two.plan(two.source.key(), **SETTINGS["sampled"])
+    before, held, ahead = two.held(plan, Tokens, 9)
+    after = two.taken_up(plan, held, (*ahead, *held.files)[:kept])
+    before.handle.result(60).give_away()
+    after.handle.result(60).release()
+    after.end()
+    assert after.count(Started) == 0
+    expected = stayed("sampled")
+    events = [event for event in (*before.events, *after.events) if isinstance(event, Tokens)]
+    assert [token_id for event in events for token_id in event.ids] == expected.told[0]
+
+
+@pytest.mark.parametrize("name", ["greedy", "sampled"])
+def test_a_held_turn_that_is_released_goes_on_as_if_nothing_had_been(
+    two: Two, stayed: Callable[[str], Turn], name: str
+) -> None:
+    plan = two.plan(two.source.key(), **SETTINGS[name])
+    listener, held, _ = two.held(plan, Tokens, 9)
+    told = listener.count(Tokens)
+    beside = two.source.turn(tokens_of(300, 5), max_tokens=4)
+    assert beside.completion_tokens == 4, "others go on meanwhile"
+    assert listener.count(Tokens) == told, "a held turn computes nothing"
+    assert len(held.carried.token_ids) - len(PROMPT) == told
+    listener.handle.result(60).release()
+    assert plan.key is not None
+    assert_same(Turn(listener.events, listener.end(), two.source.files(plan.key)), stayed(name))
+
+
+def test_a_held_turn_can_be_cancelled_and_its_taker_too(two: Two) -> None:
+    plan = two.plan(two.source.key())
+    listener, held, ahead = two.held(plan, Tokens, 3)
+    taker = two.taken_up(plan, held, (*ahead, *held.files))
+    for each in (listener, taker):
+        each.handle.result(60).cancel()
+        with pytest.raises(Cancelled):
+            each.end()
+
+
+def test_a_turn_that_is_over_is_not_held(two: Two) -> None:
+    listener = Listener()
+    handle = two.source.engine.submit(two.plan(two.source.key(), max_tokens=2), listener)
+    listener.end()
+    assert handle.hold().result(60) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [
+        ({"computed": 10_000}, "computed"),
+        ({"cached": 701}, "cached"),
+        ({"sampler_key": (1,)}, "sampler_key"),
+        ({"first_blocks": {}}, "first_blocks"),
+        ({"first_blocks": {0: 99}}, "first_blocks"),
+        ({"rewind_points": (5, 4)}, "rewind_points"),
+        ({"token_ids": (*PROMPT, 1 << 30)}, "token_ids"),
+        ({"token_ids": PROMPT[1:]}, "token_ids"),
+    ],
+)
+def test_a_state_that_cannot_be_is_refused_by_field(two: Two, wrong: dict[str, Any], field: str) -> None:
+    plan = two.plan(two.source.key())
+    listener, held, _ = two.held(plan, Tokens, 3)
+    listener.handle.result(60).cancel()
+    with pytest.raises(InvalidArgument) as refused:
+        two.destination.engine.submit(replace(plan, carried=replace(held.carried, **wrong)), Listener())
+    assert refused.value.field == f"carried.{field}"
+
+
+def test_a_reply_outside_of_its_format_is_refused(two: Two) -> None:
+    plan = two.plan(two.source.key())
+    listener, held, _ = two.held(plan, Tokens, 3)
+    listener.handle.result(60).cancel()
+    formatted = two.plan(two.source.key(), constraint=Constraint(ConstraintKind.REGEX, "[0-9]{40}"))
+    taker = Listener()
+    two.destination.engine.submit(replace(formatted, carried=held.carried), taker)
+    with pytest.raises(KvasirError):
+        taker.end()
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granite_hybrid"])
+def test_windows_and_recurrent_states_go_along(name: str, tmp_path: Path) -> None:
+    directory = write_family(tmp_path / name, ALL[name])
+    drivers = [
+        Driver(Engine.open(directory, cache_dir=tmp_path / "digests", memory_budget_bytes=64 << 20)) for _ in range(2)
+    ]
+    two = Two(*drivers)
+    expected = two.stayed(two.plan(two.source.key(), max_tokens=12))
+    for cut in ((Tokens, 5), (Prefilled, 2)):
+        moved = two.moved(two.plan(two.source.key(), max_tokens=12), *cut)
+        assert moved.told == expected.told
+        assert moved.ended.state.token_ids == expected.ended.state.token_ids
+    for driver in drivers:
+        driver.engine.close()
