@@ -18,7 +18,7 @@ from inference_svc.kv.pages.block_table import blocks_of
 from inference_svc.kv.pages.pool import KvPool
 from inference_svc.kv.sequence_kv import RewindPoint, SequenceKV
 from inference_svc.kv.state_kv import StateKV
-from inference_svc.kv.tensor_files import Array, CheckedFile, exponents, not_finite, page_units, state_arrays
+from inference_svc.kv.tensor_files import Array, CheckedFile, not_finite, page_units, state_arrays
 
 MOST_FILES = 32  # that reach the device at once
 
@@ -26,11 +26,10 @@ MOST_FILES = 32  # that reach the device at once
 class _GroupFiles:
     """The files of one group of layers, which follow each other, and how many of them are loaded."""
 
-    def __init__(self, pool: KvPool, group: int, files: Sequence[CheckedFile]) -> None:
+    def __init__(self, group: int, files: Sequence[CheckedFile]) -> None:
         self.group = group
         self.files = files
         self.loaded = 0
-        self.exponents = exponents(pool.identity, group)
         self.first_block = files[0].header.identity.start // PAGE_TOKENS
 
     def take(self, most: int) -> tuple[range, list[CheckedFile]]:
@@ -68,7 +67,7 @@ class KvLoad:
         kept |= {
             window: [file for file in some if file.header.identity.start < keep] for window, some in windows.items()
         }
-        self._left = deque(_GroupFiles(pool, group, some) for group, some in kept.items() if some)
+        self._left = deque(_GroupFiles(group, some) for group, some in kept.items() if some)
 
     @property
     def next_files(self) -> int:
@@ -104,8 +103,8 @@ class KvLoad:
         for table in self.kv.tables:
             if table.window == group:
                 table.pages |= dict(zip(blocks, pool.take(len(blocks)), strict=True))
-        units = to_device([page_units(file, files.exponents.size) for file in some])
-        bits = mx.array(files.exponents)
+        bits = pool.exponents(group)
+        units = to_device([page_units(file, bits.size) for file in some])
         is_wrong: Any = ((bits != 0) & ((units & bits) == bits)).any(axis=1).tolist()
         if any(is_wrong):
             raise not_finite(first + is_wrong.index(True), group)

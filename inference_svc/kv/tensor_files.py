@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,6 +59,12 @@ class _Schema:
         return cls(tensors, tensor_entries(tensors), sum(tensor.size_bytes for tensor in tensors))
 
 
+@lru_cache(maxsize=64)
+def _schema(identity: bytes, rows: int, group: int) -> _Schema:
+    """Of files with so many rows. It takes as long as the checks of a hundred files; `identity` is serialized."""
+    return _Schema.of(expected_tensors(identity_pb2.KvIdentity.FromString(identity), rows, group))
+
+
 def check_files(
     identity: identity_pb2.KvIdentity,
     kv_identity_hash: str,
@@ -79,7 +86,8 @@ def check_files(
     if len(blobs) != len(expected):
         what = f"expected {len(expected)} tensor files, got {len(blobs)}"
         raise _damaged(min(len(blobs), len(expected)), what, group)
-    schemas = {rows: _Schema.of(expected_tensors(identity, rows, group)) for rows in {file.tokens for file in expected}}
+    layout = identity.SerializeToString(deterministic=True)
+    schemas = {rows: _schema(layout, rows, group) for rows in {file.tokens for file in expected}}
     files: list[CheckedFile] = []
     for index, (file_identity, data) in enumerate(zip(expected, blobs, strict=True)):
         try:

@@ -21,6 +21,7 @@ from inference_svc.kv.pages.block_table import blocks_of, most_window_blocks
 from inference_svc.kv.pages.groups import groups_of
 from inference_svc.kv.pages.page_allocator import PageAllocator
 from inference_svc.kv.pages.page_rows import UNIT
+from inference_svc.kv.tensor_files import exponents
 
 _FIRST_PAGES = 8  # of a pool that grows
 # A window's pages are kept at the sequence's end and at two lengths that it may go back to.
@@ -56,6 +57,7 @@ class KvPool:
         self.page_bytes = sum(self._units) * UNIT_BYTES
         self.allocator = PageAllocator(max(1, budget_bytes // self.page_bytes) if self._units else 0)
         self.arrays: list[mx.array] = []
+        self._exponents: dict[int, mx.array] = {}
         self._place = {
             layer: (number, slot) for number, group in enumerate(self.groups) for slot, layer in enumerate(group.layers)
         }
@@ -85,6 +87,13 @@ class KvPool:
     def allocated_bytes(self) -> int:
         """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays)
+
+    def exponents(self, group: int) -> mx.array:
+        """`tensor_files.exponents` of a group of layers, on the device: as large as a page, so brought there once."""
+        if group not in self._exponents:
+            self._exponents[group] = mx.array(exponents(self.identity, group))
+            mx.eval(self._exponents[group])
+        return self._exponents[group]
 
     # --- pages ---
 

@@ -290,9 +290,8 @@ MUTANTS = (
     Mutant(
         "the second block of a restore is skipped",
         "kv_load.py",
-        "        bits = mx.array(files.exponents)\n",
-        "        bits = mx.array(files.exponents)\n"
-        "        units = mx.concatenate([units[:1], 0 * units[1:2], units[2:]])\n",
+        "        offset = 0\n",
+        "        offset = 0\n        units = mx.concatenate([units[:1], 0 * units[1:2], units[2:]])\n",
         FILES,
     ),
     Mutant(
