@@ -41,6 +41,7 @@ from cachestore_svc.logs import configure_logs
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Transfers
+from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
 from cachestore_svc.recovery.opening import holds_store
@@ -169,18 +170,26 @@ def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit) ->
 
 
 async def collect_regularly(store: Store, threads: StoreThreads, interval_s: float) -> None:
-    """Collect garbage now and then. A failure is logged and waits for the next time."""
+    """Expire agents and collect garbage now and then. A failure is logged and waits for the next time."""
+    run = secrets.token_hex(8)
+    # On Linux the second says how long the machine runs, sleep included; elsewhere (macOS) the first does.
+    clock = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+
+    def clocks() -> ClockReading:
+        return ClockReading(time.time(), time.clock_gettime(clock), run)
+
     log = structlog.get_logger("cachestore")
     while True:
         await asyncio.sleep(interval_s)
         try:
+            expired = await threads.run(HOUSE, store.expire_agents, clocks())
             report = await threads.run(HOUSE, store.collect_garbage)
         except KvasirError as error:
             log.warning("gc.failed", reason=error.reason)
         except Exception:  # a failing disk's OSError, or a bug of ours: neither may end collection for good
             log.exception("gc.failed")
         else:
-            log.info("gc.done", **asdict(report))
+            log.info("gc.done", **asdict(report), agents_expired=expired.agents_expired)
 
 
 def give_memory_back() -> None:
@@ -296,6 +305,7 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("max-blob-bytes", int, "a larger blob is refused"),
     ("retained-versions", int, "versions kept per line, unless the agent says otherwise"),
     ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
+    ("expires-after-s", float, "an agent that nobody used for so long is deleted; left out: it stays"),
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
     ("audit-file", Path, "where one JSON line says who did what that needs a privilege; see `kvasir audit`"),

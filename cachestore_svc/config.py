@@ -59,6 +59,11 @@ class StoreSettings(BaseSettings):
     """How long a blob that nothing names is kept before it is removed."""
     retained_versions: Annotated[int, Field(ge=1, le=1000)] = 8
     """Versions kept per line, unless the agent says otherwise."""
+    expires_after_s: Annotated[float, Field(ge=60)] | None = None
+    """An agent that nobody used for so long is deleted, unless its label kvasir.expires_after says otherwise or it is
+    pinned. Counted while the store runs. None: it stays."""
+    namespace_expires_after_s: dict[str, Annotated[float, Field(ge=60)] | None] = {}
+    """The same of some namespaces, before the one of all; as JSON in the environment, null for never."""
     event_history: Annotated[int, Field(ge=1)] = 10_000
     """Events kept per namespace for watchers that come back."""
     gc_interval_s: Annotated[float, Field(gt=0)] = 600.0
@@ -103,6 +108,8 @@ class StoreSettings(BaseSettings):
             grace_period_s=self.grace_period_s,
             retained_versions=self.retained_versions,
             event_history=self.event_history,
+            default_expires_after_s=self.expires_after_s,
+            namespace_expires_after_s=self.namespace_expires_after_s,
         )
 
     def listening(self) -> Listening:

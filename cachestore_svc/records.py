@@ -45,10 +45,15 @@ class StoreConfig:
     max_blob_bytes: int
     retained_versions: int
     event_history: int
+    default_expires_after_s: float | None  # unused for so long, an agent is deleted; its label wins
+    namespace_expires_after_s: Mapping[str, float | None]  # these win over the default
     evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
 
     def quota_bytes(self, namespace: str) -> int | None:
         return self.namespace_quota_bytes.get(namespace, self.default_quota_bytes)
+
+    def expires_after_s(self, namespace: str) -> float | None:
+        return self.namespace_expires_after_s.get(namespace, self.default_expires_after_s)
 
 
 class BlobKind(StrEnum):
@@ -156,6 +161,8 @@ class AgentRecord:
     created_unix_ms: int
     used_unix_ms: int
     lines: tuple[SnapshotVersion, ...]
+    unused_ms: int = 0  # counted by sweeps, of agents that may expire
+    expires_unix_ms: int | None = None  # at the earliest; None: it stays
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ and raise the types of `kvasir.errors`.
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +27,7 @@ from cachestore_svc.index.resting import gone_by
 from cachestore_svc.lease_store import LeaseStore
 from cachestore_svc.limits import check_hash, check_labels, check_range, check_text
 from cachestore_svc.manifests import read_manifest, shared_blocks
+from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import (
     MAX_BLOCK_HASHES_PER_REQUEST,
     MAX_PAGE_SIZE,
@@ -56,7 +58,8 @@ from cachestore_svc.records import (
     named_version,
 )
 from cachestore_svc.recovery.opening import open_directory
-from cachestore_svc.upkeep import check, collecting, statistics
+from cachestore_svc.upkeep import check, collecting, expiring, statistics
+from cachestore_svc.upkeep.expiring import ExpiryReport
 
 # A line's time of last use is written at most this often.
 _USE_RESOLUTION_MS = 1000
@@ -159,7 +162,8 @@ class Store(LeaseStore):
         query = self._query(namespace, agent_id, kv_identity_hash)
         snapshot, used_unix_ms = self._read(namespace, lambda view: view.get_snapshot(query, version))
         now = self._core.now_unix_ms()
-        if now - used_unix_ms > _USE_RESOLUTION_MS:
+        # Also when the clock was set back: a use is a use.
+        if abs(now - used_unix_ms) > _USE_RESOLUTION_MS:
             line = LineKey(namespace, agent_id, snapshot.kv_identity_hash)
             self._core.catalog.write_later(namespace, lambda change: change.use_line(line, now))
         return snapshot
@@ -216,13 +220,14 @@ class Store(LeaseStore):
         wanted = AgentFilter(namespace, name_prefix, labels or {})
         kept = self._core.config.retained_versions
         size = listing.page_size(page_size)
-        return listing.agents_page(self._core.catalog, wanted, size, page_token, kept)
+        page = listing.agents_page(self._core.catalog, wanted, size, page_token, kept)
+        return AgentPage(tuple(self._expiring(namespace, agent) for agent in page.agents), page.next_page_token)
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
         check_namespace(namespace)
         check_agent_id(agent_id)
-        return self._read(namespace, lambda view: self._record(view, namespace, agent_id))
+        return self._expiring(namespace, self._read(namespace, lambda view: self._record(view, namespace, agent_id)))
 
     def update_agent(
         self,
@@ -250,7 +255,7 @@ class Store(LeaseStore):
             self._core.report(change, namespace, [AgentUpdated(agent_id)])
             return self._record(change, namespace, agent_id)
 
-        return self._write(namespace, work)
+        return self._expiring(namespace, self._write(namespace, work))
 
     def fork_agent(
         self,
@@ -344,6 +349,11 @@ class Store(LeaseStore):
         """Mark unreferenced blobs and sweep those that rested a grace period; None: in every namespace."""
         return collecting.collect(self._core, namespace, dry_run)
 
+    def expire_agents(self, now: ClockReading) -> ExpiryReport:
+        """Delete agents that were unused for longer than the configuration or their label allows. Time since the last
+        call counts as far as `now` proves that it passed. Called regularly, by one thread."""
+        return expiring.expire(self._core, now)
+
     def check(self, repair: bool = False) -> CheckReport:
         """Walk index and files both ways, in every namespace; `repair` mends what it can."""
         return check.check(self._core, repair)
@@ -392,6 +402,11 @@ class Store(LeaseStore):
 
     def _record(self, view: CatalogView, namespace: str, agent_id: str) -> AgentRecord:
         return view.get_agent(namespace, agent_id, self._core.config.retained_versions)
+
+    def _expiring(self, namespace: str, agent: AgentRecord) -> AgentRecord:
+        """The agent with the earliest time at which it may be deleted."""
+        left = expiring.left_ms(agent, namespace, self._core.config)
+        return agent if left is None else replace(agent, expires_unix_ms=self._core.now_unix_ms() + max(left, 0))
 
     def _query(self, namespace: str, agent_id: str, kv_identity_hash: str | None) -> LineQuery:
         check_agent_id(agent_id)

@@ -363,7 +363,7 @@ ROOMS = {
     "cachestore_svc": {
         "edge": "store moving index threads lease_waiting records",
         "moving": "store index threads lease_waiting config records",
-        "upkeep": "recovery core index blobs journal manifests records",
+        "upkeep": "recovery core index blobs journal manifests passed_time records",
         "recovery": "core index blobs journal manifests records",
         "index": "journal blobs manifests records limits",
         "journal": "blobs",
@@ -371,11 +371,12 @@ ROOMS = {
     },
     SDK: {
         "bench": "clients credentials errors formats",
-        "cli": "address bench clients credentials errors formats on_full",
+        "cli": "address bench clients credentials errors expires_after formats on_full",
         "clients": "address call_context errors formats status",
         "server": "address call_context credentials errors status",
         "formats": "errors names",
         "on_full": "errors",
+        "expires_after": "errors",
     },
     GATEWAY: {},
     ORCHESTRATOR: {

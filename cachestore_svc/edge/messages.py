@@ -183,6 +183,7 @@ def write_agent(agent: records.AgentRecord) -> pb.Agent:
         created_at=write_time(agent.created_unix_ms),
         used_at=write_time(agent.used_unix_ms),
         lines=[write_snapshot(line) for line in agent.lines],
+        expires_at=write_time(agent.expires_unix_ms) if agent.expires_unix_ms is not None else None,
     )
 
 

@@ -244,6 +244,9 @@ class CatalogView(Protocol):
     def events_after(self, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
         """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
 
+    def fact(self, name: str) -> str | None:
+        """What the store noted under this name, if it did. No namespace and nothing of one belongs there."""
+
     # --- the journal, and damage ---
 
     def journal_position(self) -> tuple[str, Position] | None:
@@ -341,6 +344,9 @@ class CatalogChange(CatalogView, Protocol):
         """Forget an agent and its lines, and mark what nothing holds any more; the bytes of that. Raises NotFound, and
         FailedPrecondition (AGENT_PINNED) unless `force`."""
 
+    def count_unused(self, namespace: str, agent_id: str, passed_ms: int) -> None:
+        """Add to an agent's unused time; one that was used since the last count begins anew. Nothing if it is gone."""
+
     def hold_anew(self, namespace: str, manifest: Digest, named: Sequence[Digest]) -> None:
         """Write what a manifest holds on to anew, for those of its blobs that are listed."""
 
@@ -366,6 +372,9 @@ class CatalogChange(CatalogView, Protocol):
 
     def add_events(self, history: History, namespace: str, bodies: Iterable[EventBody], now_unix_ms: int) -> None:
         """Add events, and let go of the oldest beyond the limit."""
+
+    def set_fact(self, name: str, value: str) -> None:
+        """Note something of the store's own. A recovery forgets it."""
 
     # --- the journal ---
 

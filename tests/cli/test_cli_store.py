@@ -34,7 +34,7 @@ SNAPSHOT_KEYS = {
     "request_id",
     "manifest",
 }
-AGENT_KEYS = {"agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"}
+AGENT_KEYS = {"expires_at", "agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines"}
 
 
 @pytest.fixture(scope="module")

@@ -90,7 +90,37 @@ def record(rows: Rows, agent: AgentRow, default_retained: int) -> AgentRecord:
         created_unix_ms=agent.created_unix_ms,
         used_unix_ms=max([agent.created_unix_ms, *(line.used_unix_ms for line in lines)]),
         lines=tuple(versions.get_version(rows, line, None) for line in lines),
+        unused_ms=_unused_ms(rows, agent.id),
     )
+
+
+def count_unused(rows: Rows, namespace: str, agent_id: str, passed_ms: int) -> None:
+    """Add to an agent's unused time; one that was used since the last count begins anew. Nothing if it is gone."""
+    if agent := find_agent(rows, namespace, agent_id):
+        unused_ms = _unused_ms(rows, agent.id)
+        is_known = rows.one("SELECT 1 FROM unused WHERE agent_id = ? AND used = ?", agent.id, _used(rows, agent.id))
+        rows.run(
+            "INSERT OR REPLACE INTO unused VALUES (?, ?, ?)",
+            agent.id,
+            _used(rows, agent.id),
+            unused_ms + passed_ms if is_known else 0,
+        )
+
+
+def _unused_ms(rows: Rows, agent_id: int) -> int:
+    found = rows.one("SELECT unused_ms FROM unused WHERE agent_id = ? AND used = ?", agent_id, _used(rows, agent_id))
+    return int(found[0]) if found else 0
+
+
+def _used(rows: Rows, agent_id: int) -> str:
+    """The agent's uses until now: what changes with each, whichever way the clock was set."""
+    found = rows.one(
+        """SELECT COALESCE(SUM(used_unix_ms), 0), COALESCE(SUM((SELECT MAX(version) FROM versions
+            WHERE line_id = lines.id)), 0) FROM lines WHERE agent_id = ?""",
+        agent_id,
+    )
+    assert found is not None
+    return f"{found[0]} {found[1]}"
 
 
 def labels_of(rows: Rows, agent_id: int) -> dict[str, str]:
@@ -147,6 +177,7 @@ def update_agent(
 ) -> None:
     """Change what is given. Raises NotFound, InvalidArgument."""
     agent = get_row(rows, namespace, agent_id)
+    rows.run("DELETE FROM unused WHERE agent_id = ?", agent.id)
     set_labels(rows, agent.id, labels)
     if is_pinned is not None:
         rows.run("UPDATE agents SET is_pinned = ? WHERE id = ?", is_pinned, agent.id)

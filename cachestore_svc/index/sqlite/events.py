@@ -39,6 +39,17 @@ def add_events(rows: Rows, history: History, namespace: str, bodies: Iterable[Ev
         )
 
 
+def fact(rows: Rows, name: str) -> str | None:
+    """What the store noted under this name."""
+    found = rows.one("SELECT value FROM facts WHERE name = ?", name)
+    return None if found is None else str(found[0])
+
+
+def set_fact(rows: Rows, name: str, value: str) -> None:
+    """Note something of the store's own."""
+    rows.table("facts").upsert({"name": name, "value": value}, pk="name")
+
+
 def events_after(rows: Rows, history: History, namespace: str, cursor: EventCursor | None, limit: int) -> EventBatch:
     """Events after a cursor. One of another incarnation, of the future, or too old has lost some."""
     namespace_id = find_namespace(rows, namespace)

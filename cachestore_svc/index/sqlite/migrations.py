@@ -153,7 +153,18 @@ def _windows(database: Database) -> None:
     database.conn.execute("ALTER TABLE blobs ADD COLUMN window INTEGER NOT NULL DEFAULT 0")
 
 
-MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first, _provenance, _leases_without_a_clock, _windows)
+def _unused(database: Database) -> None:
+    """How long an agent was not used, counted by sweeps. `used`: its uses as the last sweep saw them."""
+    database.conn.execute(
+        """CREATE TABLE unused (
+            agent_id INTEGER PRIMARY KEY REFERENCES agents (id) ON DELETE CASCADE,
+            used TEXT NOT NULL,
+            unused_ms INTEGER NOT NULL
+        )"""
+    )
+
+
+MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first, _provenance, _leases_without_a_clock, _windows, _unused)
 
 
 def migrate(database: Database, now_unix_ms: int) -> bool:

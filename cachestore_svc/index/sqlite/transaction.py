@@ -39,6 +39,7 @@ class SqliteTransaction(Rows):
     forget_agent = agents.forget_agent
     held_digests = agents.held_digests
     usage_of = agents.usage_of
+    count_unused = agents.count_unused
 
     commit_version = committing.commit_version
     bound_blobs = committing.bound_blobs
@@ -72,6 +73,8 @@ class SqliteTransaction(Rows):
 
     add_events = events.add_events
     events_after = events.events_after
+    fact = events.fact
+    set_fact = events.set_fact
 
     sums_of_agents = statistics.sums_of_agents
     sums_of_blobs = statistics.sums_of_blobs

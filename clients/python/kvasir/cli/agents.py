@@ -14,7 +14,7 @@ from rich.table import Table
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
 from kvasir.cli import carrying, failures
 from kvasir.cli.caller import COMPLETION_S, Caller, JsonOption, caller_of, completing
-from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row
+from kvasir.cli.rows import agent_row, ago, iso, origin, short, size, snapshot_row, until
 from kvasir.cli.showing.progress import transfer_progress
 from kvasir.clients import StoreClient
 from kvasir.errors import KvasirError
@@ -326,13 +326,16 @@ def _table(*columns: str) -> Table:
 
 
 def _agents_table(agents: list[pb.Agent]) -> Table:
-    table, now = _table("agent", "version", "tokens", "bytes", "used", "pinned", "labels"), datetime.now(UTC)
+    expires = ["expires"] if any(agent.HasField("expires_at") for agent in agents) else []
+    table = _table("agent", "version", "tokens", "bytes", "used", *expires, "pinned", "labels")
+    now = datetime.now(UTC)
     for agent in agents:
+        expiry = [until(agent.expires_at, now)] if expires else []
         newest: Any = agent.lines[0] if agent.lines else pb.SnapshotVersion()
         labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items()))
         table.add_row(
             *(agent.agent_id, str(newest.version), str(newest.token_count), size(newest.total_bytes)),
-            *(ago(agent.used_at, now), "yes" if agent.is_pinned else "", labels),
+            *(ago(agent.used_at, now), *expiry, "yes" if agent.is_pinned else "", labels),
         )
     return table
 
@@ -352,4 +355,6 @@ def _show(out: Console, agent: pb.Agent) -> None:
     labels = " ".join(f"{key}={value}" for key, value in sorted(agent.labels.items())) or "none"
     pinned = "pinned" if agent.is_pinned else "not pinned"
     out.print(f"{agent.agent_id}: {pinned}, keeps {agent.retained_versions} versions, labels: {labels}")
+    if agent.HasField("expires_at"):
+        out.print(f"deleted {until(agent.expires_at, datetime.now(UTC))} at the earliest if nobody uses it")
     out.print(_versions_table(list(agent.lines)))

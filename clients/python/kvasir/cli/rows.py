@@ -37,6 +37,7 @@ def agent_row(agent: pb.Agent) -> dict[str, Any]:
         "retained_versions": agent.retained_versions,
         "created_at": iso(agent.created_at),
         "used_at": iso(agent.used_at),
+        "expires_at": iso(agent.expires_at),
         "lines": [snapshot_row(line) for line in agent.lines],
     }
 
@@ -69,6 +70,17 @@ def ago(at: Timestamp, now: datetime) -> str:
         if seconds >= size:
             return f"{seconds // size} {unit} ago"
     return f"{seconds} s ago"
+
+
+def until(at: Timestamp, now: datetime) -> str:
+    """In how long, in the largest unit that fits; empty when the service did not say."""
+    if not at.seconds:
+        return ""
+    seconds = max(0, int((at.ToDatetime(UTC) - now).total_seconds()))
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= size:
+            return f"in {seconds // size} {unit}"
+    return "soon"
 
 
 def size(count: int) -> str:

@@ -196,7 +196,7 @@ class ListSnapshotsResponse(_message.Message):
     def __init__(self, snapshots: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
 
 class Agent(_message.Message):
-    __slots__ = ("agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines")
+    __slots__ = ("agent_id", "labels", "is_pinned", "retained_versions", "created_at", "used_at", "lines", "expires_at")
     class LabelsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +211,7 @@ class Agent(_message.Message):
     CREATED_AT_FIELD_NUMBER: _ClassVar[int]
     USED_AT_FIELD_NUMBER: _ClassVar[int]
     LINES_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_AT_FIELD_NUMBER: _ClassVar[int]
     agent_id: str
     labels: _containers.ScalarMap[str, str]
     is_pinned: bool
@@ -218,7 +219,8 @@ class Agent(_message.Message):
     created_at: _timestamp_pb2.Timestamp
     used_at: _timestamp_pb2.Timestamp
     lines: _containers.RepeatedCompositeFieldContainer[SnapshotVersion]
-    def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., used_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ...) -> None: ...
+    expires_at: _timestamp_pb2.Timestamp
+    def __init__(self, agent_id: _Optional[str] = ..., labels: _Optional[_Mapping[str, str]] = ..., is_pinned: bool = ..., retained_versions: _Optional[int] = ..., created_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., used_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., lines: _Optional[_Iterable[_Union[SnapshotVersion, _Mapping]]] = ..., expires_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class ListAgentsRequest(_message.Message):
     __slots__ = ("page_size", "page_token", "name_prefix", "labels")

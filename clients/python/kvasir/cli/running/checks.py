@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvasir import expires_after
 from kvasir.address import Address, AddressError, check_endpoint, parse_address
 from kvasir.cli.failures import WrongUsage
-from kvasir.errors import FailedPrecondition
+from kvasir.errors import FailedPrecondition, InvalidArgument
 
 # As the engine names them.
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -144,6 +145,14 @@ def seconds(text: str, option: str) -> float | None:
     if found is None or float(found[1]) <= 0:
         raise WrongUsage(f"{option}: expected a time such as 90s, 10m or 2h, got {text!r}", field=option)
     return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def expiry_seconds(text: str, option: str) -> float | None:
+    """A time, as 12h or 30d; None for no text, or never. Raises WrongUsage."""
+    try:
+        return expires_after.from_label(text) if text else None
+    except InvalidArgument as error:
+        raise WrongUsage(error.message.replace(f"labels.{expires_after.LABEL}", option), field=option) from None
 
 
 def check_sizes(sizes: Mapping[str, float | None]) -> None:

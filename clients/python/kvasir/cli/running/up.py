@@ -159,6 +159,13 @@ def up(
     keep_versions: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Versions of each agent to go back to. Left out: 8.")
     ] = None,
+    expire_agents: Annotated[
+        str,
+        typer.Option(
+            help="Delete agents that nobody used for so long, as 30d; `kvasir agents ls` tells. Left out: none.",
+            metavar="TIME",
+        ),
+    ] = "",
     log_level: Annotated[LogLevel, typer.Option(help="The least of what the services log.")] = LogLevel.INFO,
     log_format: Annotated[LogFormat, typer.Option(help="Log lines for people, or for programs.")] = LogFormat.CONSOLE,
     detach: Annotated[
@@ -178,6 +185,7 @@ def up(
     checks.check_installed(gateway=bool(http), neighbour=neighbour)
     models = checks.check_models(model or [])
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
+    expires_after_s = checks.expiry_seconds(expire_agents, "--expire-agents")
     checks.check_sizes({"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib})
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
     metrics = checks.metrics_addresses(metrics_listen)
@@ -207,7 +215,11 @@ def up(
                 *logging,
             )
             quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
-            store_options = (*_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)), *logging)
+            store_options = (
+                *_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)),
+                *_given(("--expires-after-s", expires_after_s)),
+                *logging,
+            )
             gateway = http or ("" if no_http else _usual_http(caller, addresses))
             plan = plan_of(
                 home,

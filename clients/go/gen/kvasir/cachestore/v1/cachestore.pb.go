@@ -1141,7 +1141,9 @@ type Agent struct {
 	CreatedAt        *timestamppb.Timestamp `protobuf:"bytes,5,opt,name=created_at,json=createdAt,proto3" json:"created_at,omitempty"`
 	UsedAt           *timestamppb.Timestamp `protobuf:"bytes,6,opt,name=used_at,json=usedAt,proto3" json:"used_at,omitempty"`
 	// Newest version of each line, last used first.
-	Lines         []*SnapshotVersion `protobuf:"bytes,7,rep,name=lines,proto3" json:"lines,omitempty"`
+	Lines []*SnapshotVersion `protobuf:"bytes,7,rep,name=lines,proto3" json:"lines,omitempty"`
+	// When it is deleted at the earliest if nobody uses it until then (store configuration, or label kvasir.expires_after). Absent: it stays.
+	ExpiresAt     *timestamppb.Timestamp `protobuf:"bytes,9,opt,name=expires_at,json=expiresAt,proto3" json:"expires_at,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1221,6 +1223,13 @@ func (x *Agent) GetUsedAt() *timestamppb.Timestamp {
 func (x *Agent) GetLines() []*SnapshotVersion {
 	if x != nil {
 		return x.Lines
+	}
+	return nil
+}
+
+func (x *Agent) GetExpiresAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.ExpiresAt
 	}
 	return nil
 }
@@ -4401,7 +4410,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"page_token\x18\x04 \x01(\tR\tpageToken\"\x84\x01\n" +
 	"\x15ListSnapshotsResponse\x12C\n" +
 	"\tsnapshots\x18\x01 \x03(\v2%.kvasir.cachestore.v1.SnapshotVersionR\tsnapshots\x12&\n" +
-	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\x95\x03\n" +
+	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"\xd0\x03\n" +
 	"\x05Agent\x12\x19\n" +
 	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12?\n" +
 	"\x06labels\x18\x02 \x03(\v2'.kvasir.cachestore.v1.Agent.LabelsEntryR\x06labels\x12\x1b\n" +
@@ -4410,7 +4419,9 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\n" +
 	"created_at\x18\x05 \x01(\v2\x1a.google.protobuf.TimestampR\tcreatedAt\x123\n" +
 	"\aused_at\x18\x06 \x01(\v2\x1a.google.protobuf.TimestampR\x06usedAt\x12;\n" +
-	"\x05lines\x18\a \x03(\v2%.kvasir.cachestore.v1.SnapshotVersionR\x05lines\x1a9\n" +
+	"\x05lines\x18\a \x03(\v2%.kvasir.cachestore.v1.SnapshotVersionR\x05lines\x129\n" +
+	"\n" +
+	"expires_at\x18\t \x01(\v2\x1a.google.protobuf.TimestampR\texpiresAt\x1a9\n" +
 	"\vLabelsEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\xf8\x01\n" +
@@ -4808,105 +4819,106 @@ var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
 	74, // 19: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
 	74, // 20: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
 	11, // 21: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	71, // 22: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
-	18, // 23: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
-	18, // 24: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	18, // 25: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
-	75, // 26: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
-	18, // 27: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	18, // 28: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
-	11, // 29: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	74, // 30: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
-	73, // 31: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
-	76, // 32: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	77, // 33: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	35, // 34: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	74, // 35: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	11, // 36: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	35, // 37: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	77, // 38: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	74, // 39: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
-	40, // 40: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
-	77, // 41: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
-	40, // 42: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
-	40, // 43: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
-	35, // 44: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	47, // 45: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
-	11, // 46: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	51, // 47: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
-	11, // 48: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	53, // 49: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
-	53, // 50: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
-	74, // 51: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
-	11, // 52: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	56, // 53: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
-	59, // 54: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
-	60, // 55: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
-	57, // 56: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
-	61, // 57: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
-	58, // 58: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
-	73, // 59: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
-	73, // 60: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
-	72, // 61: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	19, // 62: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
-	21, // 63: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
-	23, // 64: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
-	25, // 65: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
-	27, // 66: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
-	29, // 67: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
-	16, // 68: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
-	14, // 69: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
-	31, // 70: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
-	45, // 71: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
-	48, // 72: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
-	50, // 73: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
-	3,  // 74: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
-	5,  // 75: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
-	7,  // 76: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
-	9,  // 77: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
-	12, // 78: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
-	33, // 79: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
-	36, // 80: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
-	38, // 81: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
-	41, // 82: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
-	43, // 83: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
-	54, // 84: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
-	62, // 85: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
-	64, // 86: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
-	66, // 87: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
-	68, // 88: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
-	20, // 89: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
-	22, // 90: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
-	24, // 91: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
-	26, // 92: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
-	28, // 93: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
-	30, // 94: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
-	17, // 95: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
-	15, // 96: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
-	32, // 97: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
-	46, // 98: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
-	49, // 99: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
-	52, // 100: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
-	4,  // 101: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
-	6,  // 102: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
-	8,  // 103: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
-	10, // 104: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
-	13, // 105: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
-	34, // 106: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
-	37, // 107: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
-	39, // 108: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
-	42, // 109: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
-	44, // 110: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
-	55, // 111: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
-	63, // 112: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
-	65, // 113: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
-	67, // 114: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
-	69, // 115: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
-	89, // [89:116] is the sub-list for method output_type
-	62, // [62:89] is the sub-list for method input_type
-	62, // [62:62] is the sub-list for extension type_name
-	62, // [62:62] is the sub-list for extension extendee
-	0,  // [0:62] is the sub-list for field type_name
+	74, // 22: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
+	71, // 23: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	18, // 24: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
+	18, // 25: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	18, // 26: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
+	75, // 27: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
+	18, // 28: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	18, // 29: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
+	11, // 30: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	74, // 31: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
+	73, // 32: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
+	76, // 33: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	77, // 34: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	35, // 35: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	74, // 36: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	11, // 37: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	35, // 38: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	77, // 39: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	74, // 40: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	40, // 41: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
+	77, // 42: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
+	40, // 43: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
+	40, // 44: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
+	35, // 45: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
+	47, // 46: kvasir.cachestore.v1.PullAgentResponse.progress:type_name -> kvasir.cachestore.v1.TransferProgress
+	11, // 47: kvasir.cachestore.v1.PullAgentResponse.done:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	51, // 48: kvasir.cachestore.v1.ImportAgentRequest.header:type_name -> kvasir.cachestore.v1.ImportAgentHeader
+	11, // 49: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	53, // 50: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
+	53, // 51: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
+	74, // 52: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
+	11, // 53: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
+	56, // 54: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
+	59, // 55: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
+	60, // 56: kvasir.cachestore.v1.WatchEventsResponse.lost:type_name -> kvasir.cachestore.v1.EventsLost
+	57, // 57: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
+	61, // 58: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
+	58, // 59: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
+	73, // 60: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
+	73, // 61: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
+	72, // 62: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	19, // 63: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
+	21, // 64: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
+	23, // 65: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
+	25, // 66: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
+	27, // 67: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
+	29, // 68: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
+	16, // 69: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
+	14, // 70: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
+	31, // 71: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
+	45, // 72: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
+	48, // 73: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
+	50, // 74: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
+	3,  // 75: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
+	5,  // 76: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
+	7,  // 77: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
+	9,  // 78: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
+	12, // 79: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
+	33, // 80: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
+	36, // 81: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
+	38, // 82: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
+	41, // 83: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
+	43, // 84: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
+	54, // 85: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
+	62, // 86: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
+	64, // 87: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
+	66, // 88: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
+	68, // 89: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
+	20, // 90: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
+	22, // 91: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
+	24, // 92: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
+	26, // 93: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
+	28, // 94: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
+	30, // 95: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
+	17, // 96: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
+	15, // 97: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
+	32, // 98: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
+	46, // 99: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
+	49, // 100: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
+	52, // 101: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
+	4,  // 102: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
+	6,  // 103: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
+	8,  // 104: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
+	10, // 105: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
+	13, // 106: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
+	34, // 107: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
+	37, // 108: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
+	39, // 109: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
+	42, // 110: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
+	44, // 111: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
+	55, // 112: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
+	63, // 113: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
+	65, // 114: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
+	67, // 115: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
+	69, // 116: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
+	90, // [90:117] is the sub-list for method output_type
+	63, // [63:90] is the sub-list for method input_type
+	63, // [63:63] is the sub-list for extension type_name
+	63, // [63:63] is the sub-list for extension extendee
+	0,  // [0:63] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_cachestore_proto_init() }

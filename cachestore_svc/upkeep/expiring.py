@@ -1,0 +1,112 @@
+"""Agents that nobody used for longer than they may stay are deleted: counted while the store runs, never early.
+
+Each sweep adds the time that has surely passed to the unused time of every agent that may expire, unless it was used
+since. What counts as a use: a turn, a read of a version, a change of its labels or settings. A pinned agent stays, and
+so does one whose lease is live.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import structlog
+from kvasir import expires_after
+from kvasir.errors import InvalidArgument, KvasirError
+
+from cachestore_svc.core import Core
+from cachestore_svc.index.catalog import HOUSE, AgentFilter, CatalogChange, CatalogView
+from cachestore_svc.passed_time import ClockReading
+from cachestore_svc.records import AgentDeleted, AgentRecord, LineQuery, StoreConfig
+
+# Agents of one operation of the index: some milliseconds.
+_AGENTS_AT_ONCE = 50
+_CLOCK = "unused_counted_at"
+
+
+@dataclass(frozen=True, slots=True)
+class ExpiryReport:
+    """What a sweep did."""
+
+    agents_expired: int
+    counted_s: float
+
+
+def left_ms(agent: AgentRecord, namespace: str, config: StoreConfig) -> int | None:
+    """The unused time that an agent still has, at most 0 when it may go; None for one that stays."""
+    allowed_s = config.expires_after_s(namespace)
+    if label := agent.labels.get(expires_after.LABEL):
+        try:
+            allowed_s = expires_after.from_label(label)
+        except InvalidArgument:  # of a time when such a label meant nothing
+            allowed_s = None
+    return None if agent.is_pinned or allowed_s is None else int(allowed_s * 1000) - agent.unused_ms
+
+
+def expire(core: Core, now: ClockReading) -> ExpiryReport:
+    """Count the time since the last sweep, and delete the agents whose time is over. See Store.expire_agents."""
+    before = ClockReading.from_json(core.catalog.read(HOUSE, lambda view: view.fact(_CLOCK)))
+    passed_ms = int(now.since(before) * 1000)
+    # First the clock: a crash on the way then counts this time for nobody, instead of twice for some.
+    core.catalog.write(HOUSE, lambda change: change.set_fact(_CLOCK, now.to_json()), frees_space=True)
+    expired = 0
+    for namespace in core.sound_namespaces():
+        try:
+            expired += _expire_in(core, namespace, passed_ms)
+        except KvasirError as error:
+            structlog.get_logger("cachestore").warning("expiry.failed", reason=error.reason)
+    return ExpiryReport(expired, passed_ms / 1000)
+
+
+def _expire_in(core: Core, namespace: str, passed_ms: int) -> int:
+    expired = 0
+    for agents in _agents(core, namespace):
+        counted = [agent for agent in agents if left_ms(agent, namespace, core.config) is not None]
+        if not counted:
+            continue
+
+        def count(change: CatalogChange, counted: list[AgentRecord] = counted) -> None:
+            for agent in counted:
+                change.count_unused(namespace, agent.agent_id, passed_ms)
+
+        core.catalog.write(namespace, count, frees_space=True)
+        for agent in counted:
+            left = left_ms(agent, namespace, core.config)
+            if left is not None and left <= passed_ms:
+                expired += _delete_if_over(core, namespace, agent.agent_id)
+    return expired
+
+
+def _agents(core: Core, namespace: str) -> Iterator[list[AgentRecord]]:
+    wanted, after, retained = AgentFilter(namespace, "", {}), "", core.config.retained_versions
+
+    def read(view: CatalogView) -> tuple[list[str], list[AgentRecord]]:
+        return view.agents_after(wanted, after, _AGENTS_AT_ONCE, retained)
+
+    while True:
+        names, agents = core.catalog.read(namespace, read)
+        yield agents
+        if len(names) < _AGENTS_AT_ONCE:
+            return
+        after = names[-1]
+
+
+def _delete_if_over(core: Core, namespace: str, agent_id: str) -> bool:
+    """Delete the agent unless it was used, pinned or leased up to this very operation."""
+    query = LineQuery(namespace, agent_id)
+
+    def work(change: CatalogChange) -> bool:
+        left = left_ms(change.get_agent(namespace, agent_id, core.config.retained_versions), namespace, core.config)
+        if left is None or left > 0 or change.held_leases(query, core.leases):
+            return False
+        change.forget_agent(namespace, agent_id, False, core.now_unix_ms())
+        change.fence_leases(query, core.leases)
+        core.report(change, namespace, [AgentDeleted(agent_id)])
+        return True
+
+    try:
+        is_deleted = core.catalog.write(namespace, work, frees_space=True)
+    except KvasirError:
+        return False  # gone, or not to be deleted now: the next sweep looks again
+    if is_deleted:
+        core.counters.add(namespace, "agents_expired")
+        structlog.get_logger("cachestore").info("agent.expired", namespace=namespace)
+    return is_deleted
