@@ -26,6 +26,14 @@ class FlakyEngine(inference_pb2_grpc.InferenceServiceServicer, cachestore_pb2_gr
         line = cachestore_pb2.SnapshotVersion(version=1, token_count=9)
         return cachestore_pb2.GetAgentResponse(agent=cachestore_pb2.Agent(agent_id="ada", lines=[line]))
 
+    def GetUsage(self, request: Any, context: Any) -> cachestore_pb2.GetUsageResponse:  # noqa: N802
+        self._refuse("GetUsage", context)
+        return cachestore_pb2.GetUsageResponse(agent_count=1)
+
+    def ListHotMemories(self, request: Any, context: Any) -> inference_pb2.ListHotMemoriesResponse:  # noqa: N802
+        self._refuse("ListHotMemories", context)
+        return inference_pb2.ListHotMemoriesResponse()
+
     def ForkAgent(self, request: Any, context: Any) -> cachestore_pb2.ForkAgentResponse:  # noqa: N802
         self._refuse("ForkAgent", context)
         return cachestore_pb2.ForkAgentResponse()

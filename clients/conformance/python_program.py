@@ -2,6 +2,7 @@
 
 import json
 import sys
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,21 @@ class PythonProgram:
         is_finished = reply.finished.reason != pb.FINISH_REASON_UNSPECIFIED
         version = reply.finished.snapshot.version
         return {"text": reply.text, "deltas": deltas, "is_finished": is_finished, "version": version}
+
+    def _streams(self, call: Call) -> Call:
+        with futures.ThreadPoolExecutor(call["count"]) as pool:
+            replies = [pool.submit(self._engine.reply, **_turn(call)) for _ in range(call["count"])]
+        return {"finished": len([reply.result() for reply in replies])}
+
+    def _list_hot_memories(self, call: Call) -> Call:
+        found = self._engine.list_hot_memories(call["agent_ids"])
+        names = ("agent_id", "tokens", "version", "is_stored")
+        return {"memories": [{name: getattr(memory, name) for name in names} for memory in found]}
+
+    def _usage(self, call: Call) -> Call:
+        usage = self._engine.get_usage(call["agent_id"])
+        names = ("agent_count", "snapshot_count", "blob_bytes", "shared_bytes")
+        return {name: getattr(usage, name) for name in names}
 
     def _list_turns(self, call: Call) -> Call:
         turns = self._engine.list_turns()

@@ -20,6 +20,8 @@ Message = dict[str, str]
 WITHIN_S = 30.0
 # A turn that lasts: it may not end before many z. One letter a state, since a busy machine refuses dear formats.
 LONG = {"prompt": "Once upon a time", "regex": "[a-y ]*z{450}", "max_tokens": 480}
+# Fewer than the calls of one caller that an engine admits.
+CROWD = 200
 
 
 def user(text: str) -> list[Message]:
@@ -193,6 +195,32 @@ def a_turn_says_where_it_goes_on(program: Testee, world: World) -> None:
         program.call("reply", agent_id="nobody", append_messages=user("Hi"), max_tokens=4, expect_existing=True)
 
 
+def a_memory_tells_where_it_lies(program: Testee, world: World) -> None:
+    version = program.call("get_agent", agent_id="eve")["version"]
+    hot = program.call("list_hot_memories", agent_ids=["nobody", "eve"])["memories"]
+    assert [(memory["agent_id"], memory["version"]) for memory in hot] == [("eve", version)]
+    assert hot[0]["tokens"] > 0
+    assert hot[0]["is_stored"]
+    eve, everything = program.call("usage", agent_id="eve"), program.call("usage", agent_id="")
+    assert (eve["agent_count"], eve["snapshot_count"]) == (1, version)
+    assert 0 < eve["shared_bytes"] <= eve["blob_bytes"]  # ada's first turn is eve's too
+    assert eve["blob_bytes"] < everything["blob_bytes"]
+    assert everything["agent_count"] == 2
+    with refusal("NOT_FOUND", "AGENT_NOT_FOUND", agent_id="nobody"):
+        program.call("usage", agent_id="nobody")
+
+
+def two_hundred_turns_at_once(program: Testee, world: World) -> None:
+    with futures.ThreadPoolExecutor(1) as pool, world.client() as look:
+        crowd = pool.submit(program.call, "streams", count=CROWD, prompt="Once upon a time", max_tokens=4)
+        most = 0
+        while not crowd.done():
+            most = max(most, len(look.list_turns()))
+            time.sleep(0.02)
+        assert crowd.result() == {"finished": CROWD}
+        assert most > CROWD // 2, f"{most} were under way at most: not at once"
+
+
 def a_turn_is_ended_by_its_request_id(program: Testee, world: World) -> None:
     with futures.ThreadPoolExecutor(1) as pool, world.client() as other:
         turn = pool.submit(other.reply, request_id="theirs", **LONG)
@@ -270,11 +298,14 @@ def reads_are_asked_again_and_nothing_else_is(program: Testee, world: World) -> 
         program.call("connect", address=address)
         assert program.call("count", prompt="Hello") == {"tokens": 7}
         assert program.call("get_agent", agent_id="ada")["token_count"] == 9
+        assert program.call("usage", agent_id="ada")["agent_count"] == 1
+        assert program.call("list_hot_memories", agent_ids=["ada"]) == {"memories": []}
         with refusal("UNAVAILABLE"):
             program.call("fork", source_agent_id="ada", agent_id="eve")
         with refusal("UNAVAILABLE", request_id="mine"):
             program.call("reply", agent_id="ada", prompt="Hello", request_id="mine")
-        assert engine.calls == {"CountTokens": 3, "GetAgent": 3, "ForkAgent": 1, "Generate": 1}, engine.calls
+        reads = dict.fromkeys(("CountTokens", "GetAgent", "GetUsage", "ListHotMemories"), 3)
+        assert engine.calls == {**reads, "ForkAgent": 1, "Generate": 1}, engine.calls
 
 
 STEPS: tuple[Step, ...] = (
@@ -288,7 +319,9 @@ STEPS: tuple[Step, ...] = (
     a_fork_is_an_agent_of_its_own,
     a_rewind_is_a_new_version,
     a_turn_says_where_it_goes_on,
+    a_memory_tells_where_it_lies,
     a_turn_is_ended_by_its_request_id,
+    two_hundred_turns_at_once,
     lists_are_read_to_their_end,
     an_archive_leaves_and_comes_back,
     an_agent_is_pulled_from_a_peer,

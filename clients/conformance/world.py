@@ -77,6 +77,7 @@ def world() -> Iterator[World]:
             engine.options = [
                 *("--store", engines, "--state-dir", str(root / "state")),
                 *("--store-budget-ms", "20000", "--commit-wait-s", "30"),
+                *("--max-turns", "400"),  # two hundred at once are one caller's
             ]
             store = own_home.start(*options, listen="127.0.0.1:0")
             try:

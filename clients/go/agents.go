@@ -89,6 +89,14 @@ func (c *Client) GetAgent(ctx context.Context, agent string) (*cachestorev1.Agen
 	return response.GetAgent(), typed(err)
 }
 
+// Usage counts the bytes behind an agent, or behind all of the namespace if agent is empty, and which of them are shared.
+func (c *Client) Usage(ctx context.Context, agent string) (*cachestorev1.GetUsageResponse, error) {
+	ctx, cancel := c.withDeadline(ctx)
+	defer cancel()
+	response, err := c.agents.GetUsage(ctx, &cachestorev1.GetUsageRequest{AgentId: agent})
+	return response, typed(err)
+}
+
 // UpdateAgent changes the fields of an agent that paths names: "labels", "labels.KEY", "is_pinned", "retained_versions".
 func (c *Client) UpdateAgent(ctx context.Context, agent *cachestorev1.Agent, paths ...string) (*cachestorev1.Agent, error) {
 	ctx, cancel := c.withDeadline(ctx)

@@ -34,13 +34,15 @@ const serviceConfig = `{"methodConfig": [{
     {"service": "kvasir.inference.v1.InferenceService", "method": "CountTokens"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "ListModels"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "ListTurns"},
+    {"service": "kvasir.inference.v1.InferenceService", "method": "ListHotMemories"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "GetModel"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "GetCapabilities"},
     {"service": "kvasir.inference.v1.InferenceService", "method": "GetStats"},
     {"service": "kvasir.cachestore.v1.AgentService", "method": "ListAgents"},
     {"service": "kvasir.cachestore.v1.AgentService", "method": "GetAgent"},
     {"service": "kvasir.cachestore.v1.AgentService", "method": "ListSnapshots"},
-    {"service": "kvasir.cachestore.v1.AgentService", "method": "GetSnapshot"}
+    {"service": "kvasir.cachestore.v1.AgentService", "method": "GetSnapshot"},
+    {"service": "kvasir.cachestore.v1.AgentService", "method": "GetUsage"}
   ],
   "retryPolicy": {"maxAttempts": 4, "initialBackoff": "0.1s", "maxBackoff": "1s", "backoffMultiplier": 2,
                   "retryableStatusCodes": ["UNAVAILABLE"]}

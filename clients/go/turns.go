@@ -167,6 +167,14 @@ func (c *Client) ListTurns(ctx context.Context) ([]*inferencev1.Turn, error) {
 	return response.GetTurns(), typed(err)
 }
 
+// ListHotMemories gives those of the agents' memories that are hot, in the order asked; at most 1000 agents.
+func (c *Client) ListHotMemories(ctx context.Context, agents ...string) ([]*inferencev1.HotMemory, error) {
+	ctx, cancel := c.withDeadline(ctx)
+	defer cancel()
+	response, err := c.engine.ListHotMemories(ctx, &inferencev1.ListHotMemoriesRequest{AgentIds: agents})
+	return response.GetMemories(), typed(err)
+}
+
 // CancelTurn ends the turns of a request, whoever reads them, and tells how each choice ended.
 func (c *Client) CancelTurn(ctx context.Context, requestID string) ([]*inferencev1.Finished, error) {
 	ctx, cancel := c.withDeadline(ctx)

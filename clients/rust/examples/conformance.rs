@@ -9,6 +9,7 @@ use kvasir_client::proto::inference::v1::{self as pb, MemoryMode, generate_respo
 use kvasir_client::{AgentFilter, At, Client, Error, Pull, Reply, Tls, Turn, assistant, digest_of, system, tool_result, user};
 use serde_json::{Map, Value, json};
 use tokio::fs::File;
+use tokio::task::JoinSet;
 
 type Answer = Result<Value, Error>;
 
@@ -110,7 +111,18 @@ async fn answer(connected: &mut Option<Client>, call: &Call) -> Answer {
         "count" => Ok(json!({ "tokens": client.count_tokens(call.turn()).await? })),
         "reply" => reply(&client, call).await,
         "stream" => stream(&client, call).await,
+        "streams" => streams(&client, call).await,
         "warm" => warm(&client, call).await,
+        "list_hot_memories" => list_hot_memories(&client, call).await,
+        "usage" => {
+            let usage = client.usage(call.text("agent_id")).await?;
+            Ok(json!({
+                "agent_count": usage.agent_count,
+                "snapshot_count": usage.snapshot_count,
+                "blob_bytes": usage.blob_bytes,
+                "shared_bytes": usage.shared_bytes,
+            }))
+        }
         "list_turns" => list_turns(&client).await,
         "cancel_turn" => {
             let ended = client.cancel_turn(call.text("request_id")).await?;
@@ -192,10 +204,34 @@ async fn stream(client: &Client, call: &Call) -> Answer {
     Ok(json!({ "text": reply.text(), "deltas": deltas, "is_finished": is_finished, "version": version }))
 }
 
+async fn streams(client: &Client, call: &Call) -> Answer {
+    let mut replies = JoinSet::new();
+    for _ in 0..call.number("count").unwrap_or_default() {
+        let (client, turn) = (client.clone(), call.turn());
+        replies.spawn(async move { client.reply(turn).await });
+    }
+    let mut finished = 0;
+    while let Some(reply) = replies.join_next().await {
+        reply.expect("a stream that does not panic")?;
+        finished += 1;
+    }
+    Ok(json!({ "finished": finished }))
+}
+
 async fn warm(client: &Client, call: &Call) -> Answer {
     let warm = client.warm(Turn::of(call.text("agent_id"))).await?;
     let source = warm.source().as_str_name();
     Ok(json!({ "tokens": warm.tokens, "cached_tokens": warm.cached_tokens, "source": source, "version": warm.version }))
+}
+
+async fn list_hot_memories(client: &Client, call: &Call) -> Answer {
+    let agents = call.0["agent_ids"].as_array().into_iter().flatten().filter_map(Value::as_str);
+    let told = |memory: pb::HotMemory| {
+        let pb::HotMemory { agent_id, tokens, version, is_stored, .. } = memory;
+        json!({ "agent_id": agent_id, "tokens": tokens, "version": version, "is_stored": is_stored })
+    };
+    let memories: Vec<_> = client.list_hot_memories(agents).await?.into_iter().map(told).collect();
+    Ok(json!({ "memories": memories }))
 }
 
 async fn list_turns(client: &Client) -> Answer {

@@ -95,6 +95,14 @@ impl Client {
         there(answer.agent)
     }
 
+    /// The bytes behind an agent, or behind all of the namespace if it is empty, and which of them are shared.
+    ///
+    /// # Errors
+    /// As `GetUsage`'s in the contract.
+    pub async fn usage(&self, agent: impl Into<String>) -> Result<pb::GetUsageResponse> {
+        read!(self.round_trip(), self.agents(), get_usage, pb::GetUsageRequest { agent_id: agent.into() }).await
+    }
+
     /// Changes the fields of an agent that `paths` names: `labels`, `labels.KEY`, `is_pinned`, `retained_versions`.
     ///
     /// # Errors

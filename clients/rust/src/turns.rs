@@ -223,6 +223,15 @@ impl Client {
         Ok(read!(self.round_trip(), self.engine(), list_turns, pb::ListTurnsRequest {}).await?.turns)
     }
 
+    /// Those of the agents' memories that are hot, in the order asked; at most 1000 agents.
+    ///
+    /// # Errors
+    /// As `ListHotMemories`' in the contract.
+    pub async fn list_hot_memories<A: Into<String>>(&self, agents: impl IntoIterator<Item = A>) -> Result<Vec<pb::HotMemory>> {
+        let question = pb::ListHotMemoriesRequest { agent_ids: agents.into_iter().map(Into::into).collect() };
+        Ok(read!(self.round_trip(), self.engine(), list_hot_memories, question).await?.memories)
+    }
+
     /// Ends the turns of a request, whoever reads them, and tells how each choice ended.
     ///
     /// # Errors

@@ -44,6 +44,8 @@ interface Call {
   memory_mode?: string;
   expect_existing?: boolean;
   replace_memory?: boolean;
+  agent_ids?: string[];
+  count?: number;
 }
 
 let client: Client | undefined;
@@ -86,6 +88,20 @@ const calls: Record<string, (call: Call, options: CallOptions) => Promise<object
     }
     const { text, finished } = reply;
     return { text, deltas, is_finished: finished !== undefined, version: finished?.snapshot?.version ?? 0 };
+  },
+  async streams(call, options) {
+    const replies = Array.from({ length: call.count ?? 0 }, () => connected().reply(turn(call), options));
+    return { finished: (await Promise.all(replies)).length };
+  },
+  async list_hot_memories({ agent_ids }, options) {
+    const found = await connected().listHotMemories(agent_ids ?? [], options);
+    return {
+      memories: found.map(({ agentId, tokens, version, isStored }) => ({ agent_id: agentId, tokens, version, is_stored: isStored })),
+    };
+  },
+  async usage({ agent_id }, options) {
+    const { agentCount, snapshotCount, blobBytes, sharedBytes } = await connected().usage(agent_id, options);
+    return { agent_count: agentCount, snapshot_count: snapshotCount, blob_bytes: blobBytes, shared_bytes: sharedBytes };
   },
   async list_turns(_, options) {
     const turns = await connected().listTurns(options);

@@ -2,9 +2,9 @@
 import type { Client as Stub } from "@connectrpc/connect";
 import type { MessageInitShape } from "@bufbuild/protobuf";
 import type {
-  Agent, AgentSchema, AgentService, DeleteAgentResponse, SnapshotVersion, TransferProgress,
+  Agent, AgentSchema, AgentService, DeleteAgentResponse, GetUsageResponse, SnapshotVersion, TransferProgress,
 } from "./gen/kvasir/cachestore/v1/cachestore_pb.js";
-import type { Finished, InferenceService, Turn as TurnUnderWay, WarmResponse } from "./gen/kvasir/inference/v1/inference_pb.js";
+import type { Finished, HotMemory, InferenceService, Turn as TurnUnderWay, WarmResponse } from "./gen/kvasir/inference/v1/inference_pb.js";
 import { Connection, type CallOptions, type ConnectOptions } from "./connection.js";
 import { KvasirError, toKvasirError } from "./errors.js";
 import { Reply, countRequest, generateRequest, warmRequest, type GenerateEvent, type Input, type Turn } from "./turns.js";
@@ -93,6 +93,11 @@ export class Client {
     return (await this.#connection.call(options, (given) => this.engine.cancelTurn({ requestId }, given))).finished;
   }
 
+  /** Those of the agents' memories that are hot, in the order asked; at most 1000 agents. */
+  async listHotMemories(agentIds: string[], options: CallOptions = {}): Promise<HotMemory[]> {
+    return (await this.#connection.read(options, (given) => this.engine.listHotMemories({ agentIds }, given))).memories;
+  }
+
   /** Puts an agent's memory into the engine ahead of its next turn, and with an input also computes that prompt. It has no deadline. */
   async warm(agentId: string, input: Input = {}, options: CallOptions = {}): Promise<WarmResponse> {
     const request = warmRequest(agentId, input);
@@ -130,6 +135,11 @@ export class Client {
   /** An agent and the newest version of each of its lines, last used first. */
   async getAgent(agentId: string, options: CallOptions = {}): Promise<Agent> {
     return present((await this.#connection.read(options, (given) => this.agents.getAgent({ agentId }, given))).agent);
+  }
+
+  /** The bytes behind an agent, or behind all of the namespace if it is not named, and which of them are shared. */
+  async usage(agentId = "", options: CallOptions = {}): Promise<GetUsageResponse> {
+    return this.#connection.read(options, (given) => this.agents.getUsage({ agentId }, given));
   }
 
   /** Changes the fields of an agent that paths name: "labels", "labels.KEY", "is_pinned", "retained_versions". */

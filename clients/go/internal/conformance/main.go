@@ -24,36 +24,38 @@ type said struct {
 }
 
 type call struct {
-	ID              int64   `json:"id"`
-	Call            string  `json:"call"`
-	TimeoutS        float64 `json:"timeout_s"`
-	Address         string  `json:"address"`
-	Token           string  `json:"token"`
-	CAFile          string  `json:"ca_file"`
-	ServerName      string  `json:"server_name"`
-	AgentID         string  `json:"agent_id"`
-	SourceAgentID   string  `json:"source_agent_id"`
-	LocalAgentID    string  `json:"local_agent_id"`
-	Prompt          string  `json:"prompt"`
-	Messages        []said  `json:"messages"`
-	AppendMessages  []said  `json:"append_messages"`
-	MaxTokens       *int32  `json:"max_tokens"`
-	RequestID       string  `json:"request_id"`
-	ExpectedVersion *int64  `json:"expected_version"`
-	Model           string  `json:"model"`
-	Regex           string  `json:"regex"`
-	CancelAfter     int     `json:"cancel_after"`
-	NamePrefix      string  `json:"name_prefix"`
-	PageSize        int32   `json:"page_size"`
-	Version         int64   `json:"version"`
-	Force           bool    `json:"force"`
-	File            string  `json:"file"`
-	Replace         bool    `json:"replace"`
-	Peer            string  `json:"peer"`
-	BaseVersion     int64   `json:"base_version"`
-	MemoryMode      string  `json:"memory_mode"`
-	ExpectExisting  bool    `json:"expect_existing"`
-	ReplaceMemory   bool    `json:"replace_memory"`
+	ID              int64    `json:"id"`
+	Call            string   `json:"call"`
+	TimeoutS        float64  `json:"timeout_s"`
+	Address         string   `json:"address"`
+	Token           string   `json:"token"`
+	CAFile          string   `json:"ca_file"`
+	ServerName      string   `json:"server_name"`
+	AgentID         string   `json:"agent_id"`
+	SourceAgentID   string   `json:"source_agent_id"`
+	LocalAgentID    string   `json:"local_agent_id"`
+	Prompt          string   `json:"prompt"`
+	Messages        []said   `json:"messages"`
+	AppendMessages  []said   `json:"append_messages"`
+	MaxTokens       *int32   `json:"max_tokens"`
+	RequestID       string   `json:"request_id"`
+	ExpectedVersion *int64   `json:"expected_version"`
+	Model           string   `json:"model"`
+	Regex           string   `json:"regex"`
+	CancelAfter     int      `json:"cancel_after"`
+	NamePrefix      string   `json:"name_prefix"`
+	PageSize        int32    `json:"page_size"`
+	Version         int64    `json:"version"`
+	Force           bool     `json:"force"`
+	File            string   `json:"file"`
+	Replace         bool     `json:"replace"`
+	Peer            string   `json:"peer"`
+	BaseVersion     int64    `json:"base_version"`
+	MemoryMode      string   `json:"memory_mode"`
+	ExpectExisting  bool     `json:"expect_existing"`
+	ReplaceMemory   bool     `json:"replace_memory"`
+	AgentIDs        []string `json:"agent_ids"`
+	Count           int      `json:"count"`
 }
 
 type values = map[string]any
@@ -81,6 +83,7 @@ func (p *program) answer(told call) values {
 		"connect": p.connect, "count": p.count, "reply": p.reply, "stream": p.stream, "warm": p.warm,
 		"list_agents": p.listAgents, "get_agent": p.getAgent, "fork": p.fork, "rollback": p.rollback, "delete": p.delete,
 		"export": p.export, "import": p.importAgent, "pull": p.pull, "list_turns": p.listTurns, "cancel_turn": p.cancelTurn,
+		"streams": p.streams, "list_hot_memories": p.listHotMemories, "usage": p.usage,
 	}
 	ctx := context.Background()
 	if told.TimeoutS != 0 {
@@ -170,6 +173,23 @@ func (p *program) stream(ctx context.Context, told call) (values, error) {
 	}, nil
 }
 
+func (p *program) streams(ctx context.Context, told call) (values, error) {
+	ended := make(chan error)
+	for range told.Count {
+		go func() {
+			_, err := p.client.Reply(ctx, turn(told))
+			ended <- err
+		}()
+	}
+	var failed error
+	for range told.Count {
+		if err := <-ended; err != nil {
+			failed = err
+		}
+	}
+	return values{"finished": told.Count}, failed
+}
+
 func (p *program) listTurns(ctx context.Context, _ call) (values, error) {
 	turns := []values{}
 	found, err := p.client.ListTurns(ctx)
@@ -186,6 +206,25 @@ func (p *program) cancelTurn(ctx context.Context, told call) (values, error) {
 		reasons = append(reasons, each.GetReason().String())
 	}
 	return values{"finish_reasons": reasons}, err
+}
+
+func (p *program) listHotMemories(ctx context.Context, told call) (values, error) {
+	memories := []values{}
+	found, err := p.client.ListHotMemories(ctx, told.AgentIDs...)
+	for _, each := range found {
+		memories = append(memories, values{
+			"agent_id": each.GetAgentId(), "tokens": each.GetTokens(), "version": each.GetVersion(), "is_stored": each.GetIsStored(),
+		})
+	}
+	return values{"memories": memories}, err
+}
+
+func (p *program) usage(ctx context.Context, told call) (values, error) {
+	usage, err := p.client.Usage(ctx, told.AgentID)
+	return values{
+		"agent_count": usage.GetAgentCount(), "snapshot_count": usage.GetSnapshotCount(), "blob_bytes": usage.GetBlobBytes(),
+		"shared_bytes": usage.GetSharedBytes(),
+	}, err
 }
 
 func (p *program) warm(ctx context.Context, told call) (values, error) {

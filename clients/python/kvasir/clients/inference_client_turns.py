@@ -14,7 +14,7 @@ from kvasir.inference.v1 import inference_pb2 as pb
 
 Messages = Sequence[GivenMessage]
 
-_READ_RPCS = ("ListTurns", "CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
+_READ_RPCS = ("ListTurns", "ListHotMemories", "CountTokens", "ListModels", "GetModel", "GetCapabilities", "GetStats")
 READS = (*AGENT_READS, *(f"kvasir.inference.v1.InferenceService/{name}" for name in _READ_RPCS))
 _BREAKS = (Unavailable, DeadlineExceeded, Cancelled, Internal)
 _MAX_KNOWN_AGENTS = 10_000

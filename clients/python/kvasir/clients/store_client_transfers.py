@@ -12,7 +12,8 @@ Buffer = bytes | bytearray | memoryview
 OnProgress = Callable[[pb.TransferProgress], None]
 
 AGENT_READS = tuple(
-    f"kvasir.cachestore.v1.AgentService/{name}" for name in ("GetSnapshot", "ListSnapshots", "ListAgents", "GetAgent")
+    f"kvasir.cachestore.v1.AgentService/{name}"
+    for name in ("GetSnapshot", "ListSnapshots", "ListAgents", "GetAgent", "GetUsage")
 )
 READS = (
     *AGENT_READS,

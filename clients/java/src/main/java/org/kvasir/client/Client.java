@@ -31,7 +31,9 @@ import org.kvasir.inference.v1.CancelTurnRequest;
 import org.kvasir.inference.v1.CountTokensRequest;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.GenerateRequest;
+import org.kvasir.inference.v1.HotMemory;
 import org.kvasir.inference.v1.InferenceServiceGrpc;
+import org.kvasir.inference.v1.ListHotMemoriesRequest;
 import org.kvasir.inference.v1.ListTurnsRequest;
 import org.kvasir.inference.v1.Turn;
 import org.kvasir.inference.v1.WarmRequest;
@@ -122,6 +124,12 @@ public final class Client implements AutoCloseable {
     return call(() -> soon(engine()).listTurns(ListTurnsRequest.getDefaultInstance()).getTurnsList());
   }
 
+  /** Those of the agents' memories that are hot, in the order asked; at most 1000 agents. */
+  public List<HotMemory> listHotMemories(Iterable<String> agents) {
+    ListHotMemoriesRequest request = ListHotMemoriesRequest.newBuilder().addAllAgentIds(agents).build();
+    return call(() -> soon(engine()).listHotMemories(request).getMemoriesList());
+  }
+
   /** Ends the turns of a request, whoever reads them, and tells how each choice ended. */
   public List<Finished> cancelTurn(String requestId) {
     CancelTurnRequest request = CancelTurnRequest.newBuilder().setRequestId(requestId).build();
@@ -155,6 +163,11 @@ public final class Client implements AutoCloseable {
   /** An agent, with the newest version of each of its lines, last used first. */
   public Agent getAgent(String agent) {
     return call(() -> soon(agents()).getAgent(GetAgentRequest.newBuilder().setAgentId(agent).build()).getAgent());
+  }
+
+  /** The bytes behind an agent, or behind all of the namespace if it is empty, and which of them are shared. */
+  public GetUsageResponse usage(String agent) {
+    return call(() -> soon(agents()).getUsage(GetUsageRequest.newBuilder().setAgentId(agent).build()));
   }
 
   /** Changes the fields of an agent that the mask names. */
@@ -318,9 +331,10 @@ public final class Client implements AutoCloseable {
                 Map.of(
                     "name",
                     Stream.concat(
-                            Stream.of("CountTokens", "ListTurns", "ListModels", "GetModel", "GetCapabilities", "GetStats")
+                            Stream.of(
+                                    "CountTokens", "ListTurns", "ListHotMemories", "ListModels", "GetModel", "GetCapabilities", "GetStats")
                                 .map(method -> Map.of("service", InferenceServiceGrpc.SERVICE_NAME, "method", method)),
-                            Stream.of("ListAgents", "GetAgent", "ListSnapshots", "GetSnapshot")
+                            Stream.of("ListAgents", "GetAgent", "ListSnapshots", "GetSnapshot", "GetUsage")
                                 .map(method -> Map.of("service", AgentServiceGrpc.SERVICE_NAME, "method", method)))
                         .toList(),
                     "retryPolicy",

@@ -14,9 +14,13 @@ import java.io.InputStreamReader;
 import java.io.PrintStream;
 import java.nio.charset.StandardCharsets;
 import java.time.Duration;
+import java.util.ArrayList;
 import java.util.HashMap;
 import java.util.LinkedHashMap;
 import java.util.Map;
+import java.util.concurrent.ExecutionException;
+import java.util.concurrent.Executors;
+import java.util.concurrent.Future;
 import java.util.stream.StreamSupport;
 import org.kvasir.cachestore.v1.*;
 import org.kvasir.common.v1.Message;
@@ -24,6 +28,7 @@ import org.kvasir.inference.v1.CountTokensRequest;
 import org.kvasir.inference.v1.Finished;
 import org.kvasir.inference.v1.FinishReason;
 import org.kvasir.inference.v1.GenerateRequest;
+import org.kvasir.inference.v1.HotMemory;
 import org.kvasir.inference.v1.MemoryMode;
 import org.kvasir.inference.v1.WarmRequest;
 
@@ -62,11 +67,22 @@ final class Conformance {
       case "count" -> count(client, call);
       case "reply" -> reply(client, call);
       case "stream" -> stream(client, call);
+      case "streams" -> streams(client, call);
       case "warm" -> {
         var warm = client.warm(WarmRequest.newBuilder().setAgentId(agent).build());
         yield Map.of(
             "tokens", warm.getTokens(), "cached_tokens", warm.getCachedTokens(),
             "source", warm.getSource().name(), "version", warm.getVersion());
+      }
+      case "list_hot_memories" -> {
+        var agents = StreamSupport.stream(call.getAsJsonArray("agent_ids").spliterator(), false).map(JsonElement::getAsString).toList();
+        yield Map.of("memories", client.listHotMemories(agents).stream().map(Conformance::told).toList());
+      }
+      case "usage" -> {
+        var usage = client.usage(agent);
+        yield Map.of(
+            "agent_count", usage.getAgentCount(), "snapshot_count", usage.getSnapshotCount(),
+            "blob_bytes", usage.getBlobBytes(), "shared_bytes", usage.getSharedBytes());
       }
       case "list_turns" -> Map.of(
           "turns",
@@ -177,6 +193,31 @@ final class Conformance {
     boolean isFinished = reply.finished().getReason() != FinishReason.FINISH_REASON_UNSPECIFIED;
     long version = reply.finished().getSnapshot().getVersion();
     return Map.of("text", reply.text(), "deltas", deltas, "is_finished", isFinished, "version", version);
+  }
+
+  private static Map<String, ?> streams(Client client, JsonObject call) throws Exception {
+    int count = (int) number(call, "count");
+    var threads = Executors.newFixedThreadPool(count);
+    try {
+      var replies = new ArrayList<Future<Reply>>();
+      for (int i = 0; i < count; i++) {
+        replies.add(threads.submit(() -> client.reply(turn(call))));
+      }
+      for (var reply : replies) {
+        reply.get();
+      }
+    } catch (ExecutionException error) {
+      throw error.getCause() instanceof KvasirException refused ? refused : error;
+    } finally {
+      threads.shutdown();
+    }
+    return Map.of("finished", count);
+  }
+
+  private static Map<String, ?> told(HotMemory memory) {
+    return Map.of(
+        "agent_id", memory.getAgentId(), "tokens", memory.getTokens(),
+        "version", memory.getVersion(), "is_stored", memory.getIsStored());
   }
 
   private static Map<String, ?> export(Client client, JsonObject call) throws Exception {
