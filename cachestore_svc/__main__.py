@@ -23,6 +23,7 @@ from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
+from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
@@ -37,7 +38,6 @@ from cachestore_svc.edge.metrics import StoreNumbers
 from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, PRIVILEGED, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
-from cachestore_svc.logs import configure_logs
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Transfers

@@ -17,7 +17,7 @@ from kvasir.errors import KvasirError
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
-from kvasir.server.log_errors import without_payload
+from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
@@ -60,7 +60,8 @@ _PROTOCOL = "kvasir.inference.v1"
 def main() -> int:
     try:
         settings = read_settings(sys.argv[1:])
-        _set_up_logging(settings)
+        configure_logs(settings.log_format, settings.log_level)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         run(serve(settings))
     except (ConfigError, RefusedToStart, AddressError, CredentialFileError) as error:
         print(f"inference_svc: {error}", file=sys.stderr)
@@ -211,26 +212,6 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
         )
         for namespace, token in tokens.items()
     }
-
-
-def _set_up_logging(settings: EngineSettings) -> None:
-    logging.basicConfig(level=settings.log_level.upper(), stream=sys.stderr, format="%(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    renderer = (
-        structlog.processors.JSONRenderer()
-        if settings.log_format == "json"
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
-    )
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            without_payload,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(settings.log_level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     with running_front(
         tmp_path_factory.mktemp("watched"),
         store_options=options["store"],
-        engine_options=options["engine"],
+        engine_options=(*options["engine"], "--log-format", "json"),
         gateway_options=options["gateway"],
     ) as front:
         yield Watched(front, ports)

@@ -1,4 +1,4 @@
-"""Logs of the cache store: an event and its facts per line, for people or as JSON.
+"""Logs of both services: an event and its facts per line, for people or as JSON.
 
 Prompt text, tokens and credentials are in none of them.
 """
@@ -8,6 +8,7 @@ import sys
 from typing import Literal
 
 import structlog
+
 from kvasir.server.log_errors import without_payload
 
 
