@@ -182,6 +182,7 @@ def test_a_load_of_turns_is_measured_at_the_running_engine(cli: Cli) -> None:
 
 
 def test_doctor_finds_the_model_and_the_services(cli: Cli) -> None:
+    eventually(lambda: cli("status", "--json").code == 0)  # the gateway is the last to be ready
     report = cli.done("doctor", "--json").value
     assert report["model"]["policy"]["applied_layers"] == report["model"]["policy"]["layer_count"]
     assert (report["model"]["policy"]["name"], report["model"]["policy"]["why"]) == ("q4", "asked for")
