@@ -35,6 +35,7 @@ class ModelState(Enum):
     LOADING = "loading"
     LOADED = "loaded"
     RETIRING = "retiring"  # its turns end, and its memories are stored
+    ASLEEP = "asleep"  # idleness has unloaded it, and the next turn loads it again
 
 
 class Served(Protocol):
@@ -104,7 +105,7 @@ class ModelHost(Generic[ServedT]):
         if name == self._loading:
             return ModelState.LOADING
         if name != self._loaded:
-            return ModelState.NOT_LOADED
+            return ModelState.ASLEEP if self.sleeps and name == self._asleep else ModelState.NOT_LOADED
         return ModelState.LOADED if self._change is None else ModelState.RETIRING
 
     def serving(self, name: str) -> ServedT:

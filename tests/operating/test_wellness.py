@@ -60,5 +60,7 @@ def test_an_engine_without_a_model_is_not_well(watched: Watched) -> None:
     with watched.front.house.client() as owner:
         owner.unload_model(drop_unstored=True)
         assert watched.problems("engine") == (503, ["MODEL_NOT_LOADED"])
+        assert watched.problems("gateway") == (503, ["MODEL_NOT_LOADED"])
         owner.load_model("kvasir-tiny")
     assert watched.problems("engine") == (200, [])
+    assert watched.problems("gateway") == (200, [])

@@ -146,16 +146,22 @@ class EngineLink:
         return CallerAtEngine(client if token is None else client.with_token(token))
 
     async def wellness(self, within_s: float = 2.0) -> Wellness:
-        """Whether the engine answers, and whether it reaches its store."""
+        """Whether the engine answers, reaches its store, and has a model or wakes one."""
         try:
             async with asyncio.timeout(within_s):
                 stats = await self._own[0].get_stats()
+                models = [] if stats.model else await self._own[0].list_models()
         except TimeoutError:
             return _unwell("ENGINE_HANGS", f"the engine has not answered for {within_s:g} s", engine=False)
         except KvasirError as error:
             return _unwell("ENGINE_UNREACHABLE", f"the engine cannot be asked ({error.reason})", engine=False)
         if not stats.store_is_reachable:
             return _unwell("STORE_UNREACHABLE", "the engine cannot reach its store: nothing is read or stored there")
+        states = {model.state for model in models}
+        if states & {pb.MODEL_STATE_LOADING, pb.MODEL_STATE_RETIRING}:
+            return _unwell("MODEL_CHANGING", "the engine's model is being changed", store=True)
+        if models and pb.MODEL_STATE_ASLEEP not in states:
+            return _unwell("MODEL_NOT_LOADED", "the engine has no model loaded", store=True)
         return Wellness((), {"engine": True, "store": True})
 
     async def close(self) -> None:
@@ -163,8 +169,8 @@ class EngineLink:
             await client.close()
 
 
-def _unwell(reason: str, message: str, *, engine: bool = True) -> Wellness:
-    return Wellness([Ailment(reason, message)], {"engine": engine, "store": False})
+def _unwell(reason: str, message: str, *, engine: bool = True, store: bool = False) -> Wellness:
+    return Wellness([Ailment(reason, message)], {"engine": engine, "store": store})
 
 
 def mapping(message: Said) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def test_a_model_that_nobody_uses_is_unloaded_and_the_next_turns_load_it_once(mo
         }
 
         def is_asleep() -> bool:
-            return client.list_models()[0].state == pb.MODEL_STATE_NOT_LOADED
+            return client.list_models()[0].state == pb.MODEL_STATE_ASLEEP
 
         wait_for(is_asleep)
         with ThreadPoolExecutor(2) as both:

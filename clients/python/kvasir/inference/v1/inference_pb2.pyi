@@ -108,6 +108,7 @@ class ModelState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     MODEL_STATE_LOADING: _ClassVar[ModelState]
     MODEL_STATE_LOADED: _ClassVar[ModelState]
     MODEL_STATE_RETIRING: _ClassVar[ModelState]
+    MODEL_STATE_ASLEEP: _ClassVar[ModelState]
 ON_FULL_POLICY_UNSPECIFIED: OnFullPolicy
 ON_FULL_POLICY_REFUSE: OnFullPolicy
 ON_FULL_POLICY_DROP_OLDEST: OnFullPolicy
@@ -170,6 +171,7 @@ MODEL_STATE_NOT_LOADED: ModelState
 MODEL_STATE_LOADING: ModelState
 MODEL_STATE_LOADED: ModelState
 MODEL_STATE_RETIRING: ModelState
+MODEL_STATE_ASLEEP: ModelState
 
 class GenerateRequest(_message.Message):
     __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full")

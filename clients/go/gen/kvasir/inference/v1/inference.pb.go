@@ -680,6 +680,8 @@ const (
 	ModelState_MODEL_STATE_LOADED      ModelState = 3
 	// Its turns end, and its memories are stored.
 	ModelState_MODEL_STATE_RETIRING ModelState = 4
+	// Idleness has unloaded it, and the next turn loads it again.
+	ModelState_MODEL_STATE_ASLEEP ModelState = 5
 )
 
 // Enum value maps for ModelState.
@@ -690,6 +692,7 @@ var (
 		2: "MODEL_STATE_LOADING",
 		3: "MODEL_STATE_LOADED",
 		4: "MODEL_STATE_RETIRING",
+		5: "MODEL_STATE_ASLEEP",
 	}
 	ModelState_value = map[string]int32{
 		"MODEL_STATE_UNSPECIFIED": 0,
@@ -697,6 +700,7 @@ var (
 		"MODEL_STATE_LOADING":     2,
 		"MODEL_STATE_LOADED":      3,
 		"MODEL_STATE_RETIRING":    4,
+		"MODEL_STATE_ASLEEP":      5,
 	}
 )
 
@@ -4815,14 +4819,15 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\tLoadStage\x12\x1a\n" +
 	"\x16LOAD_STAGE_UNSPECIFIED\x10\x00\x12\x17\n" +
 	"\x13LOAD_STAGE_RETIRING\x10\x01\x12\x16\n" +
-	"\x12LOAD_STAGE_LOADING\x10\x02*\x90\x01\n" +
+	"\x12LOAD_STAGE_LOADING\x10\x02*\xa8\x01\n" +
 	"\n" +
 	"ModelState\x12\x1b\n" +
 	"\x17MODEL_STATE_UNSPECIFIED\x10\x00\x12\x1a\n" +
 	"\x16MODEL_STATE_NOT_LOADED\x10\x01\x12\x17\n" +
 	"\x13MODEL_STATE_LOADING\x10\x02\x12\x16\n" +
 	"\x12MODEL_STATE_LOADED\x10\x03\x12\x18\n" +
-	"\x14MODEL_STATE_RETIRING\x10\x042\x84\t\n" +
+	"\x14MODEL_STATE_RETIRING\x10\x04\x12\x16\n" +
+	"\x12MODEL_STATE_ASLEEP\x10\x052\x84\t\n" +
 	"\x10InferenceService\x12Y\n" +
 	"\bGenerate\x12$.kvasir.inference.v1.GenerateRequest\x1a%.kvasir.inference.v1.GenerateResponse0\x01\x12Z\n" +
 	"\tListTurns\x12%.kvasir.inference.v1.ListTurnsRequest\x1a&.kvasir.inference.v1.ListTurnsResponse\x12]\n" +
