@@ -1,5 +1,8 @@
 """What the command line says: help in plain words, refusals that name the thing and what to do."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,3 +49,19 @@ def test_a_refusal_names_what_is_wrong(refused: tuple[tuple[str, ...], int, str]
     words, code, told = refused
     ended = in_process("--home", tmp_path, *words)
     assert (ended.code, told in ended.err) == (code, True), ended.err
+
+
+def test_libraries_older_than_the_messages_are_told_in_a_line_and_not_by_a_traceback(tmp_path: Path) -> None:
+    """As after `git pull` without `make install`."""
+    old = "from google.protobuf import runtime_version\nruntime_version.MINOR = 1\n"
+    (tmp_path / "sitecustomize.py").write_text(old)
+    found = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    ended = subprocess.run(
+        [sys.executable, "-m", "kvasir.cli", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": found},
+    )
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (4, 1), ended.stderr
+    assert "run `make install`" in ended.stderr
