@@ -161,7 +161,8 @@ def _services(
 def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit) -> OperatorPage:
     async def wellness() -> Wellness:
         try:
-            return Wellness(await threads.run(HOUSE, store.ailments), {"audit": audit.counts})
+            ailments = await threads.run(HOUSE, store.ailments)
+            return Wellness(ailments, {"audit": audit.counts, "written": await threads.run(HOUSE, store.written)})
         except KvasirError as error:
             return Wellness([Ailment(error.reason, error.message)])
 
@@ -306,6 +307,8 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("retained-versions", int, "versions kept per line, unless the agent says otherwise"),
     ("read-buffer-bytes", int, "bytes that all readers together may have waiting to be sent"),
     ("expires-after-s", float, "an agent that nobody used for so long is deleted; left out: it stays"),
+    ("write-budget-bytes", int, "bytes of blobs that may be written in a day (UTC); left out: they are only counted"),
+    ("write-budget-over", str, "tell (if left out), or refuse: what is done about writes beyond the budget"),
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
     ("audit-file", Path, "where one JSON line says who did what that needs a privilege; see `kvasir audit`"),

@@ -42,7 +42,8 @@ class BlobStore:
     def open_writer(self, namespace: str, digest: Digest, kind: BlobKind) -> BlobWriter:
         """Reserve room for a blob and begin, or go on, writing it.
 
-        A full quota first gives up what eviction may. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL, with numbers),
+        A full quota first gives up what eviction may. Raises ResourceExhausted (QUOTA_FULL, DISK_FULL,
+        WRITE_BUDGET_SPENT, with numbers),
         FailedPrecondition (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
         """
         check_namespace(namespace)
@@ -55,6 +56,8 @@ class BlobStore:
             )
         if not self.find_missing(namespace, [digest]):
             return StoredBlob(digest)
+        if kind is not BlobKind.MANIFEST:  # so that a turn whose blocks are here already can be committed
+            core.write_budget.check(namespace, digest.size_bytes)
         left = core.writers.left_bytes(namespace, digest)
         if wanted := core.space.shortage(namespace, digest.size_bytes - left):
             collecting.make_room(core, namespace, wanted, resuming=digest)
@@ -120,7 +123,13 @@ class _Register:
 
     def add(self, namespace: str, digest: Digest, facts: BlobFacts) -> bool:
         now = self._core.now_unix_ms()
-        is_new = self._core.catalog.write(namespace, lambda change: change.add_blob(namespace, digest, facts, now))
+
+        def work(change: CatalogChange) -> bool:
+            is_new = change.add_blob(namespace, digest, facts, now)
+            self._core.write_budget.count(change, namespace, digest.size_bytes)
+            return is_new
+
+        is_new = self._core.catalog.write(namespace, work)
         self._core.counters.add(namespace, "blobs_written")
         self._core.counters.add(namespace, "bytes_written", digest.size_bytes)
         return is_new

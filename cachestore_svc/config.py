@@ -64,6 +64,11 @@ class StoreSettings(BaseSettings):
     pinned. Counted while the store runs. None: it stays."""
     namespace_expires_after_s: dict[str, Annotated[float, Field(ge=60)] | None] = {}
     """The same of some namespaces, before the one of all; as JSON in the environment, null for never."""
+    write_budget_bytes: Annotated[int, Field(ge=1)] | None = None
+    """Bytes of blobs that may be written in a day (UTC), for the sake of an SSD. None: they are only counted."""
+    write_budget_over: Literal["tell", "refuse"] = "tell"
+    """What happens beyond the budget. tell: it is said. refuse: tensors are refused until midnight UTC; engines keep in
+    memory what they cannot store, and lose it if they end before."""
     event_history: Annotated[int, Field(ge=1)] = 10_000
     """Events kept per namespace for watchers that come back."""
     gc_interval_s: Annotated[float, Field(gt=0)] = 600.0
@@ -108,6 +113,8 @@ class StoreSettings(BaseSettings):
             grace_period_s=self.grace_period_s,
             retained_versions=self.retained_versions,
             event_history=self.event_history,
+            write_budget_bytes=self.write_budget_bytes,
+            refuses_beyond_budget=self.write_budget_over == "refuse",
             default_expires_after_s=self.expires_after_s,
             namespace_expires_after_s=self.namespace_expires_after_s,
         )

@@ -17,6 +17,7 @@ from cachestore_svc.blobs.space import Space
 from cachestore_svc.index.catalog import HOUSE, BlobEntry, Catalog, CatalogChange, CatalogView, History
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.resting import needs_promise
+from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.records import BlobDamaged, EventBody, StoreConfig
 
@@ -84,6 +85,7 @@ class Core:
     journal: Journal
     now_unix_ms: Callable[[], int]
     leases: LiveLeases
+    write_budget: WriteBudget
     counters: Counters = field(default_factory=Counters)
     watchers: Watchers = field(default_factory=Watchers)
     asides: set[Aside] = field(default_factory=set)  # bytes that were set aside, now or before the start

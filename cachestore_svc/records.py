@@ -47,6 +47,8 @@ class StoreConfig:
     event_history: int
     default_expires_after_s: float | None  # unused for so long, an agent is deleted; its label wins
     namespace_expires_after_s: Mapping[str, float | None]  # these win over the default
+    write_budget_bytes: int | None  # of all namespaces in a day (UTC)
+    refuses_beyond_budget: bool
     evict_heads: bool  # when off, an acknowledged snapshot is never given up; old versions are given up either way
 
     def quota_bytes(self, namespace: str) -> int | None:
@@ -381,6 +383,7 @@ class Totals:
     unreferenced_bytes: int
     damaged_blob_count: int
     free_disk_bytes: int
+    written_today_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,4 +400,6 @@ class Stats:
     free_disk_bytes: int
     unreferenced_bytes: int
     damaged_blob_count: int
+    written_today_bytes: int
+    write_budget_bytes: int | None
     counters: Mapping[str, int]

@@ -373,6 +373,12 @@ class Store(LeaseStore):
         """Sizes of all namespaces, for the store's owner. Reads the whole index, in slices."""
         return statistics.totals_of(self._core)
 
+    def written(self) -> Mapping[str, int | bool]:
+        """Bytes of blobs that all namespaces wrote today (UTC), and the budget, for the store's owner."""
+        budget = self._core.write_budget
+        today = sum(budget.today().values())
+        return {"today_bytes": today, "budget_bytes": budget.budget_bytes or 0, "is_spent": budget.is_spent}
+
     def counted(self) -> Mapping[str, int]:
         """Counts since the start, summed over namespaces."""
         return self._core.counters.of_all()

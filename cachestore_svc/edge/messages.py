@@ -252,6 +252,8 @@ def write_stats(stats: records.Stats, *, shows_disk: bool) -> pb.GetStatsRespons
         free_disk_bytes=stats.free_disk_bytes if shows_disk else 0,
         unreferenced_bytes=stats.unreferenced_bytes,
         damaged_blob_count=stats.damaged_blob_count,
+        written_today_bytes=stats.written_today_bytes,
+        write_budget_bytes=stats.write_budget_bytes or 0,
         counters=stats.counters,
     )
 

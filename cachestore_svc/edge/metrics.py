@@ -44,9 +44,14 @@ class StoreNumbers:
             ("unreferenced_bytes", "Bytes that nothing names, which rest or wait.", totals.unreferenced_bytes),
             ("damaged_blobs", "Blobs that are not served because their bytes are damaged.", totals.damaged_blob_count),
             ("free_disk_bytes", "Bytes that the disk has free.", totals.free_disk_bytes),
+            ("written_today_bytes", "Bytes of blobs written since midnight UTC.", totals.written_today_bytes),
         )
         for name, help_text, value in sizes:
             yield gauge(f"kvasir_store_{name}", help_text, value)
+        budget_bytes = self._store.written()["budget_bytes"]
+        yield gauge(
+            "kvasir_store_write_budget_bytes", "What may be written in a day; 0: it is only counted.", budget_bytes
+        )
         counted = dict(self._store.counted())
         moved = {word: counted.pop(name, 0) for name, word in _MOVED_BYTES.items()}
         yield counter("kvasir_store_moved_bytes", "Bytes of blobs that were read and written.", moved, "direction")

@@ -233,6 +233,9 @@ class CatalogView(Protocol):
     def counts(self, namespace: str) -> tuple[int, int]:
         """Blobs and versions of a namespace, all in one operation."""
 
+    def written(self, day: int) -> dict[str, int]:
+        """Bytes of blobs written on a day (UTC, counted from 1970), by namespace."""
+
     # --- leases and events ---
 
     def unreleased_leases(self) -> list[UnreleasedLease]:
@@ -300,6 +303,9 @@ class CatalogChange(CatalogView, Protocol):
 
     def mark_unheld(self, namespace: str, now_unix_ms: int) -> int:
         """Mark the blobs that nothing holds; how many were not marked before."""
+
+    def count_written(self, namespace: str, day: int, size_bytes: int) -> None:
+        """Add to the bytes written on a day."""
 
     def remove_blobs(self, blob_ids: Sequence[int]) -> None:
         """Unlist blobs that nothing holds."""

@@ -23,6 +23,7 @@ from cachestore_svc.index.catalog import HOUSE, Catalog, History
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.live_leases import LiveLeases
 from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
+from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal import closed, journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
@@ -129,7 +130,8 @@ def _open(
             # How long each had still to go is not known, so each has its whole time.
             for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
                 live.grant(lease.line, lease.token, lease.ttl_ms / 1000)
-            return Core(config, disk, ballast, catalog, blobs, space, writers, history, log, now, live)
+            budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.refuses_beyond_budget)
+            return Core(config, disk, ballast, catalog, blobs, space, writers, history, log, now, live, budget)
         except BaseException:
             log.close()
             raise

@@ -27,6 +27,8 @@ def stats_of(core: Core, namespace: str) -> Stats:
         free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
         unreferenced_bytes=unreferenced,
         damaged_blob_count=damaged,
+        written_today_bytes=core.write_budget.today().get(namespace, 0),
+        write_budget_bytes=core.write_budget.budget_bytes,
         counters=core.counters.of(namespace),
     )
 
@@ -44,6 +46,7 @@ def totals_of(core: Core) -> Totals:
         unreferenced_bytes=sum(stats.unreferenced_bytes for stats in each),
         damaged_blob_count=sum(stats.damaged_blob_count for stats in each),
         free_disk_bytes=core.disk.free_bytes(core.config.data_dir),
+        written_today_bytes=sum(core.write_budget.today().values()),
     )
 
 

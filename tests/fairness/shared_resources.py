@@ -189,6 +189,15 @@ SHARED = (
         "QUOTA_FULL, DISK_SHARE_FULL, DISK_FULL",
     ),
     Shared(
+        "bytes written in a day, if the store refuses beyond its budget",
+        "store",
+        "cachestore_svc/index/write_budget.py: _written",
+        ("cachestore_svc.index.write_budget:_SHARE", 8),
+        "all but an eighth, which is for namespaces that wrote less than an eighth",
+        "none waits",
+        "WRITE_BUDGET_SPENT",
+    ),
+    Shared(
         "waiting inside of any shared room",
         "both",
         "clients/python/kvasir/server/shared_room.py: _waiting",

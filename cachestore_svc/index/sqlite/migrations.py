@@ -164,7 +164,26 @@ def _unused(database: Database) -> None:
     )
 
 
-MIGRATIONS: tuple[Callable[[Database], None], ...] = (_first, _provenance, _leases_without_a_clock, _windows, _unused)
+def _written(database: Database) -> None:
+    """Bytes of blobs that were written, by day (UTC, counted from 1970)."""
+    database.conn.execute(
+        """CREATE TABLE written (
+            day INTEGER NOT NULL,
+            namespace_id INTEGER NOT NULL REFERENCES namespaces (id),
+            bytes INTEGER NOT NULL,
+            PRIMARY KEY (day, namespace_id)
+        ) WITHOUT ROWID"""
+    )
+
+
+MIGRATIONS: tuple[Callable[[Database], None], ...] = (
+    _first,
+    _provenance,
+    _leases_without_a_clock,
+    _windows,
+    _unused,
+    _written,
+)
 
 
 def migrate(database: Database, now_unix_ms: int) -> bool:

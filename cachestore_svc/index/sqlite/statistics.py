@@ -16,6 +16,8 @@ _BLOBS = f"""WITH some AS (SELECT * FROM blobs WHERE namespace_id = ? AND hash >
         COALESCE(SUM(CASE WHEN NOT {versions.IS_REFERENCED} THEN size_bytes END), 0)
     FROM some AS blobs"""  # noqa: S608
 
+_KEPT_DAYS = 31
+
 
 def sums_of_agents(rows: Rows, namespace: str, after: str) -> Sums:
     """Agents, versions, and bytes of the newest versions, over the next SLICE agents after `after`.
@@ -45,6 +47,28 @@ def counts(rows: Rows, namespace: str) -> tuple[int, int]:
     assert blobs is not None
     assert snapshots is not None
     return int(blobs[0]), int(snapshots[0])
+
+
+def count_written(rows: Rows, namespace: str, day: int, size_bytes: int) -> None:
+    """Add to the bytes written on a day; what is older than a month is forgotten."""
+    is_first = not rows.run(
+        "UPDATE written SET bytes = bytes + ? WHERE day = ? AND namespace_id = ?",
+        *(size_bytes, day, find_namespace(rows, namespace)),
+    )
+    if is_first:
+        rows.run("INSERT INTO written VALUES (?, ?, ?)", day, find_namespace(rows, namespace), size_bytes)
+        rows.run("DELETE FROM written WHERE day < ?", day - _KEPT_DAYS)
+
+
+def written(rows: Rows, day: int) -> dict[str, int]:
+    """Bytes written on a day, by namespace."""
+    return dict(
+        rows.all(
+            """SELECT namespaces.name, bytes FROM written JOIN namespaces ON namespaces.id = namespace_id
+                WHERE day = ?""",
+            day,
+        )
+    )
 
 
 def _slice(rows: Rows, namespace: str, sql: str, after: str) -> Sums:

@@ -79,6 +79,8 @@ class SqliteTransaction(Rows):
     sums_of_agents = statistics.sums_of_agents
     sums_of_blobs = statistics.sums_of_blobs
     counts = statistics.counts
+    count_written = statistics.count_written
+    written = statistics.written
 
     apply_changes = applying.apply_changes
     fence_changes = applying.fence_changes

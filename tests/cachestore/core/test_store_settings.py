@@ -19,6 +19,8 @@ SET: dict[str, tuple[str, object]] = {
     "max_blob_bytes": ("4", 4),
     "retained_versions": ("6", 6),
     "event_history": ("7", 7),
+    "write_budget_bytes": ("8", 8),
+    "write_budget_over": ("refuse", True),
     "expires_after_s": ("86400", 86400.0),
     "namespace_expires_after_s": ('{"theirs": 60, "ours": null}', {"theirs": 60.0, "ours": None}),
 }
@@ -31,6 +33,7 @@ def test_every_field_of_the_stores_configuration_comes_from_the_settings(monkeyp
     expected = {name: value for name, (_, value) in SET.items()}
     for name in ("quota_bytes", "expires_after_s"):
         expected[f"default_{name}"] = expected.pop(name)
+    expected["refuses_beyond_budget"] = expected.pop("write_budget_over")
     assert {field.name: getattr(config, field.name) for field in fields(StoreConfig)} == expected
     assert (config.quota_bytes("theirs"), config.quota_bytes("ours"), config.quota_bytes("others")) == (10, None, 5000)
 

@@ -47,9 +47,16 @@ def stats_row(stats: pb.GetStatsResponse) -> dict[str, Any]:
     row: dict[str, Any] = {
         field.name: getattr(stats, field.name)
         for field in pb.GetStatsResponse.DESCRIPTOR.fields
-        if field.name != "counters"
+        if field.name not in ("counters", "scrub")
     }
-    return row | {"counters": dict(sorted(stats.counters.items()))}
+    scrub = scrub_row(stats.scrub) if stats.HasField("scrub") else None
+    return row | {"scrub": scrub, "counters": dict(sorted(stats.counters.items()))}
+
+
+def scrub_row(scrub: pb.ScrubStatus) -> dict[str, Any]:
+    """How far the store is with hashing every blob again."""
+    row: dict[str, Any] = {field.name: getattr(scrub, field.name) for field in pb.ScrubStatus.DESCRIPTOR.fields}
+    return row | {"began_at": iso(scrub.began_at), "ended_at": iso(scrub.ended_at)}
 
 
 def origin(value: "pb.Origin") -> str:

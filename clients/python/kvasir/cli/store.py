@@ -195,8 +195,8 @@ def _stats_table(row: dict[str, Any]) -> Table:
     table.add_column()
     table.add_column(justify="right")
     for name, value in row.items():
-        if name != "counters":
-            is_unlimited = name == "quota_bytes" and not value
+        if name not in ("counters", "scrub"):
+            is_unlimited = name in ("quota_bytes", "write_budget_bytes") and not value
             shown = "none" if is_unlimited else size(value) if name.endswith("_bytes") else str(value)
             table.add_row(name.replace("_", " "), shown)
     for name, value in row["counters"].items():

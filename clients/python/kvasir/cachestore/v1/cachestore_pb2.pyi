@@ -624,14 +624,16 @@ class VerifyBlobsRequest(_message.Message):
     def __init__(self, agent_id: _Optional[str] = ...) -> None: ...
 
 class VerifyBlobsResponse(_message.Message):
-    __slots__ = ("blobs_checked", "blobs_total", "damaged")
+    __slots__ = ("blobs_checked", "blobs_total", "damaged", "repaired")
     BLOBS_CHECKED_FIELD_NUMBER: _ClassVar[int]
     BLOBS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    REPAIRED_FIELD_NUMBER: _ClassVar[int]
     blobs_checked: int
     blobs_total: int
     damaged: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Digest]
-    def __init__(self, blobs_checked: _Optional[int] = ..., blobs_total: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
+    repaired: _containers.RepeatedCompositeFieldContainer[_manifest_pb2.Digest]
+    def __init__(self, blobs_checked: _Optional[int] = ..., blobs_total: _Optional[int] = ..., damaged: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ..., repaired: _Optional[_Iterable[_Union[_manifest_pb2.Digest, _Mapping]]] = ...) -> None: ...
 
 class CollectGarbageRequest(_message.Message):
     __slots__ = ("dry_run",)
@@ -682,7 +684,7 @@ class GetStatsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetStatsResponse(_message.Message):
-    __slots__ = ("agent_count", "snapshot_count", "blob_count", "blob_bytes", "logical_bytes", "quota_bytes", "reserved_bytes", "free_disk_bytes", "unreferenced_bytes", "damaged_blob_count", "counters")
+    __slots__ = ("agent_count", "snapshot_count", "blob_count", "blob_bytes", "logical_bytes", "quota_bytes", "reserved_bytes", "free_disk_bytes", "unreferenced_bytes", "damaged_blob_count", "counters", "written_today_bytes", "write_budget_bytes", "scrub")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -701,6 +703,9 @@ class GetStatsResponse(_message.Message):
     UNREFERENCED_BYTES_FIELD_NUMBER: _ClassVar[int]
     DAMAGED_BLOB_COUNT_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TODAY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    WRITE_BUDGET_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SCRUB_FIELD_NUMBER: _ClassVar[int]
     agent_count: int
     snapshot_count: int
     blob_count: int
@@ -712,4 +717,25 @@ class GetStatsResponse(_message.Message):
     unreferenced_bytes: int
     damaged_blob_count: int
     counters: _containers.ScalarMap[str, int]
-    def __init__(self, agent_count: _Optional[int] = ..., snapshot_count: _Optional[int] = ..., blob_count: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., free_disk_bytes: _Optional[int] = ..., unreferenced_bytes: _Optional[int] = ..., damaged_blob_count: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    written_today_bytes: int
+    write_budget_bytes: int
+    scrub: ScrubStatus
+    def __init__(self, agent_count: _Optional[int] = ..., snapshot_count: _Optional[int] = ..., blob_count: _Optional[int] = ..., blob_bytes: _Optional[int] = ..., logical_bytes: _Optional[int] = ..., quota_bytes: _Optional[int] = ..., reserved_bytes: _Optional[int] = ..., free_disk_bytes: _Optional[int] = ..., unreferenced_bytes: _Optional[int] = ..., damaged_blob_count: _Optional[int] = ..., counters: _Optional[_Mapping[str, int]] = ..., written_today_bytes: _Optional[int] = ..., write_budget_bytes: _Optional[int] = ..., scrub: _Optional[_Union[ScrubStatus, _Mapping]] = ...) -> None: ...
+
+class ScrubStatus(_message.Message):
+    __slots__ = ("began_at", "ended_at", "blobs_checked", "bytes_checked", "blobs_damaged", "blobs_repaired", "bytes_per_s")
+    BEGAN_AT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_AT_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    BLOBS_REPAIRED_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    began_at: _timestamp_pb2.Timestamp
+    ended_at: _timestamp_pb2.Timestamp
+    blobs_checked: int
+    bytes_checked: int
+    blobs_damaged: int
+    blobs_repaired: int
+    bytes_per_s: int
+    def __init__(self, began_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., ended_at: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., blobs_checked: _Optional[int] = ..., bytes_checked: _Optional[int] = ..., blobs_damaged: _Optional[int] = ..., blobs_repaired: _Optional[int] = ..., bytes_per_s: _Optional[int] = ...) -> None: ...

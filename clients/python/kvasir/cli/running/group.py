@@ -1,6 +1,7 @@
 """`kvasir down`, `status` and `logs`: look after the group that `kvasir up` runs in a home."""
 
 import asyncio
+import contextlib
 import time
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
+from kvasir.cli.rows import size
 from kvasir.cli.running.health import (
     ENGINE_SERVICE,
     PATIENCE_S,
@@ -24,7 +26,8 @@ from kvasir.cli.running.holding import end_group, holders, is_led
 from kvasir.cli.running.home import Endpoint, Home, Running
 from kvasir.cli.running.logs import GrowingLog, last_lines
 from kvasir.cli.showing.terminal import visible
-from kvasir.errors import NotFound
+from kvasir.clients import StoreClient
+from kvasir.errors import KvasirError, NotFound
 
 _SERVICES = {"store": STORE_SERVICE, "engine": ENGINE_SERVICE}
 _LOGS = (*_SERVICES, "http", "up")
@@ -96,10 +99,24 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
         "services": [asdict(each) for each in states],
         "token_file": running.token_file if running is not None else "",
         "logs": str(home.logs),
+        "disk": _disk(caller) if any(each.name == "store" and each.state == Health.READY for each in states) else {},
     }
     caller.result(value, lambda out: _show_status(out, value))
     if any(each.state != Health.READY or each.problems for each in states):
         raise typer.Exit(UNREACHABLE)
+
+
+def _disk(caller: Caller) -> dict[str, int]:
+    """What the store wrote today, and may write; nothing if it does not say soon."""
+    endpoint = caller.store
+    with contextlib.suppress(KvasirError, ValueError, OSError):
+        client = StoreClient.connect(
+            endpoint.address, token=endpoint.token(), tls=endpoint.tls, retry_reads=False, timeout_s=PATIENCE_S
+        )
+        with client:
+            stats = client.get_stats()
+        return {"written_today_bytes": stats.written_today_bytes, "write_budget_bytes": stats.write_budget_bytes}
+    return {}
 
 
 def logs(
@@ -150,6 +167,11 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
     for row in value["services"]:
         for problem in row["problems"]:
             out.print(f"{row['name']}: {problem}")
+    if disk := value["disk"]:
+        budget = disk["write_budget_bytes"]
+        of_budget = f" of a budget of {size(budget)}" if budget else ""
+        spent = ": the budget is spent" if budget and disk["written_today_bytes"] >= budget else ""
+        out.print(f"disk: {size(disk['written_today_bytes'])} written today (UTC){of_budget}{spent}")
     if value["token_file"]:
         out.print(f"token: {value['token_file']}")
     out.print(f"logs: {value['logs']}")

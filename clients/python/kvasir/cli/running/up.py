@@ -159,6 +159,13 @@ def up(
     keep_versions: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Versions of each agent to go back to. Left out: 8.")
     ] = None,
+    write_budget_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="What may be written to disk in a day (UTC), in GiB; `kvasir status` says when it is more.",
+        ),
+    ] = None,
     expire_agents: Annotated[
         str,
         typer.Option(
@@ -186,7 +193,8 @@ def up(
     models = checks.check_models(model or [])
     keep_alive_s = checks.seconds(keep_alive, "--keep-alive")
     expires_after_s = checks.expiry_seconds(expire_agents, "--expire-agents")
-    checks.check_sizes({"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib})
+    sizes = {"--memory-gib": memory_gib, "--store-quota-gib": store_quota_gib, "--write-budget-gib": write_budget_gib}
+    checks.check_sizes(sizes)
     checks.check_exact_layers(kv_exact_layers, kv_policy, models)
     metrics = checks.metrics_addresses(metrics_listen)
     asked = {"--listen": listen, "--store-listen": store_listen, "--http": http, **metrics}
@@ -214,10 +222,11 @@ def up(
                 *(["--neighbour"] if neighbour else []),
                 *logging,
             )
+            budget_bytes = int(write_budget_gib * GIB) if write_budget_gib else None
             quota_bytes = int(store_quota_gib * GIB) if store_quota_gib else None
             store_options = (
                 *_given(("--quota-bytes", quota_bytes), ("--retained-versions", keep_versions)),
-                *_given(("--expires-after-s", expires_after_s)),
+                *_given(("--expires-after-s", expires_after_s), ("--write-budget-bytes", budget_bytes)),
                 *logging,
             )
             gateway = http or ("" if no_http else _usual_http(caller, addresses))

@@ -86,6 +86,7 @@ class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ERROR_REASON_DISK_SHARE_FULL: _ClassVar[ErrorReason]
     ERROR_REASON_DISK_FAILED: _ClassVar[ErrorReason]
     ERROR_REASON_VERIFY_RUNNING: _ClassVar[ErrorReason]
+    ERROR_REASON_WRITE_BUDGET_SPENT: _ClassVar[ErrorReason]
     ERROR_REASON_PEER_UNKNOWN: _ClassVar[ErrorReason]
     ERROR_REASON_PEER_CONFIGURATION: _ClassVar[ErrorReason]
     ERROR_REASON_PEER_REFUSED: _ClassVar[ErrorReason]
@@ -193,6 +194,7 @@ ERROR_REASON_DISK_FULL: ErrorReason
 ERROR_REASON_DISK_SHARE_FULL: ErrorReason
 ERROR_REASON_DISK_FAILED: ErrorReason
 ERROR_REASON_VERIFY_RUNNING: ErrorReason
+ERROR_REASON_WRITE_BUDGET_SPENT: ErrorReason
 ERROR_REASON_PEER_UNKNOWN: ErrorReason
 ERROR_REASON_PEER_CONFIGURATION: ErrorReason
 ERROR_REASON_PEER_REFUSED: ErrorReason

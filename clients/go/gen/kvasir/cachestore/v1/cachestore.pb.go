@@ -3852,7 +3852,9 @@ type VerifyBlobsResponse struct {
 	BlobsChecked int64                  `protobuf:"varint,1,opt,name=blobs_checked,json=blobsChecked,proto3" json:"blobs_checked,omitempty"`
 	BlobsTotal   int64                  `protobuf:"varint,2,opt,name=blobs_total,json=blobsTotal,proto3" json:"blobs_total,omitempty"`
 	// Found since the last message.
-	Damaged       []*Digest `protobuf:"bytes,3,rep,name=damaged,proto3" json:"damaged,omitempty"`
+	Damaged []*Digest `protobuf:"bytes,3,rep,name=damaged,proto3" json:"damaged,omitempty"`
+	// Those of the damaged that a peer had; they are whole again.
+	Repaired      []*Digest `protobuf:"bytes,4,rep,name=repaired,proto3" json:"repaired,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -3904,6 +3906,13 @@ func (x *VerifyBlobsResponse) GetBlobsTotal() int64 {
 func (x *VerifyBlobsResponse) GetDamaged() []*Digest {
 	if x != nil {
 		return x.Damaged
+	}
+	return nil
+}
+
+func (x *VerifyBlobsResponse) GetRepaired() []*Digest {
+	if x != nil {
+		return x.Repaired
 	}
 	return nil
 }
@@ -4219,7 +4228,13 @@ type GetStatsResponse struct {
 	UnreferencedBytes int64 `protobuf:"varint,9,opt,name=unreferenced_bytes,json=unreferencedBytes,proto3" json:"unreferenced_bytes,omitempty"`
 	DamagedBlobCount  int64 `protobuf:"varint,10,opt,name=damaged_blob_count,json=damagedBlobCount,proto3" json:"damaged_blob_count,omitempty"`
 	// Counters since start, by name (blobs_written, blobs_read, commits, conflicts, evictions, …).
-	Counters      map[string]int64 `protobuf:"bytes,11,rep,name=counters,proto3" json:"counters,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	Counters map[string]int64 `protobuf:"bytes,11,rep,name=counters,proto3" json:"counters,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"varint,2,opt,name=value"`
+	// Bytes of blobs that the namespace wrote since midnight UTC.
+	WrittenTodayBytes int64 `protobuf:"varint,12,opt,name=written_today_bytes,json=writtenTodayBytes,proto3" json:"written_today_bytes,omitempty"`
+	// What all namespaces together may write in a day; 0: it is only counted.
+	WriteBudgetBytes int64 `protobuf:"varint,13,opt,name=write_budget_bytes,json=writeBudgetBytes,proto3" json:"write_budget_bytes,omitempty"`
+	// The background scrub of all namespaces, for role admin.
+	Scrub         *ScrubStatus `protobuf:"bytes,14,opt,name=scrub,proto3" json:"scrub,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -4329,6 +4344,125 @@ func (x *GetStatsResponse) GetCounters() map[string]int64 {
 		return x.Counters
 	}
 	return nil
+}
+
+func (x *GetStatsResponse) GetWrittenTodayBytes() int64 {
+	if x != nil {
+		return x.WrittenTodayBytes
+	}
+	return 0
+}
+
+func (x *GetStatsResponse) GetWriteBudgetBytes() int64 {
+	if x != nil {
+		return x.WriteBudgetBytes
+	}
+	return 0
+}
+
+func (x *GetStatsResponse) GetScrub() *ScrubStatus {
+	if x != nil {
+		return x.Scrub
+	}
+	return nil
+}
+
+// ScrubStatus says how far the store is with hashing every blob again.
+type ScrubStatus struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Of the pass under way, or of the last one.
+	BeganAt *timestamppb.Timestamp `protobuf:"bytes,1,opt,name=began_at,json=beganAt,proto3" json:"began_at,omitempty"`
+	// Absent while a pass is under way.
+	EndedAt *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=ended_at,json=endedAt,proto3" json:"ended_at,omitempty"`
+	// Of this pass.
+	BlobsChecked int64 `protobuf:"varint,3,opt,name=blobs_checked,json=blobsChecked,proto3" json:"blobs_checked,omitempty"`
+	BytesChecked int64 `protobuf:"varint,4,opt,name=bytes_checked,json=bytesChecked,proto3" json:"bytes_checked,omitempty"`
+	BlobsDamaged int64 `protobuf:"varint,5,opt,name=blobs_damaged,json=blobsDamaged,proto3" json:"blobs_damaged,omitempty"`
+	// Fetched again from a peer that had them.
+	BlobsRepaired int64 `protobuf:"varint,6,opt,name=blobs_repaired,json=blobsRepaired,proto3" json:"blobs_repaired,omitempty"`
+	// How fast it reads; 0: it is off.
+	BytesPerS     int64 `protobuf:"varint,7,opt,name=bytes_per_s,json=bytesPerS,proto3" json:"bytes_per_s,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ScrubStatus) Reset() {
+	*x = ScrubStatus{}
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[68]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ScrubStatus) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ScrubStatus) ProtoMessage() {}
+
+func (x *ScrubStatus) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_cachestore_v1_cachestore_proto_msgTypes[68]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ScrubStatus.ProtoReflect.Descriptor instead.
+func (*ScrubStatus) Descriptor() ([]byte, []int) {
+	return file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP(), []int{68}
+}
+
+func (x *ScrubStatus) GetBeganAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.BeganAt
+	}
+	return nil
+}
+
+func (x *ScrubStatus) GetEndedAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.EndedAt
+	}
+	return nil
+}
+
+func (x *ScrubStatus) GetBlobsChecked() int64 {
+	if x != nil {
+		return x.BlobsChecked
+	}
+	return 0
+}
+
+func (x *ScrubStatus) GetBytesChecked() int64 {
+	if x != nil {
+		return x.BytesChecked
+	}
+	return 0
+}
+
+func (x *ScrubStatus) GetBlobsDamaged() int64 {
+	if x != nil {
+		return x.BlobsDamaged
+	}
+	return 0
+}
+
+func (x *ScrubStatus) GetBlobsRepaired() int64 {
+	if x != nil {
+		return x.BlobsRepaired
+	}
+	return 0
+}
+
+func (x *ScrubStatus) GetBytesPerS() int64 {
+	if x != nil {
+		return x.BytesPerS
+	}
+	return 0
 }
 
 var File_kvasir_cachestore_v1_cachestore_proto protoreflect.FileDescriptor
@@ -4608,12 +4742,13 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"EventsLost\"\x0e\n" +
 	"\fWatchStarted\"/\n" +
 	"\x12VerifyBlobsRequest\x12\x19\n" +
-	"\bagent_id\x18\x01 \x01(\tR\aagentId\"\x93\x01\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\"\xcd\x01\n" +
 	"\x13VerifyBlobsResponse\x12#\n" +
 	"\rblobs_checked\x18\x01 \x01(\x03R\fblobsChecked\x12\x1f\n" +
 	"\vblobs_total\x18\x02 \x01(\x03R\n" +
 	"blobsTotal\x126\n" +
-	"\adamaged\x18\x03 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adamaged\"0\n" +
+	"\adamaged\x18\x03 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\adamaged\x128\n" +
+	"\brepaired\x18\x04 \x03(\v2\x1c.kvasir.cachestore.v1.DigestR\brepaired\"0\n" +
 	"\x15CollectGarbageRequest\x12\x17\n" +
 	"\adry_run\x18\x01 \x01(\bR\x06dryRun\"}\n" +
 	"\x16CollectGarbageResponse\x12!\n" +
@@ -4635,7 +4770,7 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x05peers\x18\t \x03(\tR\x05peers\x12\x1a\n" +
 	"\bfeatures\x18\n" +
 	" \x03(\tR\bfeatures\"\x11\n" +
-	"\x0fGetStatsRequest\"\x99\x04\n" +
+	"\x0fGetStatsRequest\"\xb0\x05\n" +
 	"\x10GetStatsResponse\x12\x1f\n" +
 	"\vagent_count\x18\x01 \x01(\x03R\n" +
 	"agentCount\x12%\n" +
@@ -4652,10 +4787,21 @@ const file_kvasir_cachestore_v1_cachestore_proto_rawDesc = "" +
 	"\x12unreferenced_bytes\x18\t \x01(\x03R\x11unreferencedBytes\x12,\n" +
 	"\x12damaged_blob_count\x18\n" +
 	" \x01(\x03R\x10damagedBlobCount\x12P\n" +
-	"\bcounters\x18\v \x03(\v24.kvasir.cachestore.v1.GetStatsResponse.CountersEntryR\bcounters\x1a;\n" +
+	"\bcounters\x18\v \x03(\v24.kvasir.cachestore.v1.GetStatsResponse.CountersEntryR\bcounters\x12.\n" +
+	"\x13written_today_bytes\x18\f \x01(\x03R\x11writtenTodayBytes\x12,\n" +
+	"\x12write_budget_bytes\x18\r \x01(\x03R\x10writeBudgetBytes\x127\n" +
+	"\x05scrub\x18\x0e \x01(\v2!.kvasir.cachestore.v1.ScrubStatusR\x05scrub\x1a;\n" +
 	"\rCountersEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
-	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01*T\n" +
+	"\x05value\x18\x02 \x01(\x03R\x05value:\x028\x01\"\xb1\x02\n" +
+	"\vScrubStatus\x125\n" +
+	"\bbegan_at\x18\x01 \x01(\v2\x1a.google.protobuf.TimestampR\abeganAt\x125\n" +
+	"\bended_at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\aendedAt\x12#\n" +
+	"\rblobs_checked\x18\x03 \x01(\x03R\fblobsChecked\x12#\n" +
+	"\rbytes_checked\x18\x04 \x01(\x03R\fbytesChecked\x12#\n" +
+	"\rblobs_damaged\x18\x05 \x01(\x03R\fblobsDamaged\x12%\n" +
+	"\x0eblobs_repaired\x18\x06 \x01(\x03R\rblobsRepaired\x12\x1e\n" +
+	"\vbytes_per_s\x18\a \x01(\x03R\tbytesPerS*T\n" +
 	"\bBlobKind\x12\x19\n" +
 	"\x15BLOB_KIND_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11BLOB_KIND_TENSORS\x10\x01\x12\x16\n" +
@@ -4715,7 +4861,7 @@ func file_kvasir_cachestore_v1_cachestore_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_cachestore_v1_cachestore_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_kvasir_cachestore_v1_cachestore_proto_msgTypes = make([]protoimpl.MessageInfo, 71)
+var file_kvasir_cachestore_v1_cachestore_proto_msgTypes = make([]protoimpl.MessageInfo, 72)
 var file_kvasir_cachestore_v1_cachestore_proto_goTypes = []any{
 	(BlobKind)(0),                    // 0: kvasir.cachestore.v1.BlobKind
 	(Origin)(0),                      // 1: kvasir.cachestore.v1.Origin
@@ -4787,59 +4933,60 @@ var file_kvasir_cachestore_v1_cachestore_proto_goTypes = []any{
 	(*GetCapabilitiesResponse)(nil),  // 67: kvasir.cachestore.v1.GetCapabilitiesResponse
 	(*GetStatsRequest)(nil),          // 68: kvasir.cachestore.v1.GetStatsRequest
 	(*GetStatsResponse)(nil),         // 69: kvasir.cachestore.v1.GetStatsResponse
-	nil,                              // 70: kvasir.cachestore.v1.Agent.LabelsEntry
-	nil,                              // 71: kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
-	nil,                              // 72: kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	(*Digest)(nil),                   // 73: kvasir.cachestore.v1.Digest
-	(*timestamppb.Timestamp)(nil),    // 74: google.protobuf.Timestamp
-	(*fieldmaskpb.FieldMask)(nil),    // 75: google.protobuf.FieldMask
-	(*WindowBlocks)(nil),             // 76: kvasir.cachestore.v1.WindowBlocks
-	(*durationpb.Duration)(nil),      // 77: google.protobuf.Duration
+	(*ScrubStatus)(nil),              // 70: kvasir.cachestore.v1.ScrubStatus
+	nil,                              // 71: kvasir.cachestore.v1.Agent.LabelsEntry
+	nil,                              // 72: kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	nil,                              // 73: kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	(*Digest)(nil),                   // 74: kvasir.cachestore.v1.Digest
+	(*timestamppb.Timestamp)(nil),    // 75: google.protobuf.Timestamp
+	(*fieldmaskpb.FieldMask)(nil),    // 76: google.protobuf.FieldMask
+	(*WindowBlocks)(nil),             // 77: kvasir.cachestore.v1.WindowBlocks
+	(*durationpb.Duration)(nil),      // 78: google.protobuf.Duration
 }
 var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
-	73, // 0: kvasir.cachestore.v1.BlobFrame.digest:type_name -> kvasir.cachestore.v1.Digest
+	74, // 0: kvasir.cachestore.v1.BlobFrame.digest:type_name -> kvasir.cachestore.v1.Digest
 	0,  // 1: kvasir.cachestore.v1.BlobFrame.kind:type_name -> kvasir.cachestore.v1.BlobKind
-	73, // 2: kvasir.cachestore.v1.FindMissingBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
-	73, // 3: kvasir.cachestore.v1.FindMissingBlobsResponse.missing:type_name -> kvasir.cachestore.v1.Digest
+	74, // 2: kvasir.cachestore.v1.FindMissingBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
+	74, // 3: kvasir.cachestore.v1.FindMissingBlobsResponse.missing:type_name -> kvasir.cachestore.v1.Digest
 	2,  // 4: kvasir.cachestore.v1.WriteBlobsRequest.frame:type_name -> kvasir.cachestore.v1.BlobFrame
-	73, // 5: kvasir.cachestore.v1.WriteBlobsResponse.digest:type_name -> kvasir.cachestore.v1.Digest
-	73, // 6: kvasir.cachestore.v1.QueryWriteStatusRequest.digest:type_name -> kvasir.cachestore.v1.Digest
-	73, // 7: kvasir.cachestore.v1.ReadBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
+	74, // 5: kvasir.cachestore.v1.WriteBlobsResponse.digest:type_name -> kvasir.cachestore.v1.Digest
+	74, // 6: kvasir.cachestore.v1.QueryWriteStatusRequest.digest:type_name -> kvasir.cachestore.v1.Digest
+	74, // 7: kvasir.cachestore.v1.ReadBlobsRequest.digests:type_name -> kvasir.cachestore.v1.Digest
 	2,  // 8: kvasir.cachestore.v1.ReadBlobsResponse.frame:type_name -> kvasir.cachestore.v1.BlobFrame
-	73, // 9: kvasir.cachestore.v1.SnapshotVersion.manifest:type_name -> kvasir.cachestore.v1.Digest
-	74, // 10: kvasir.cachestore.v1.SnapshotVersion.created_at:type_name -> google.protobuf.Timestamp
+	74, // 9: kvasir.cachestore.v1.SnapshotVersion.manifest:type_name -> kvasir.cachestore.v1.Digest
+	75, // 10: kvasir.cachestore.v1.SnapshotVersion.created_at:type_name -> google.protobuf.Timestamp
 	1,  // 11: kvasir.cachestore.v1.SnapshotVersion.origin:type_name -> kvasir.cachestore.v1.Origin
-	73, // 12: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
+	74, // 12: kvasir.cachestore.v1.CommitSnapshotRequest.manifest:type_name -> kvasir.cachestore.v1.Digest
 	35, // 13: kvasir.cachestore.v1.CommitSnapshotRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	73, // 14: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
+	74, // 14: kvasir.cachestore.v1.CommitSnapshotRequest.parent_manifest:type_name -> kvasir.cachestore.v1.Digest
 	11, // 15: kvasir.cachestore.v1.CommitSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
 	11, // 16: kvasir.cachestore.v1.GetSnapshotResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
 	11, // 17: kvasir.cachestore.v1.ListSnapshotsResponse.snapshots:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	70, // 18: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
-	74, // 19: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
-	74, // 20: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
+	71, // 18: kvasir.cachestore.v1.Agent.labels:type_name -> kvasir.cachestore.v1.Agent.LabelsEntry
+	75, // 19: kvasir.cachestore.v1.Agent.created_at:type_name -> google.protobuf.Timestamp
+	75, // 20: kvasir.cachestore.v1.Agent.used_at:type_name -> google.protobuf.Timestamp
 	11, // 21: kvasir.cachestore.v1.Agent.lines:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	74, // 22: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
-	71, // 23: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
+	75, // 22: kvasir.cachestore.v1.Agent.expires_at:type_name -> google.protobuf.Timestamp
+	72, // 23: kvasir.cachestore.v1.ListAgentsRequest.labels:type_name -> kvasir.cachestore.v1.ListAgentsRequest.LabelsEntry
 	18, // 24: kvasir.cachestore.v1.ListAgentsResponse.agents:type_name -> kvasir.cachestore.v1.Agent
 	18, // 25: kvasir.cachestore.v1.GetAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
 	18, // 26: kvasir.cachestore.v1.UpdateAgentRequest.agent:type_name -> kvasir.cachestore.v1.Agent
-	75, // 27: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
+	76, // 27: kvasir.cachestore.v1.UpdateAgentRequest.update_mask:type_name -> google.protobuf.FieldMask
 	18, // 28: kvasir.cachestore.v1.UpdateAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
 	18, // 29: kvasir.cachestore.v1.ForkAgentResponse.agent:type_name -> kvasir.cachestore.v1.Agent
 	11, // 30: kvasir.cachestore.v1.RollbackAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
-	74, // 31: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
-	73, // 32: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
-	76, // 33: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
-	77, // 34: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	75, // 31: kvasir.cachestore.v1.DeleteAgentResponse.bytes_gone_by:type_name -> google.protobuf.Timestamp
+	74, // 32: kvasir.cachestore.v1.FindPrefixResponse.blocks:type_name -> kvasir.cachestore.v1.Digest
+	77, // 33: kvasir.cachestore.v1.FindPrefixResponse.windows:type_name -> kvasir.cachestore.v1.WindowBlocks
+	78, // 34: kvasir.cachestore.v1.AcquireLeaseRequest.ttl:type_name -> google.protobuf.Duration
 	35, // 35: kvasir.cachestore.v1.AcquireLeaseResponse.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	74, // 36: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	75, // 36: kvasir.cachestore.v1.AcquireLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
 	11, // 37: kvasir.cachestore.v1.AcquireLeaseResponse.head:type_name -> kvasir.cachestore.v1.SnapshotVersion
 	35, // 38: kvasir.cachestore.v1.RenewLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
-	77, // 39: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
-	74, // 40: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
+	78, // 39: kvasir.cachestore.v1.RenewLeaseRequest.ttl:type_name -> google.protobuf.Duration
+	75, // 40: kvasir.cachestore.v1.RenewLeaseResponse.expires_at:type_name -> google.protobuf.Timestamp
 	40, // 41: kvasir.cachestore.v1.RenewLeasesRequest.leases:type_name -> kvasir.cachestore.v1.HeldLease
-	77, // 42: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
+	78, // 42: kvasir.cachestore.v1.RenewLeasesRequest.ttl:type_name -> google.protobuf.Duration
 	40, // 43: kvasir.cachestore.v1.RenewLeasesResponse.lost:type_name -> kvasir.cachestore.v1.HeldLease
 	40, // 44: kvasir.cachestore.v1.RenewLeasesResponse.wanted:type_name -> kvasir.cachestore.v1.HeldLease
 	35, // 45: kvasir.cachestore.v1.ReleaseLeaseRequest.lease:type_name -> kvasir.cachestore.v1.LeaseToken
@@ -4849,7 +4996,7 @@ var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
 	11, // 49: kvasir.cachestore.v1.ImportAgentResponse.snapshot:type_name -> kvasir.cachestore.v1.SnapshotVersion
 	53, // 50: kvasir.cachestore.v1.WatchEventsRequest.after:type_name -> kvasir.cachestore.v1.EventCursor
 	53, // 51: kvasir.cachestore.v1.WatchEventsResponse.cursor:type_name -> kvasir.cachestore.v1.EventCursor
-	74, // 52: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
+	75, // 52: kvasir.cachestore.v1.WatchEventsResponse.at:type_name -> google.protobuf.Timestamp
 	11, // 53: kvasir.cachestore.v1.WatchEventsResponse.committed:type_name -> kvasir.cachestore.v1.SnapshotVersion
 	56, // 54: kvasir.cachestore.v1.WatchEventsResponse.agent_deleted:type_name -> kvasir.cachestore.v1.AgentDeleted
 	59, // 55: kvasir.cachestore.v1.WatchEventsResponse.blob_damaged:type_name -> kvasir.cachestore.v1.BlobDamaged
@@ -4857,68 +5004,72 @@ var file_kvasir_cachestore_v1_cachestore_proto_depIdxs = []int32{
 	57, // 57: kvasir.cachestore.v1.WatchEventsResponse.agent_updated:type_name -> kvasir.cachestore.v1.AgentUpdated
 	61, // 58: kvasir.cachestore.v1.WatchEventsResponse.started:type_name -> kvasir.cachestore.v1.WatchStarted
 	58, // 59: kvasir.cachestore.v1.WatchEventsResponse.lease_wanted:type_name -> kvasir.cachestore.v1.LeaseWanted
-	73, // 60: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
-	73, // 61: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
-	72, // 62: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
-	19, // 63: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
-	21, // 64: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
-	23, // 65: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
-	25, // 66: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
-	27, // 67: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
-	29, // 68: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
-	16, // 69: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
-	14, // 70: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
-	31, // 71: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
-	45, // 72: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
-	48, // 73: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
-	50, // 74: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
-	3,  // 75: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
-	5,  // 76: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
-	7,  // 77: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
-	9,  // 78: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
-	12, // 79: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
-	33, // 80: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
-	36, // 81: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
-	38, // 82: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
-	41, // 83: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
-	43, // 84: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
-	54, // 85: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
-	62, // 86: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
-	64, // 87: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
-	66, // 88: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
-	68, // 89: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
-	20, // 90: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
-	22, // 91: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
-	24, // 92: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
-	26, // 93: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
-	28, // 94: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
-	30, // 95: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
-	17, // 96: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
-	15, // 97: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
-	32, // 98: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
-	46, // 99: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
-	49, // 100: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
-	52, // 101: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
-	4,  // 102: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
-	6,  // 103: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
-	8,  // 104: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
-	10, // 105: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
-	13, // 106: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
-	34, // 107: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
-	37, // 108: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
-	39, // 109: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
-	42, // 110: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
-	44, // 111: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
-	55, // 112: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
-	63, // 113: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
-	65, // 114: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
-	67, // 115: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
-	69, // 116: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
-	90, // [90:117] is the sub-list for method output_type
-	63, // [63:90] is the sub-list for method input_type
-	63, // [63:63] is the sub-list for extension type_name
-	63, // [63:63] is the sub-list for extension extendee
-	0,  // [0:63] is the sub-list for field type_name
+	74, // 60: kvasir.cachestore.v1.BlobDamaged.digest:type_name -> kvasir.cachestore.v1.Digest
+	74, // 61: kvasir.cachestore.v1.VerifyBlobsResponse.damaged:type_name -> kvasir.cachestore.v1.Digest
+	74, // 62: kvasir.cachestore.v1.VerifyBlobsResponse.repaired:type_name -> kvasir.cachestore.v1.Digest
+	73, // 63: kvasir.cachestore.v1.GetStatsResponse.counters:type_name -> kvasir.cachestore.v1.GetStatsResponse.CountersEntry
+	70, // 64: kvasir.cachestore.v1.GetStatsResponse.scrub:type_name -> kvasir.cachestore.v1.ScrubStatus
+	75, // 65: kvasir.cachestore.v1.ScrubStatus.began_at:type_name -> google.protobuf.Timestamp
+	75, // 66: kvasir.cachestore.v1.ScrubStatus.ended_at:type_name -> google.protobuf.Timestamp
+	19, // 67: kvasir.cachestore.v1.AgentService.ListAgents:input_type -> kvasir.cachestore.v1.ListAgentsRequest
+	21, // 68: kvasir.cachestore.v1.AgentService.GetAgent:input_type -> kvasir.cachestore.v1.GetAgentRequest
+	23, // 69: kvasir.cachestore.v1.AgentService.UpdateAgent:input_type -> kvasir.cachestore.v1.UpdateAgentRequest
+	25, // 70: kvasir.cachestore.v1.AgentService.ForkAgent:input_type -> kvasir.cachestore.v1.ForkAgentRequest
+	27, // 71: kvasir.cachestore.v1.AgentService.RollbackAgent:input_type -> kvasir.cachestore.v1.RollbackAgentRequest
+	29, // 72: kvasir.cachestore.v1.AgentService.DeleteAgent:input_type -> kvasir.cachestore.v1.DeleteAgentRequest
+	16, // 73: kvasir.cachestore.v1.AgentService.ListSnapshots:input_type -> kvasir.cachestore.v1.ListSnapshotsRequest
+	14, // 74: kvasir.cachestore.v1.AgentService.GetSnapshot:input_type -> kvasir.cachestore.v1.GetSnapshotRequest
+	31, // 75: kvasir.cachestore.v1.AgentService.GetUsage:input_type -> kvasir.cachestore.v1.GetUsageRequest
+	45, // 76: kvasir.cachestore.v1.AgentService.PullAgent:input_type -> kvasir.cachestore.v1.PullAgentRequest
+	48, // 77: kvasir.cachestore.v1.AgentService.ExportAgent:input_type -> kvasir.cachestore.v1.ExportAgentRequest
+	50, // 78: kvasir.cachestore.v1.AgentService.ImportAgent:input_type -> kvasir.cachestore.v1.ImportAgentRequest
+	3,  // 79: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:input_type -> kvasir.cachestore.v1.FindMissingBlobsRequest
+	5,  // 80: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:input_type -> kvasir.cachestore.v1.WriteBlobsRequest
+	7,  // 81: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:input_type -> kvasir.cachestore.v1.QueryWriteStatusRequest
+	9,  // 82: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:input_type -> kvasir.cachestore.v1.ReadBlobsRequest
+	12, // 83: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:input_type -> kvasir.cachestore.v1.CommitSnapshotRequest
+	33, // 84: kvasir.cachestore.v1.CacheStoreService.FindPrefix:input_type -> kvasir.cachestore.v1.FindPrefixRequest
+	36, // 85: kvasir.cachestore.v1.CacheStoreService.AcquireLease:input_type -> kvasir.cachestore.v1.AcquireLeaseRequest
+	38, // 86: kvasir.cachestore.v1.CacheStoreService.RenewLease:input_type -> kvasir.cachestore.v1.RenewLeaseRequest
+	41, // 87: kvasir.cachestore.v1.CacheStoreService.RenewLeases:input_type -> kvasir.cachestore.v1.RenewLeasesRequest
+	43, // 88: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:input_type -> kvasir.cachestore.v1.ReleaseLeaseRequest
+	54, // 89: kvasir.cachestore.v1.CacheStoreService.WatchEvents:input_type -> kvasir.cachestore.v1.WatchEventsRequest
+	62, // 90: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:input_type -> kvasir.cachestore.v1.VerifyBlobsRequest
+	64, // 91: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:input_type -> kvasir.cachestore.v1.CollectGarbageRequest
+	66, // 92: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:input_type -> kvasir.cachestore.v1.GetCapabilitiesRequest
+	68, // 93: kvasir.cachestore.v1.CacheStoreService.GetStats:input_type -> kvasir.cachestore.v1.GetStatsRequest
+	20, // 94: kvasir.cachestore.v1.AgentService.ListAgents:output_type -> kvasir.cachestore.v1.ListAgentsResponse
+	22, // 95: kvasir.cachestore.v1.AgentService.GetAgent:output_type -> kvasir.cachestore.v1.GetAgentResponse
+	24, // 96: kvasir.cachestore.v1.AgentService.UpdateAgent:output_type -> kvasir.cachestore.v1.UpdateAgentResponse
+	26, // 97: kvasir.cachestore.v1.AgentService.ForkAgent:output_type -> kvasir.cachestore.v1.ForkAgentResponse
+	28, // 98: kvasir.cachestore.v1.AgentService.RollbackAgent:output_type -> kvasir.cachestore.v1.RollbackAgentResponse
+	30, // 99: kvasir.cachestore.v1.AgentService.DeleteAgent:output_type -> kvasir.cachestore.v1.DeleteAgentResponse
+	17, // 100: kvasir.cachestore.v1.AgentService.ListSnapshots:output_type -> kvasir.cachestore.v1.ListSnapshotsResponse
+	15, // 101: kvasir.cachestore.v1.AgentService.GetSnapshot:output_type -> kvasir.cachestore.v1.GetSnapshotResponse
+	32, // 102: kvasir.cachestore.v1.AgentService.GetUsage:output_type -> kvasir.cachestore.v1.GetUsageResponse
+	46, // 103: kvasir.cachestore.v1.AgentService.PullAgent:output_type -> kvasir.cachestore.v1.PullAgentResponse
+	49, // 104: kvasir.cachestore.v1.AgentService.ExportAgent:output_type -> kvasir.cachestore.v1.ExportAgentResponse
+	52, // 105: kvasir.cachestore.v1.AgentService.ImportAgent:output_type -> kvasir.cachestore.v1.ImportAgentResponse
+	4,  // 106: kvasir.cachestore.v1.CacheStoreService.FindMissingBlobs:output_type -> kvasir.cachestore.v1.FindMissingBlobsResponse
+	6,  // 107: kvasir.cachestore.v1.CacheStoreService.WriteBlobs:output_type -> kvasir.cachestore.v1.WriteBlobsResponse
+	8,  // 108: kvasir.cachestore.v1.CacheStoreService.QueryWriteStatus:output_type -> kvasir.cachestore.v1.QueryWriteStatusResponse
+	10, // 109: kvasir.cachestore.v1.CacheStoreService.ReadBlobs:output_type -> kvasir.cachestore.v1.ReadBlobsResponse
+	13, // 110: kvasir.cachestore.v1.CacheStoreService.CommitSnapshot:output_type -> kvasir.cachestore.v1.CommitSnapshotResponse
+	34, // 111: kvasir.cachestore.v1.CacheStoreService.FindPrefix:output_type -> kvasir.cachestore.v1.FindPrefixResponse
+	37, // 112: kvasir.cachestore.v1.CacheStoreService.AcquireLease:output_type -> kvasir.cachestore.v1.AcquireLeaseResponse
+	39, // 113: kvasir.cachestore.v1.CacheStoreService.RenewLease:output_type -> kvasir.cachestore.v1.RenewLeaseResponse
+	42, // 114: kvasir.cachestore.v1.CacheStoreService.RenewLeases:output_type -> kvasir.cachestore.v1.RenewLeasesResponse
+	44, // 115: kvasir.cachestore.v1.CacheStoreService.ReleaseLease:output_type -> kvasir.cachestore.v1.ReleaseLeaseResponse
+	55, // 116: kvasir.cachestore.v1.CacheStoreService.WatchEvents:output_type -> kvasir.cachestore.v1.WatchEventsResponse
+	63, // 117: kvasir.cachestore.v1.CacheStoreService.VerifyBlobs:output_type -> kvasir.cachestore.v1.VerifyBlobsResponse
+	65, // 118: kvasir.cachestore.v1.CacheStoreService.CollectGarbage:output_type -> kvasir.cachestore.v1.CollectGarbageResponse
+	67, // 119: kvasir.cachestore.v1.CacheStoreService.GetCapabilities:output_type -> kvasir.cachestore.v1.GetCapabilitiesResponse
+	69, // 120: kvasir.cachestore.v1.CacheStoreService.GetStats:output_type -> kvasir.cachestore.v1.GetStatsResponse
+	94, // [94:121] is the sub-list for method output_type
+	67, // [67:94] is the sub-list for method input_type
+	67, // [67:67] is the sub-list for extension type_name
+	67, // [67:67] is the sub-list for extension extendee
+	0,  // [0:67] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_cachestore_v1_cachestore_proto_init() }
@@ -4950,7 +5101,7 @@ func file_kvasir_cachestore_v1_cachestore_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_cachestore_v1_cachestore_proto_rawDesc), len(file_kvasir_cachestore_v1_cachestore_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   71,
+			NumMessages:   72,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

@@ -190,6 +190,8 @@ const (
 	ErrorReason_ERROR_REASON_DISK_FAILED ErrorReason = 108
 	// The namespace's blobs are being verified. RESOURCE_EXHAUSTED.
 	ErrorReason_ERROR_REASON_VERIFY_RUNNING ErrorReason = 109
+	// The disk's write budget of this day is spent, and the store was told to refuse then. RESOURCE_EXHAUSTED: written_bytes, asked_bytes.
+	ErrorReason_ERROR_REASON_WRITE_BUDGET_SPENT ErrorReason = 110
 	// No peer of this name is configured. NOT_FOUND.
 	ErrorReason_ERROR_REASON_PEER_UNKNOWN ErrorReason = 120
 	// The peer's configuration cannot be used. FAILED_PRECONDITION.
@@ -329,6 +331,7 @@ var (
 		107: "ERROR_REASON_DISK_SHARE_FULL",
 		108: "ERROR_REASON_DISK_FAILED",
 		109: "ERROR_REASON_VERIFY_RUNNING",
+		110: "ERROR_REASON_WRITE_BUDGET_SPENT",
 		120: "ERROR_REASON_PEER_UNKNOWN",
 		121: "ERROR_REASON_PEER_CONFIGURATION",
 		122: "ERROR_REASON_PEER_REFUSED",
@@ -438,6 +441,7 @@ var (
 		"ERROR_REASON_DISK_SHARE_FULL":        107,
 		"ERROR_REASON_DISK_FAILED":            108,
 		"ERROR_REASON_VERIFY_RUNNING":         109,
+		"ERROR_REASON_WRITE_BUDGET_SPENT":     110,
 		"ERROR_REASON_PEER_UNKNOWN":           120,
 		"ERROR_REASON_PEER_CONFIGURATION":     121,
 		"ERROR_REASON_PEER_REFUSED":           122,
@@ -499,7 +503,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xdf\x1b\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\x84\x1c\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -581,7 +585,8 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\x16ERROR_REASON_DISK_FULL\x10j\x12 \n" +
 	"\x1cERROR_REASON_DISK_SHARE_FULL\x10k\x12\x1c\n" +
 	"\x18ERROR_REASON_DISK_FAILED\x10l\x12\x1f\n" +
-	"\x1bERROR_REASON_VERIFY_RUNNING\x10m\x12\x1d\n" +
+	"\x1bERROR_REASON_VERIFY_RUNNING\x10m\x12#\n" +
+	"\x1fERROR_REASON_WRITE_BUDGET_SPENT\x10n\x12\x1d\n" +
 	"\x19ERROR_REASON_PEER_UNKNOWN\x10x\x12#\n" +
 	"\x1fERROR_REASON_PEER_CONFIGURATION\x10y\x12\x1d\n" +
 	"\x19ERROR_REASON_PEER_REFUSED\x10z\x12!\n" +

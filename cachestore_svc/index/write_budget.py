@@ -1,0 +1,81 @@
+"""Bytes that are written in a day (UTC), for the sake of an SSD: always counted, durably, and told; refused on wish.
+
+A blob's bytes are counted in the transaction that lists it, each time that it is written; the index and its journal,
+some kilobytes for a commit, are not. Beyond the budget nothing is refused unless the configuration says so: then an
+engine keeps what it cannot store in memory, and says so at the end of the turn.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from kvasir.errors import ResourceExhausted
+
+from cachestore_svc.index.catalog import HOUSE, Catalog, CatalogChange, CatalogView
+
+DAY_MS = 86_400_000
+# A namespace that wrote more than this part leaves as much to those that wrote less.
+_SHARE = 8
+
+
+class WriteBudget:
+    """What each namespace wrote today. Used from any thread."""
+
+    def __init__(
+        self, catalog: Catalog, now_unix_ms: Callable[[], int], budget_bytes: int | None, *, refuses: bool
+    ) -> None:
+        """`budget_bytes`: of all namespaces together in a day; None: it is counted only."""
+        self.budget_bytes = budget_bytes
+        self._refuses = refuses
+        self._catalog = catalog
+        self._now_unix_ms = now_unix_ms
+        self._lock = threading.Lock()
+        self._day = -1
+        self._written: Counter[str] = Counter()
+
+    def today(self) -> Mapping[str, int]:
+        """Bytes by namespace since midnight UTC."""
+        day = self._now_unix_ms() // DAY_MS
+        with self._lock:
+            if day == self._day:
+                return dict(self._written)
+
+        def read(view: CatalogView) -> None:
+            # On the index thread, where all bytes are counted: none comes in between.
+            with self._lock:
+                self._day, self._written = day, Counter(view.written(day))
+
+        self._catalog.read(HOUSE, read)
+        with self._lock:
+            return dict(self._written)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.budget_bytes is not None and sum(self.today().values()) >= self.budget_bytes
+
+    def check(self, namespace: str, size_bytes: int) -> None:
+        """Raises ResourceExhausted (WRITE_BUDGET_SPENT, with the caller's numbers) for a write that must wait."""
+        if self.budget_bytes is None or not self._refuses:
+            return
+        written = self.today()
+        own, after = written.get(namespace, 0), sum(written.values()) + size_bytes
+        kept = self.budget_bytes // _SHARE if own > self.budget_bytes // _SHARE else 0
+        if after > self.budget_bytes - kept:
+            raise ResourceExhausted(
+                f"the disk's write budget of this day (UTC) does not allow {size_bytes} bytes more; {own} were written",
+                reason="WRITE_BUDGET_SPENT",
+                retry_after_s=(DAY_MS - self._now_unix_ms() % DAY_MS) / 1000,
+                metadata={"written_bytes": str(own), "asked_bytes": str(size_bytes)},
+            )
+
+    def count(self, change: CatalogChange, namespace: str, size_bytes: int) -> None:
+        """A blob of this size was written; within the operation that lists it."""
+        day = self._now_unix_ms() // DAY_MS
+        change.count_written(namespace, day, size_bytes)
+
+        def counted() -> None:
+            with self._lock:
+                if day == self._day:
+                    self._written[namespace] += size_bytes
+
+        change.after_commit(counted)

@@ -1,0 +1,58 @@
+"""Bytes that are written in a day: counted durably, told, and refused beyond the budget only where that was wished."""
+
+import pytest
+from kvasir.errors import ResourceExhausted
+
+from cachestore_svc.records import BlobKind
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Lab, publish, upload, write
+from tests.synthetic import SMALL, SyntheticAgent
+
+DAY = 86_400.0
+TURNS = [SyntheticAgent(SMALL, seed).turn(300, is_prompt=True) for seed in (1, 2, 3)]
+SIZES = [sum(len(data) for data in turn.new_blobs.values()) + len(turn.manifest_bytes) for turn in TURNS]
+
+
+def today(store: Store, namespace: str = NS) -> int:
+    return store.stats(namespace).written_today_bytes
+
+
+def test_bytes_are_counted_by_day_and_namespace_and_survive_a_restart(lab: Lab) -> None:
+    with lab.open() as store:
+        publish(store, "ada", TURNS[0], 0)
+        publish(store, "bob", TURNS[0], 0)  # its blobs are here already
+        publish(store, "eva", TURNS[1], 0, namespace="other")
+        assert (today(store), today(store, "other")) == (SIZES[0], SIZES[1])
+        assert store.written()["today_bytes"] == SIZES[0] + SIZES[1]
+    with lab.open() as store:
+        assert today(store) == SIZES[0]
+        publish(store, "ida", TURNS[2], 0)
+        assert today(store) == SIZES[0] + SIZES[2]
+        lab.clock.pass_s(DAY)
+        assert today(store) == 0
+        lab.clock.set_by_s = -DAY  # the same day again
+        assert today(store) == SIZES[0] + SIZES[2]
+
+
+def test_a_spent_budget_is_told_and_refuses_nothing(lab: Lab) -> None:
+    with lab.open(write_budget_bytes=SIZES[0]) as store:
+        assert not store.written()["is_spent"]
+        publish(store, "ada", TURNS[0], 0)
+        assert store.written()["is_spent"]
+        publish(store, "eva", TURNS[1], 0)
+
+
+def test_where_it_was_wished_tensors_are_refused_until_midnight_and_manifests_are_not(lab: Lab) -> None:
+    budget = 2 * SIZES[0]
+    with lab.open(write_budget_bytes=budget, refuses_beyond_budget=True) as store:
+        upload(store, TURNS[0])
+        publish(store, "ada", TURNS[0], 0)
+        with pytest.raises(ResourceExhausted) as refused:
+            upload(store, TURNS[1])
+        assert refused.value.reason == "WRITE_BUDGET_SPENT"
+        assert int(refused.value.metadata["written_bytes"]) == today(store)
+        assert 0 < (refused.value.retry_after_s or 0) <= DAY
+        write(store, TURNS[1].manifest_digest, TURNS[1].manifest_bytes, BlobKind.MANIFEST)
+        upload(store, SyntheticAgent(SMALL, 9).turn(1, is_prompt=True), namespace="other")  # the eighth for the others
+        lab.clock.pass_s(refused.value.retry_after_s or 0)
+        publish(store, "eva", TURNS[1], 0)
