@@ -56,6 +56,16 @@ class Disk:
         while view:
             view = view[os.write(descriptor, view) :]
 
+    def overwrite(self, path: Path, data: bytes) -> None:
+        """Write over a file's first bytes where they lie, durably. An SSD, or a file system that copies on write, may
+        keep what was there for a while."""
+        descriptor = _of_file(os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK))
+        try:
+            self.write(descriptor, data)
+            self.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def truncate(self, descriptor: int, size_bytes: int) -> None:
         os.ftruncate(descriptor, size_bytes)
 

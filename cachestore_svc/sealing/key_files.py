@@ -1,0 +1,103 @@
+"""The records of namespaces' keys in the data directory: two copies of each, because all that is sealed hangs on them.
+
+A copy is replaced as a whole, and before the other, so that a crash leaves at least one. A mark beside the namespace's
+blobs says that there must be a record: without it, one that was lost would let plain bytes in.
+"""
+
+import contextlib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from blake3 import blake3
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.sealing import keys
+from cachestore_svc.sealing.keys import KeyRecord
+
+_COPIES = ("", ".copy")
+_NEW_SUFFIX = ".new"
+_MARK = "sealed"
+_PLACE = re.compile(r"[0-9a-f]{32}")
+_MOST_BYTES = 1 << 16
+
+# By place; None where a record must be, and none is whole.
+Records = Mapping[str, KeyRecord | None]
+
+
+def place_of(namespace: str) -> str:
+    """The name that a namespace has in the data directory."""
+    return blake3(namespace.encode()).hexdigest()[:32]
+
+
+class KeyFiles:
+    """The key records of one data directory."""
+
+    def __init__(self, data_dir: Path, disk: Disk) -> None:
+        self._directory = data_dir / "keys"
+        self._namespaces = data_dir / "namespaces"
+        self._disk = disk
+
+    def read(self) -> Records:
+        """All records. Raises FailedPrecondition (DATA_TOO_NEW)."""
+        kept = {name.split(".")[0] for name in self._disk.names(self._directory)}
+        marked = {name for name in self._disk.names(self._namespaces) if self._disk.has(self._mark(name))}
+        return {place: self._read(place) for place in sorted(kept | marked) if _PLACE.fullmatch(place)}
+
+    def begin(self, record: KeyRecord) -> None:
+        """Keep the record of a namespace that has been nothing yet. Raises OSError."""
+        mark = self._mark(place_of(record.namespace))
+        self._disk.make_directory(mark.parent)
+        self._fill(mark, b"")
+        self._disk.fsync_directory(mark.parent)
+        self.write(record)
+
+    def write(self, record: KeyRecord, *, overwrites: bool = False) -> None:
+        """Keep a record, durably. `overwrites`: what lies there is first written over. Raises OSError; then either
+        record may be what is kept."""
+        self._disk.make_directory(self._directory)
+        data = keys.to_bytes(record)
+        for path in self._paths(place_of(record.namespace)):
+            new = path.with_name(path.name + _NEW_SUFFIX)
+            self._disk.remove(new)
+            self._fill(new, data)
+            if overwrites and (size_bytes := self._disk.size_bytes(path)):
+                self._disk.overwrite(path, bytes(size_bytes))
+            self._disk.rename(new, path)
+            self._disk.fsync_directory(self._directory)
+
+    def mend(self, records: Records) -> list[str]:
+        """Write the records anew of which a copy is missing, damaged or older; their namespaces."""
+        mended = []
+        for place, record in records.items():
+            if record and any(self._bytes(path) != keys.to_bytes(record) for path in self._paths(place)):
+                # Where even this cannot be written, the copy that is whole still opens the namespace.
+                with contextlib.suppress(OSError):
+                    self.write(record, overwrites=bool(record.erased_unix_ms))
+                    mended.append(record.namespace)
+        return mended
+
+    def _read(self, place: str) -> KeyRecord | None:
+        found = [keys.from_bytes(self._bytes(path)) for path in self._paths(place)]
+        whole = [record for record in found if record is not None and place_of(record.namespace) == place]
+        return max(whole, key=lambda record: record.sequence, default=None)
+
+    def _bytes(self, path: Path) -> bytes:
+        try:
+            return bytes(self._disk.read(path, _MOST_BYTES))
+        except OSError:
+            return b""
+
+    def _paths(self, place: str) -> list[Path]:
+        return [self._directory / (place + copy) for copy in _COPIES]
+
+    def _mark(self, place: str) -> Path:
+        return self._namespaces / place / _MARK
+
+    def _fill(self, path: Path, data: bytes) -> None:
+        descriptor = self._disk.open_append(path)
+        try:
+            self._disk.write(descriptor, data)
+            self._disk.fsync(descriptor)
+        finally:
+            self._disk.close(descriptor)

@@ -1,0 +1,267 @@
+"""The blobs of sealed namespaces over any backend: plain bytes and digests above, sealed files and their names below.
+
+A namespace that is shut keeps its sealed names: it can be listed, counted and swept, but not read or written.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+
+from kvasir.errors import FailedPrecondition
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, Listing, NamespaceBlobs, Part
+from cachestore_svc.sealing.keys import NamespaceKey, sealed_error
+from cachestore_svc.sealing.sealed_form import (
+    HEADER_BYTES,
+    SEALED_SEGMENT_BYTES,
+    SEGMENT_BYTES,
+    DoesNotOpen,
+    FileSeal,
+    RandomBytes,
+    open_file,
+    plain_size,
+    sealed_size,
+)
+from cachestore_svc.sealing.seals import Seals
+
+
+class SealedBackend:
+    """See cachestore_svc.blobs.backend.BlobBackend. What is not sealed passes as it is."""
+
+    def __init__(self, backend: BlobBackend, seals: Seals, random_bytes: RandomBytes) -> None:
+        self.sealed = backend
+        self.seals = seals
+        self._random_bytes = random_bytes
+
+    @property
+    def where(self) -> str:
+        """See BlobBackend."""
+        return self.sealed.where
+
+    def of(self, namespace: str) -> NamespaceBlobs:
+        """See BlobBackend."""
+        blobs, key = self.sealed.of(namespace), self.seals.key_of(namespace)
+        if key is not None:
+            return SealedBlobs(blobs, key, self._random_bytes)
+        if self.seals.refusal(namespace) is not None:
+            return ShutBlobs(blobs, namespace, self.seals)
+        return blobs
+
+    def all(self) -> Sequence[NamespaceBlobs]:
+        """See BlobBackend. As they lie there, under the names that they have there."""
+        return self.sealed.all()
+
+    def remove_aside(self, aside: Aside) -> int:
+        """See BlobBackend."""
+        return self.sealed.remove_aside(aside)
+
+
+class SealedBlobs:
+    """The blobs of a sealed namespace that is open; see cachestore_svc.blobs.backend.NamespaceBlobs. Asides keep their
+    sealed names."""
+
+    def __init__(self, blobs: NamespaceBlobs, key: NamespaceKey, random_bytes: RandomBytes) -> None:
+        self._blobs = blobs
+        self._key = key
+        self._random_bytes = random_bytes
+
+    @property
+    def place(self) -> str:
+        """See NamespaceBlobs."""
+        return self._blobs.place
+
+    def exists(self) -> bool:
+        """See NamespaceBlobs."""
+        return self._blobs.exists()
+
+    def begin(self, hash_: str) -> "SealedPart":
+        """See NamespaceBlobs."""
+        return SealedPart(self._blobs.begin(self._name(hash_)), self._key.files, hash_, self._random_bytes)
+
+    def publish(self, hash_: str) -> None:
+        """See NamespaceBlobs."""
+        self._blobs.publish(self._name(hash_))
+
+    def read(self, digest: Digest) -> memoryview:
+        """See NamespaceBlobs."""
+        data = self._opened(self.bytes_of(digest.hash, digest.size_bytes + 1), digest.hash)
+        if Digest.of(data) != digest:
+            raise Damaged("its bytes have another digest")
+        return data
+
+    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+        """See NamespaceBlobs. These are the bytes of the file."""
+        return self._blobs.bytes_of(self._name(hash_), sealed_size(most_bytes))
+
+    def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
+        """See NamespaceBlobs. Bytes that do not open are left out."""
+        for data, aside in self._blobs.unverified(self._name(hash_), sealed_size(most_bytes)):
+            try:
+                yield self._opened(data, hash_), aside
+            except Damaged:
+                continue
+
+    def size_bytes(self, hash_: str) -> int | None:
+        """See NamespaceBlobs."""
+        size = self._blobs.size_bytes(self._name(hash_))
+        return None if size is None else plain_size(size)
+
+    def remove(self, hash_: str) -> None:
+        """See NamespaceBlobs."""
+        self._blobs.remove(self._name(hash_))
+
+    def remove_part(self, hash_: str) -> None:
+        """See NamespaceBlobs."""
+        self._blobs.remove_part(self._name(hash_))
+
+    def set_aside(self, hash_: str, now_unix_ms: int) -> Aside:
+        """See NamespaceBlobs."""
+        return self._blobs.set_aside(self._name(hash_), now_unix_ms)
+
+    def restore(self, aside: Aside) -> None:
+        """See NamespaceBlobs."""
+        self._blobs.restore(aside)
+
+    def list(self) -> Listing:
+        """See NamespaceBlobs."""
+        found, names = self._blobs.list(), self._key.names
+        return Listing(
+            set(names.open_hashes(found.blobs)), set(names.open_hashes(found.parts)), found.asides, found.strange
+        )
+
+    def naming(self, hash_: str) -> AbstractContextManager[object]:
+        """See NamespaceBlobs."""
+        return self._blobs.naming(self._name(hash_))
+
+    def _name(self, hash_: str) -> str:
+        return self._key.names.hash(hash_)
+
+    def _opened(self, data: memoryview, hash_: str) -> memoryview:
+        try:
+            return open_file(self._key.files, data, hash_)
+        except DoesNotOpen as error:
+            raise Damaged(str(error)) from error
+
+
+class ShutBlobs(SealedBlobs):
+    """The blobs of a sealed namespace without its key, under the names that they have there: they can be listed,
+    measured, set aside and removed."""
+
+    def __init__(self, blobs: NamespaceBlobs, namespace: str, seals: Seals) -> None:
+        self._blobs = blobs
+        self._namespace = namespace
+        self._seals = seals
+
+    def begin(self, hash_: str) -> "SealedPart":  # noqa: ARG002
+        """Raises FailedPrecondition (NAMESPACE_SEALED)."""
+        raise self._refusal()
+
+    def list(self) -> Listing:
+        """See NamespaceBlobs."""
+        return self._blobs.list()
+
+    def _name(self, hash_: str) -> str:
+        return hash_
+
+    def _opened(self, data: memoryview, hash_: str) -> memoryview:  # noqa: ARG002
+        raise self._refusal()
+
+    def _refusal(self) -> FailedPrecondition:
+        return self._seals.refusal(self._namespace) or sealed_error(self._namespace, "it is shut")
+
+
+class SealedPart:
+    """A part that is sealed as it comes; see cachestore_svc.blobs.backend.Part.
+
+    The last segment waits in memory until more comes: only then is it known that it was not the last. What waits when
+    the part is closed is written as if more came, and sealed anew by whoever goes on with it.
+    """
+
+    def __init__(self, part: Part, files_key: bytes, hash_: str, random_bytes: RandomBytes) -> None:
+        self._part = part
+        self._files_key = files_key
+        self._hash = hash_
+        self._random_bytes = random_bytes
+        self._seal = FileSeal.begin(files_key, random_bytes)
+        self._has_header = False
+        self._segments = 0  # that are written, and full
+        self._waiting = b""
+        self._is_whole = False
+
+    def pieces(self) -> Iterator[bytes]:
+        """See Part. What does not open ends it, and is cut off."""
+        stored = _Pieces(self._part.pieces())
+        try:
+            self._seal = FileSeal.of_header(self._files_key, stored.take(HEADER_BYTES), self._hash)
+            self._has_header = True
+            while sealed := stored.take(SEALED_SEGMENT_BYTES):
+                number = self._segments + bool(self._waiting)
+                plain = self._seal.open_piece(sealed, number)
+                self._segments, self._waiting = number, plain
+                yield plain
+        except DoesNotOpen:
+            pass
+        self._cut()
+
+    def append(self, data: bytes | memoryview) -> None:
+        """See Part. `pieces` is exhausted before."""
+        view = memoryview(data)
+        full = max(0, len(self._waiting) + len(view) - 1) // SEGMENT_BYTES
+        if not full:
+            self._waiting += view
+            return
+        rest = SEGMENT_BYTES - len(self._waiting)
+        plain: list[bytes | memoryview] = [self._waiting + view[:rest] if self._waiting else view[:rest]]
+        plain += [view[at : at + SEGMENT_BYTES] for at in range(rest, rest + (full - 1) * SEGMENT_BYTES, SEGMENT_BYTES)]
+        self._write([(each, False) for each in plain])
+        self._segments += full
+        self._waiting = bytes(view[rest + (full - 1) * SEGMENT_BYTES :])
+
+    def cut(self, size_bytes: int) -> None:
+        """See Part: what a failed `append` wrote is not counted yet."""
+        assert size_bytes == self._segments * SEGMENT_BYTES + len(self._waiting)
+        self._cut()
+
+    def sync(self) -> None:
+        """See Part. Nothing can be appended any more."""
+        self._write([(self._waiting, True)])
+        self._is_whole = True
+        self._part.sync()
+
+    def close(self) -> int:
+        """See Part. Where what waits finds no room, it is lost, and the part is shorter."""
+        kept = self._segments * SEGMENT_BYTES
+        if not self._is_whole and self._waiting:
+            try:
+                self._write([(self._waiting, False)])
+                kept += len(self._waiting)
+            except OSError:
+                pass
+        self._part.close()
+        return kept
+
+    def _write(self, segments: Sequence[tuple[bytes | memoryview, bool]]) -> None:
+        """Append segments, all in one effect."""
+        sealed = bytearray() if self._has_header else bytearray(self._seal.header(self._hash, self._random_bytes))
+        for number, (plain, is_last) in enumerate(segments, start=self._segments):
+            sealed += self._seal.seal(plain, number, is_last, self._random_bytes)
+        self._part.append(memoryview(sealed))
+        self._has_header = True
+
+    def _cut(self) -> None:
+        self._part.cut(HEADER_BYTES + self._segments * SEALED_SEGMENT_BYTES if self._has_header else 0)
+
+
+class _Pieces:
+    """Bytes that come in pieces of any size, taken in others."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._left = b""
+
+    def take(self, size_bytes: int) -> bytes:
+        """The next bytes; fewer at the end."""
+        while len(self._left) < size_bytes and (piece := next(self._pieces, b"")):
+            self._left += piece
+        taken, self._left = self._left[:size_bytes], self._left[size_bytes:]
+        return taken

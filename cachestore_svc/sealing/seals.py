@@ -1,0 +1,63 @@
+"""Which namespaces of a data directory are sealed, and the keys of those that the given master keys open.
+
+A namespace that does not open is shut: whatever it is asked is refused, and the others are served. What can be seen of
+it without a key (names of files, sizes, counts) is looked after all the same.
+"""
+
+from collections.abc import Sequence
+
+from kvasir.errors import FailedPrecondition
+
+from cachestore_svc.sealing.key_files import Records, place_of
+from cachestore_svc.sealing.keys import MasterKey, NamespaceKey, sealed_error
+from cachestore_svc.sealing.sealed_names import SealedNames
+
+
+class Seals:
+    """The seals of an open store. They do not change while it is open."""
+
+    def __init__(self, records: Records, masters: Sequence[MasterKey]) -> None:
+        self._keys: dict[str, NamespaceKey] = {}
+        self._shut: dict[str, FailedPrecondition] = {}
+        self._lost = {place for place, record in records.items() if record is None}
+        for place, record in records.items():
+            if record is not None:
+                try:
+                    self._keys[place] = NamespaceKey(record.open(masters))
+                except FailedPrecondition as error:
+                    self._shut[place] = error
+
+    def key_of(self, namespace: str) -> NamespaceKey | None:
+        """The key of a sealed namespace; None for one that is not sealed, or shut."""
+        return self._keys.get(place_of(namespace))
+
+    def names_of(self, namespace: str) -> SealedNames | None:
+        """How the names of a sealed namespace are sealed; None for one that is not sealed, or shut."""
+        key = self.key_of(namespace) if self._keys else None
+        return None if key is None else key.names
+
+    def plain(self, namespace: str, text: str) -> str:
+        """A text about a namespace with the names in it opened, where they are sealed and the key is here."""
+        names = self.names_of(namespace)
+        return text if names is None else names.open_text(text)
+
+    def refusal(self, namespace: str) -> FailedPrecondition | None:
+        """Why the namespace is shut (NAMESPACE_SEALED, with what to do); None when it is open, sealed or not."""
+        if not self._lost and not self._shut:
+            return None
+        place = place_of(namespace)
+        if place in self._lost:
+            return sealed_error(
+                namespace, f"its key record keys/{place} is missing or damaged: put it back from a backup"
+            )
+        return self._shut.get(place)
+
+    def check_open(self, namespace: str) -> None:
+        """Raises what `refusal` says."""
+        if (error := self.refusal(namespace)) is not None:
+            raise error
+
+    def refusals(self) -> list[FailedPrecondition]:
+        """One for each namespace that is shut; of a lost record the place is all that is known."""
+        lost = [sealed_error(place, "its key record is missing or damaged") for place in sorted(self._lost)]
+        return [*self._shut.values(), *lost]
