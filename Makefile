@@ -75,7 +75,9 @@ install: .venv/.installed ## Make .venv with everything; a second run does nothi
 
 campaigns: install ## The long forms of sampled tests (DESIGN §12); hours on two cores
 	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000
+	$(BIN)/python -m tests.cachestore.core.kill_campaign --kills 2000 --sealed
 	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000
+	$(BIN)/python -m tests.cachestore.core.flip_campaign --flips 5000 --sealed
 	$(BIN)/python -m tests.cachestore.core.damage_campaign --stores 500
 	$(BIN)/python -m tests.fuzz store --requests 20000 --seed 7
 	$(BIN)/python -m tests.fuzz engine --requests 20000 --seed 4

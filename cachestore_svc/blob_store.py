@@ -6,7 +6,6 @@ from typing import TypeVar
 
 from kvasir.errors import DataLoss, InvalidArgument, NotFound
 from kvasir.formats.digest import Digest
-from kvasir.names import check_namespace
 
 from cachestore_svc.blobs.blob_checks import BlobFacts
 from cachestore_svc.blobs.blob_writer import BlobWriter, StoredBlob
@@ -29,7 +28,7 @@ class BlobStore:
 
     def find_missing(self, namespace: str, digests: Sequence[Digest]) -> list[Digest]:
         """Digests that the namespace lacks or holds damaged, in the order asked. Extends the others' lifetimes."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_range("digests", len(digests), 0, MAX_DIGESTS_PER_REQUEST)
         slices = (digests[start : start + SLICE] for start in range(0, len(digests), SLICE))
         return [digest for some in slices for digest in self._missing_of(namespace, some)]
@@ -46,7 +45,7 @@ class BlobStore:
         WRITE_BUDGET_SPENT, with numbers),
         FailedPrecondition (WRITE_IN_PROGRESS: another writer has it open) and InvalidArgument (BLOB_TOO_LARGE).
         """
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         core = self._core
         if digest.size_bytes > core.config.max_blob_bytes:
             raise InvalidArgument(
@@ -65,7 +64,7 @@ class BlobStore:
 
     def write_status(self, namespace: str, digest: Digest) -> WriteStatus:
         """How much of a blob has arrived. No side effect."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         blob = self._find(namespace, digest)
         if blob and not blob.is_damaged:
             return WriteStatus(digest.size_bytes, is_complete=True)
@@ -74,7 +73,7 @@ class BlobStore:
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
         """The blobs that a version's manifest names, in its order. Raises NotFound when no version holds it any more,
         and DataLoss (INDEX_DAMAGED) when with the manifest they are not `total_bytes`, which the version says."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         named: list[Digest] = []
         after = -1
         while some := self._read(namespace, partial(_named_after, namespace, manifest, after)):
@@ -88,7 +87,7 @@ class BlobStore:
 
     def leading_stored(self, namespace: str, digests: Sequence[Digest]) -> int:
         """How many of the first digests are stored, damaged or not; one operation. Raises NotFound for the first."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         found = self._read(namespace, lambda view: view.find_blobs(namespace, digests))
         count = next((place for place, digest in enumerate(digests) if digest not in found), len(digests))
         if digests and not count:
@@ -98,7 +97,7 @@ class BlobStore:
     def read_blob(self, namespace: str, digest: Digest) -> memoryview:
         """The blob's bytes, verified. Raises NotFound, and DataLoss (metadata "digest") when they are damaged: the
         blob is then quarantined, an event says so, and a later write may replace it."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         return self._core.read_blob(namespace, digest)
 
     def _read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:

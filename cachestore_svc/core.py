@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvasir.errors import DataLoss, NotFound, ResourceExhausted, Unavailable
 from kvasir.formats.digest import Digest
+from kvasir.names import check_namespace
 
 from cachestore_svc.blobs.backend import Aside, BlobBackend, Damaged, NamespaceBlobs
 from cachestore_svc.blobs.ballast import Ballast
@@ -20,6 +21,7 @@ from cachestore_svc.index.resting import needs_promise
 from cachestore_svc.index.write_budget import WriteBudget
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.records import BlobDamaged, EventBody, StoreConfig
+from cachestore_svc.sealing.seals import Seals
 
 
 class Counters:
@@ -78,7 +80,8 @@ class Core:
     disk: Disk
     ballast: Ballast
     catalog: Catalog
-    blobs: BlobBackend
+    blobs: BlobBackend  # opens what is sealed
+    seals: Seals
     space: Space
     writers: Writers
     history: History
@@ -94,10 +97,20 @@ class Core:
     def grace_ms(self) -> int:
         return int(self.config.grace_period_s * 1000)
 
+    def check_open(self, namespace: str) -> None:
+        """Raises InvalidArgument for what is no namespace, and FailedPrecondition (NAMESPACE_SEALED) for one that no
+        key opens."""
+        check_namespace(namespace)
+        self.seals.check_open(namespace)
+
     def sound_namespaces(self) -> list[str]:
         """Namespaces whose entries can be trusted."""
         names = self.catalog.read(HOUSE, lambda view: view.namespaces())
         return [name for name in names if name not in self.catalog.damage]
+
+    def open_namespaces(self) -> list[str]:
+        """Sound namespaces whose names and bytes can be read: they are not sealed, or their key is here."""
+        return [name for name in self.sound_namespaces() if self.seals.refusal(name) is None]
 
     def known_namespaces(self) -> set[str]:
         """All namespaces, also those that are kept out because their entries are damaged."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvasir.errors import FailedPrecondition
-from kvasir.names import check_agent_id, check_namespace, check_owner
+from kvasir.names import check_agent_id, check_owner
 
 from cachestore_svc.blob_store import BlobStore
 from cachestore_svc.index.catalog import CatalogChange
@@ -139,7 +139,7 @@ class LeaseStore(BlobStore):
         return Lease(token, self._core.now_unix_ms() + ttl_ms, change.newest_of(line))
 
     def _line(self, namespace: str, agent_id: str, kv_identity_hash: str) -> LineKey:
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_hash(kv_identity_hash, "kv_identity_hash")
         return LineKey(namespace, agent_id, kv_identity_hash)

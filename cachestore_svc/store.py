@@ -5,6 +5,7 @@ in one namespace, given first; what belongs to another does not exist. Methods b
 and raise the types of `kvasir.errors`.
 """
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Self
 
 from kvasir.errors import Conflict, DataLoss, NotFound
 from kvasir.formats.digest import Digest
-from kvasir.names import check_agent_id, check_namespace
+from kvasir.names import check_agent_id
 from kvasir.server.wellness import Ailment
 
 from cachestore_svc import prefixes
@@ -58,6 +59,8 @@ from cachestore_svc.records import (
     named_version,
 )
 from cachestore_svc.recovery.opening import open_directory
+from cachestore_svc.sealing.keys import MasterKey
+from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.upkeep import check, collecting, expiring, statistics
 from cachestore_svc.upkeep.expiring import ExpiryReport
 
@@ -80,16 +83,31 @@ class Store(LeaseStore):
         sweeps: bool = True,
         steady: Callable[[], float] = time.monotonic,
         blobs: BlobBackend | None = None,
+        masters: Sequence[MasterKey] = (),
+        random_bytes: RandomBytes = secrets.token_bytes,
     ) -> "Store":
         """Lock the data directory, bring its database to today's form, and, if it `sweeps`, remove what a crash left.
 
         `clock` gives Unix seconds (`time.time`), `token_hex` gives so many random bytes in hex (`secrets.token_hex`),
-        `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory.
+        `steady` monotonic seconds. `blobs` keeps the blobs' bytes; None: files in the data directory. `masters`:
+        the keys that open sealed namespaces; one that none opens refuses all that it is asked.
         Raises Unavailable (LOCKED, with the pid that holds it) and FailedPrecondition (DATA_TOO_NEW; INDEX_MISSING:
         there are blobs but no database).
         """
         disk = disk or Disk()
-        return cls(open_directory(config, clock, token_hex, disk, blobs, sweeps=sweeps, steady=steady))
+        return cls(
+            open_directory(
+                config,
+                clock,
+                token_hex,
+                disk,
+                blobs,
+                sweeps=sweeps,
+                steady=steady,
+                masters=masters,
+                random_bytes=random_bytes,
+            )
+        )
 
     def close(self) -> None:
         """Finish what is queued, then let go of the data directory. Further calls raise Unavailable."""
@@ -129,7 +147,7 @@ class Store(LeaseStore):
         LEASE_FENCED), FailedPrecondition (BLOB_MISSING, BLOB_UNFIT with "digest"; LEASE_HELD: another owner has it
         now) and InvalidArgument (manifest or name).
         """
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_range("parent_version", parent_version, 0, MAX_VERSION)
         check_range("base_version", base_version, 0, parent_version)
@@ -158,7 +176,7 @@ class Store(LeaseStore):
         self, namespace: str, agent_id: str, kv_identity_hash: str | None = None, version: int | None = None
     ) -> SnapshotVersion:
         """One version; by default the newest of the line used last. Counts as a use. Raises NotFound."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         query = self._query(namespace, agent_id, kv_identity_hash)
         snapshot, used_unix_ms = self._read(namespace, lambda view: view.get_snapshot(query, version))
         now = self._core.now_unix_ms()
@@ -177,7 +195,7 @@ class Store(LeaseStore):
         page_token: str = "",
     ) -> SnapshotPage:
         """Versions of an agent's lines, newest first within each line. Raises NotFound, InvalidArgument (token)."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         query = self._query(namespace, agent_id, kv_identity_hash)
         size = listing.page_size(page_size)
         return self._read(namespace, lambda view: listing.snapshots_page(view, query, size, page_token))
@@ -191,7 +209,7 @@ class Store(LeaseStore):
     ) -> FoundPrefix:
         """The longest stored, shareable prefix of a chain in all these groups of layers, 0 for those that keep all
         tokens. Extends lifetimes. Raises InvalidArgument."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         prefixes.check_groups(groups)
         check_range("block_hashes", len(block_hashes), 0, MAX_BLOCK_HASHES_PER_REQUEST)
         for field, hash_ in [
@@ -214,7 +232,7 @@ class Store(LeaseStore):
         labels: Mapping[str, str] | None = None,
     ) -> AgentPage:
         """Agents by name, those that have all the labels. Raises InvalidArgument (token, page size)."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_text(name_prefix, "name_prefix")
         check_labels(labels or {})
         wanted = AgentFilter(namespace, name_prefix, labels or {})
@@ -225,7 +243,7 @@ class Store(LeaseStore):
 
     def get_agent(self, namespace: str, agent_id: str) -> AgentRecord:
         """One agent. Raises NotFound."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_agent_id(agent_id)
         return self._expiring(namespace, self._read(namespace, lambda view: self._record(view, namespace, agent_id)))
 
@@ -241,7 +259,7 @@ class Store(LeaseStore):
     ) -> AgentRecord:
         """Change what is given; an empty label value removes the label, and with `replaces_labels` so does an absent
         one. Raises NotFound, InvalidArgument."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_agent_id(agent_id)
         check_labels(labels or {})
         if retained_versions is not None:
@@ -267,7 +285,7 @@ class Store(LeaseStore):
     ) -> AgentRecord:
         """Start an agent whose first versions are those of another. Copies no blob. Raises NotFound, AlreadyExists, and
         FailedPrecondition (LEASE_HELD) while an engine may answer under the new name."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         source = self._query(namespace, source_agent_id, kv_identity_hash)
         check_agent_id(agent_id)
 
@@ -288,7 +306,7 @@ class Store(LeaseStore):
     ) -> SnapshotVersion:
         """Make an old version the newest again, as a new version. Raises NotFound, Conflict (head moved),
         FailedPrecondition (LEASE_HELD) while an engine may still answer from what is taken back."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         query = self._query(namespace, agent_id, kv_identity_hash)
 
         def work(change: CatalogChange) -> SnapshotVersion:
@@ -302,7 +320,7 @@ class Store(LeaseStore):
     def delete_agent(self, namespace: str, agent_id: str, force: bool = False) -> Deletion:
         """Forget an agent and all its versions at once. Raises NotFound, FailedPrecondition (AGENT_PINNED; LEASE_HELD
         while an engine may still answer from what is taken back)."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_agent_id(agent_id)
         now = self._core.now_unix_ms()
 
@@ -318,7 +336,7 @@ class Store(LeaseStore):
 
     def events_after(self, namespace: str, cursor: EventCursor | None, limit: int = 1000) -> EventBatch:
         """Events after a cursor; None means "from now on" and answers the cursor of now. Raises InvalidArgument."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_range("limit", limit, 1, MAX_PAGE_SIZE)
         return self._read(namespace, lambda view: view.events_after(self._core.history, namespace, cursor, limit))
 
@@ -331,7 +349,7 @@ class Store(LeaseStore):
 
     def verify(self, namespace: str, agent_id: str | None = None) -> Iterator[VerifyProgress]:
         """Re-hash the blobs of an agent or of the namespace; the damaged are quarantined. Raises NotFound."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         if agent_id is not None:
             check_agent_id(agent_id)
 
@@ -341,8 +359,9 @@ class Store(LeaseStore):
         return check.verify(self._core, namespace, self._read(namespace, work))
 
     def scrub(self) -> Iterator[VerifyProgress]:
-        """`verify` for every namespace in turn."""
-        for namespace in self._core.sound_namespaces():
+        """`verify` for every namespace in turn. Those that are shut are left out: without a key their bytes prove
+        nothing."""
+        for namespace in self._core.open_namespaces():
             yield from self.verify(namespace)
 
     def collect_garbage(self, namespace: str | None = None, dry_run: bool = False) -> GcReport:
@@ -360,13 +379,13 @@ class Store(LeaseStore):
 
     def usage(self, namespace: str, agent_id: str) -> AgentUsage:
         """The bytes behind an agent's versions, and which of them are shared. Raises NotFound."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         check_agent_id(agent_id)
         return self._read(namespace, lambda view: view.usage_of(namespace, agent_id))
 
     def stats(self, namespace: str) -> Stats:
         """Sizes and counters. No side effect."""
-        check_namespace(namespace)
+        self._core.check_open(namespace)
         return statistics.stats_of(self._core, namespace)
 
     def totals(self) -> Totals:

@@ -62,7 +62,7 @@ IMPORTS = (
     ),
     Wall(
         ("cachestore_svc.blobs.local_directory",),
-        ("cachestore_svc/recovery/opening.py", "cachestore_svc/recovery/recovering.py"),
+        tuple(f"cachestore_svc/recovery/{name}.py" for name in ("key_care", "opening", "recovering")),
         "the store speaks to the port blobs/backend.py; paths and descriptors stay below it",
     ),
     Wall(
@@ -364,8 +364,9 @@ ROOMS = {
         "edge": "store moving index threads lease_waiting records",
         "moving": "store index threads lease_waiting config records",
         "upkeep": "recovery core index blobs journal manifests passed_time records",
-        "recovery": "core index blobs journal manifests records",
-        "index": "journal blobs manifests records limits",
+        "recovery": "core index blobs journal manifests records sealing",
+        "index": "journal blobs manifests records limits sealing",
+        "sealing": "blobs manifests",
         "journal": "blobs",
         "blobs": "records",
     },

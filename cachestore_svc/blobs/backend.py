@@ -45,13 +45,13 @@ class Part(Protocol):
         """Add bytes. When this raises, some of them may have been added: then cut."""
 
     def cut(self, size_bytes: int) -> None:
-        """Take back what was added beyond this size."""
+        """Take back what an `append` that raised added beyond this size, which the part had before."""
 
     def sync(self) -> None:
         """All bytes survive a loss of power on return."""
 
-    def close(self) -> None:
-        """Let go of the part. It stays, to be gone on with or published."""
+    def close(self) -> int:
+        """Let go of the part. It stays, to be gone on with or published; how many of its bytes do."""
 
 
 class NamespaceBlobs(Protocol):
@@ -75,6 +75,9 @@ class NamespaceBlobs(Protocol):
 
         A sweep and a new write during the call can make the first two untrue; see `naming`.
         """
+
+    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+        """The first bytes that lie here as the blob, at most so many. Raises as `read`."""
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
         """Bytes that lie here as the blob, and as an aside of it. Longer and unreadable bytes are left out."""

@@ -266,8 +266,7 @@ class PartWriter:
         if self.received_bytes == 0:
             self.abandon()
         elif not self._is_ended:
-            self._close()
-            self._end(stored_bytes=0, left_bytes=self.received_bytes)
+            self._end(stored_bytes=0, left_bytes=self._close())
 
     def _check_open(self) -> None:
         if self._is_ended:
@@ -313,10 +312,10 @@ class PartWriter:
                 raise
         self._end(stored_bytes=self.digest.size_bytes if is_new else 0, left_bytes=0)
 
-    def _close(self) -> None:
-        if self._part is not None:
-            self._part.close()
-            self._part = None
+    def _close(self) -> int:
+        """Let go of the part; how many of its bytes stay."""
+        part, self._part = self._part, None
+        return 0 if part is None else part.close()
 
     def _end(self, stored_bytes: int, left_bytes: int) -> None:
         self._is_ended = True

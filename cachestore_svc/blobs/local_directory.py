@@ -5,6 +5,7 @@ A path is made of the namespace's own hash and of a digest's 64 hex digits; no n
 
 import builtins
 import errno
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -99,19 +100,23 @@ class LocalBlobs:
 
     def read(self, digest: Digest) -> memoryview:
         """See NamespaceBlobs."""
-        try:
-            data = self._disk.read(self._path(digest.hash), digest.size_bytes + 1)
-        except FileNotFoundError:
-            raise
-        except OSError as error:
-            if error.errno in _LASTING:
-                raise Damaged(f"cannot be read: {error.strerror}") from error
-            raise refusal(error, f"{digest}") from error
+        data = self.bytes_of(digest.hash, digest.size_bytes + 1)
         if len(data) != digest.size_bytes:
             raise Damaged(f"expected {digest.size_bytes} bytes, found {'more' if data else 'fewer'}")
         if blake3(data).hexdigest() != digest.hash:
             raise Damaged("its bytes have another digest")
         return data
+
+    def bytes_of(self, hash_: str, most_bytes: int) -> memoryview:
+        """See NamespaceBlobs."""
+        try:
+            return self._disk.read(self._path(hash_), most_bytes)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            if error.errno in _LASTING:
+                raise Damaged(f"cannot be read: {error.strerror}") from error
+            raise refusal(error, f"blob {hash_}") from error
 
     def unverified(self, hash_: str, most_bytes: int) -> Iterator[tuple[memoryview, Aside | None]]:
         """See NamespaceBlobs."""
@@ -217,6 +222,8 @@ class LocalPart:
         """See Part."""
         self._disk.fsync(self._descriptor)
 
-    def close(self) -> None:
+    def close(self) -> int:
         """See Part."""
+        size_bytes = os.fstat(self._descriptor).st_size
         self._disk.close(self._descriptor)
+        return size_bytes

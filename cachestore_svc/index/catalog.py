@@ -29,6 +29,7 @@ from cachestore_svc.records import (
     Origin,
     SnapshotVersion,
 )
+from cachestore_svc.sealing.sealed_names import SealedNames
 
 _Answer = TypeVar("_Answer")
 # The store's own operations: opening, checking, collecting everywhere. No credential has this namespace.
@@ -36,8 +37,8 @@ HOUSE = ""
 # A question about thousands of blobs is asked as operations of this many each (a millisecond or two), so that other
 # namespaces' operations come in between.
 SLICE = 500
-# Reads a manifest of a namespace and checks it.
-ReadManifest = Callable[[str, Digest], ManifestFacts]
+# Reads a manifest of a namespace and checks it: its facts, and its blocks that others may find, as the index has them.
+ReadManifest = Callable[[str, Digest], tuple[ManifestFacts, Sequence[SharedBlock]]]
 # The name or hash that a slice ends with, None when there was nothing left; and sums over the slice.
 Sums = tuple[str | None, list[int]]
 
@@ -424,6 +425,9 @@ class Catalog(Protocol):
 
     def record_with(self, journal: Journal) -> None:
         """From now on write to the journal what each commit changes of agents and versions, before it commits."""
+
+    def seal(self, names_of: Callable[[str], SealedNames | None]) -> None:
+        """From now on what a sealed namespace asks has plain names, and its entries have sealed ones."""
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
         """From now on refuse all that these namespaces ask: their entries are damaged, in these words."""

@@ -5,7 +5,7 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +29,13 @@ from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Namespace
 from cachestore_svc.records import LAST_UNIX_MS, StoreConfig
 from cachestore_svc.recovery import asides, looking
+from cachestore_svc.recovery.reading import manifest_reader
 from cachestore_svc.recovery.rolling_forward import roll_forward
+from cachestore_svc.sealing.key_files import KeyFiles
+from cachestore_svc.sealing.keys import MasterKey
+from cachestore_svc.sealing.sealed_blobs import SealedBackend
+from cachestore_svc.sealing.sealed_form import RandomBytes
+from cachestore_svc.sealing.seals import Seals
 
 DATABASE = "kvasir.sqlite3"
 
@@ -60,11 +66,19 @@ def open_directory(
     *,
     sweeps: bool,
     steady: Callable[[], float],
+    masters: Sequence[MasterKey],
+    random_bytes: RandomBytes,
 ) -> Opened:
     """See cachestore_svc.store.Store.open."""
     with locked(config, disk) as lock:
-        blobs = blobs or LocalDirectory(config.data_dir / "namespaces", disk)
-        core = _open(config, clock, token_hex, disk, blobs, steady)
+        files = KeyFiles(config.data_dir, disk)
+        records = files.read()
+        if sweeps and (mended := files.mend(records)):
+            structlog.get_logger("cachestore").warning("keys.mended", namespaces=mended)
+        sealed = SealedBackend(
+            blobs or LocalDirectory(config.data_dir / "namespaces", disk), Seals(records, masters), random_bytes
+        )
+        core = _open(config, clock, token_hex, disk, sealed, steady)
         try:
             if sweeps:
                 asides.sweep_at_start(core)
@@ -109,7 +123,7 @@ def _open(
     clock: Callable[[], float],
     token_hex: Callable[[int], str],
     disk: Disk,
-    blobs: BlobBackend,
+    blobs: SealedBackend,
     steady: Callable[[], float],
 ) -> Core:
     def now() -> int:
@@ -117,7 +131,10 @@ def _open(
 
     ballast = Ballast(config.data_dir / "ballast", config.ballast_bytes, disk)
     path = config.data_dir / DATABASE
-    seen = looking.look(path, blobs, disk)
+    seals = blobs.seals
+    for refusal_ in seals.refusals():
+        structlog.get_logger("cachestore").error("namespace.shut", why=refusal_.message)
+    seen = looking.look(path, blobs.sealed, disk)
     catalog = SqliteCatalog(path, disk, ballast, now)
     try:
         log = _follow(catalog, seen, path, blobs, disk, ballast, token_hex)
@@ -129,9 +146,11 @@ def _open(
             live = LiveLeases(steady)
             # How long each had still to go is not known, so each has its whole time.
             for lease in catalog.read(HOUSE, lambda view: view.unreleased_leases()):
-                live.grant(lease.line, lease.token, lease.ttl_ms / 1000)
+                agent_id = seals.plain(lease.line.namespace, lease.line.agent_id)
+                live.grant(lease.line._replace(agent_id=agent_id), lease.token, lease.ttl_ms / 1000)
+            catalog.seal(seals.names_of)
             budget = WriteBudget(catalog, now, config.write_budget_bytes, refuses=config.refuses_beyond_budget)
-            return Core(config, disk, ballast, catalog, blobs, space, writers, history, log, now, live, budget)
+            return Core(config, disk, ballast, catalog, blobs, seals, space, writers, history, log, now, live, budget)
         except BaseException:
             log.close()
             raise
@@ -144,7 +163,7 @@ def _follow(
     catalog: Catalog,
     seen: looking.Look,
     database: Path,
-    blobs: BlobBackend,
+    blobs: SealedBackend,
     disk: Disk,
     ballast: Ballast,
     token_hex: Callable[[int], str],
@@ -169,7 +188,8 @@ def _follow(
             catalog.rebuild_indexes()
         if seen.forward:
             log.warning("index.rolled_forward", sequence=position.sequence)
-            catalog.write(HOUSE, lambda change: roll_forward(change, blobs, seen.forward, store, position))
+            read = manifest_reader(blobs, blobs.seals)
+            catalog.write(HOUSE, lambda change: roll_forward(change, read, seen.forward, store, position))
         if catalog.is_migrated:
             # A step of the database's form may change what the journal records. Of damaged rows the journal is right.
             state = catalog.read(HOUSE, lambda view: view.state()) | {
@@ -183,7 +203,8 @@ def _follow(
     catalog.record_with(opened)
     for namespace, damage in seen.damage.items():
         log.error("index.damaged", namespace=namespace, agents=len(damage))
-    catalog.keep_out({namespace: looking.words_of(damage) for namespace, damage in seen.damage.items()})
+    words = {name: blobs.seals.plain(name, looking.words_of(damage)) for name, damage in seen.damage.items()}
+    catalog.keep_out(words)
     return opened
 
 

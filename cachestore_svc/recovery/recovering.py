@@ -4,6 +4,7 @@ Only what was verified is listed: each manifest and blob is read and hashed. A v
 back, also when a blob of it is gone: that one is in quarantine, as it would have been, and engines compute it again.
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,10 +27,17 @@ from cachestore_svc.index.sqlite.sqlite_catalog import SqliteCatalog
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.journal import Journal
 from cachestore_svc.journal.replay import Agent, Namespace, Version, VersionKey
-from cachestore_svc.manifests import ManifestFacts, NamedBlob
+from cachestore_svc.manifests import ManifestFacts, NamedBlob, SharedBlock
 from cachestore_svc.records import BlobKind, LostVersion, Origin, Recovered, RecoverReport, StoreConfig
 from cachestore_svc.recovery import salvage
 from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
+from cachestore_svc.sealing.key_files import KeyFiles
+from cachestore_svc.sealing.keys import MasterKey
+from cachestore_svc.sealing.sealed_blobs import SealedBackend
+from cachestore_svc.sealing.sealed_facts import AGENT
+from cachestore_svc.sealing.sealed_form import RandomBytes
+from cachestore_svc.sealing.sealed_names import PlainNames
+from cachestore_svc.sealing.seals import Seals
 
 _NEW_SUFFIX = ".recovering"
 _DATABASE_SUFFIXES = ("", "-wal", "-shm")
@@ -64,20 +72,30 @@ def recover(
     disk: Disk,
     namespaces: Sequence[str],
     say: Say,
+    masters: Sequence[MasterKey] = (),
+    random_bytes: RandomBytes = secrets.token_bytes,
 ) -> RecoverReport:
     """Build the index anew and put it in place; the old one is kept beside it. `namespaces`: names that may be needed
     where no journal has them. `say` gets what is being read, the number of the one, and how many there are.
 
     Raises Unavailable (LOCKED) and FailedPrecondition (NAMESPACE_UNKNOWN: there are blobs of a namespace without
-    a name; NOTHING_TO_RECOVER).
+    a name; NOTHING_TO_RECOVER; NAMESPACE_SEALED: no key opens a namespace that would be lost).
     """
     with locked(config, disk):
-        return _Recovery(config, now_unix_ms(clock), token_hex, disk, say).run(namespaces)
+        seals = Seals(KeyFiles(config.data_dir, disk).read(), masters)
+        blobs = SealedBackend(LocalDirectory(config.data_dir / "namespaces", disk), seals, random_bytes)
+        return _Recovery(config, now_unix_ms(clock), token_hex, disk, say, blobs).run(namespaces)
 
 
 class _Recovery:
     def __init__(
-        self, config: StoreConfig, now_unix_ms: int, token_hex: Callable[[int], str], disk: Disk, say: Say
+        self,
+        config: StoreConfig,
+        now_unix_ms: int,
+        token_hex: Callable[[int], str],
+        disk: Disk,
+        say: Say,
+        blobs: SealedBackend,
     ) -> None:
         self._data_dir = config.data_dir
         self._config = config
@@ -85,7 +103,8 @@ class _Recovery:
         self._disk = disk
         self._say = say
         self._database = config.data_dir / DATABASE
-        self._blobs = LocalDirectory(config.data_dir / "namespaces", disk)
+        self._sealed = blobs
+        self._blobs = blobs.sealed
         self._store = token_hex(8)
 
     def run(self, namespaces: Sequence[str]) -> RecoverReport:
@@ -98,6 +117,8 @@ class _Recovery:
             evidence.sources.append("manifests")
         if not evidence.state and not has_any(self._blobs):
             raise FailedPrecondition(f"{self._data_dir} holds nothing to recover", reason="NOTHING_TO_RECOVER")
+        for name in evidence.state:
+            self._sealed.seals.check_open(name)
         spaces = [self._space(name, evidence.state[name], evidence.is_whole) for name in sorted(evidence.state)]
         new = self._database.with_name(DATABASE + _NEW_SUFFIX)
         state = self._build(new, spaces)
@@ -116,7 +137,8 @@ class _Recovery:
     # --- what there is ---
 
     def _space(self, name: str, state: Namespace, is_whole: bool) -> _RebuiltNamespace:
-        space = _RebuiltNamespace(name, state, salvage.Found(self._blobs.of(name)))
+        names = self._sealed.seals.names_of(name) or PlainNames()
+        space = _RebuiltNamespace(name, state, salvage.Found(self._sealed.of(name), names))
         if not is_whole:
             self._name_anew(space)
         versions = list(_versions_of(state))
@@ -124,7 +146,7 @@ class _Recovery:
             self._say(f"manifests of {name}", number, len(versions))
             if problem := self._read_manifest(space, version):
                 del state.agents[agent].versions[key]
-                space.lost.append(LostVersion(agent, key[0], key[1], problem))
+                space.lost.append(LostVersion(space.found.names.open_text(agent), key[0], key[1], problem))
         state.agents = {agent: facts for agent, facts in state.agents.items() if facts.versions}
         if not is_whole:
             # It is not known any more what came from elsewhere: all of it may have.
@@ -137,7 +159,8 @@ class _Recovery:
             facts = space.found.manifest(Digest(version.manifest_hash, version.manifest_size_bytes))
             assert facts is not None
             made = version._replace(origin=int(Origin.IMPORT), created_unix_ms=self._now)
-            space.state.agents[agent] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
+            name = space.found.names.text(AGENT, agent)
+            space.state.agents[name] = Agent((0, None, self._now), {}, {(facts.kv_identity_hash, 1): made})
             space.named_anew.append(agent)
 
     def _read_manifest(self, space: _RebuiltNamespace, version: Version) -> str:
@@ -242,12 +265,11 @@ class _Recovery:
 
 
 def _hold(space: _RebuiltNamespace, batch: "list[tuple[str, VersionKey, Version]]", change: CatalogChange) -> None:
-    def read(_: str, digest: Digest) -> ManifestFacts:
-        facts = space.found.manifest(digest)
-        assert facts is not None, "it was read before"
+    def read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
+        facts, shared = space.found.held(namespace, digest)
         if not space.damaged.isdisjoint(blob.digest for blob in facts.named):
-            space.with_damaged.add((agent, key[1]))
-        return facts
+            space.with_damaged.add((space.found.names.open_text(agent), key[1]))
+        return facts, shared
 
     for agent, key, version in batch:
         change.hold_version(read, space.name, agent, key, version)
@@ -261,7 +283,7 @@ def _describe(space: _RebuiltNamespace, batch: list[tuple[str, Agent]], change: 
         change.apply_changes(_cannot_read, changes)
 
 
-def _cannot_read(namespace: str, digest: Digest) -> ManifestFacts:
+def _cannot_read(namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
     raise AssertionError(f"{digest} of {namespace} is not needed")
 
 

@@ -5,6 +5,7 @@ no version names then come back under names of their own, because a manifest doe
 """
 
 import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,16 +13,19 @@ from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.formats.digest import Digest, is_hash
 from kvasir.formats.manifest import MAX_MANIFEST_BYTES
 
-from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
+from cachestore_svc.blobs.backend import Aside, BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.blob_checks import BlobFacts, check_for
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.index.damage import reading_damage
 from cachestore_svc.index.sqlite.looking import looking_at
 from cachestore_svc.journal import journal, journal_lines
 from cachestore_svc.journal.replay import Agent, Namespace, State, Version
-from cachestore_svc.manifests import ManifestFacts, read_manifest
+from cachestore_svc.manifests import ManifestFacts, SharedBlock, read_manifest
 from cachestore_svc.records import BlobKind
 from cachestore_svc.recovery import looking
+from cachestore_svc.recovery.reading import as_index_has_it
+from cachestore_svc.sealing.sealed_facts import seal_blob, seal_manifest
+from cachestore_svc.sealing.sealed_names import PlainNames
 
 
 @dataclass
@@ -90,12 +94,14 @@ def _add(state: State, found: State) -> None:
 
 
 class Found:
-    """The blobs of one namespace as they were found, those set aside among them."""
+    """The blobs of one namespace as they were found, those set aside among them. Digests and facts are as the index has
+    them: of a sealed namespace, sealed."""
 
-    def __init__(self, blobs: NamespaceBlobs) -> None:
+    def __init__(self, blobs: NamespaceBlobs, names: PlainNames) -> None:
         self._blobs = blobs
+        self.names = names
         listing = blobs.list()
-        self._hashes = listing.blobs | {aside.hash for aside in listing.asides}
+        self._hashes = {*map(names.hash, listing.blobs), *(aside.hash for aside in listing.asides)}
 
     def hashes(self) -> list[str]:
         """Every hash that a blob has or had as its name."""
@@ -103,9 +109,7 @@ class Found:
 
     def whole(self, digest: Digest, kind: BlobKind) -> BlobFacts | None:
         """The facts of a blob, if its bytes are whole. A blob that was set aside gets its name back."""
-        for data, aside in self._blobs.unverified(digest.hash, digest.size_bytes):
-            if Digest.of(data) != digest:
-                continue
+        for data, aside in self._copies(digest):
             try:
                 check = check_for(kind, digest.size_bytes)
                 check.feed(data)
@@ -114,26 +118,43 @@ class Found:
                 continue
             if aside is not None:
                 self._blobs.restore(aside)
-            return facts
+            return seal_blob(self.names, facts)
         return None
 
     def manifest(self, digest: Digest) -> ManifestFacts | None:
         """The facts of a manifest, if its bytes are here and whole."""
-        for data, _ in self._blobs.unverified(digest.hash, digest.size_bytes):
-            if Digest.of(data) == digest:
-                try:
-                    return read_manifest(data)
-                except InvalidArgument:
-                    return None
-        return None
+        found = self._read_manifest(digest)
+        return None if found is None else seal_manifest(self.names, found)
+
+    def held(self, namespace: str, digest: Digest) -> tuple[ManifestFacts, Sequence[SharedBlock]]:
+        """A manifest that was found before: its facts, and its blocks that others may find."""
+        found = self._read_manifest(digest)
+        assert found is not None, "it was read before"
+        return as_index_has_it(self.names, namespace, found)
 
     def as_manifest(self, hash_: str) -> Digest | None:
         """The digest of a blob that is a whole manifest; None for every other."""
-        for data, _ in self._blobs.unverified(hash_, MAX_MANIFEST_BYTES):
-            digest = Digest.of(data)
-            if digest.hash == hash_:  # other copies have the same bytes
+        plain_hash = self.names.open_digest(Digest(hash_, 0)).hash
+        for data, _ in self._blobs.unverified(plain_hash, MAX_MANIFEST_BYTES):
+            if Digest.of(data).hash == plain_hash:  # other copies have the same bytes
+                digest = Digest(hash_, len(data))
                 return digest if self.manifest(digest) else None
         return None
+
+    def _read_manifest(self, digest: Digest) -> ManifestFacts | None:
+        for data, _ in self._copies(digest):
+            try:
+                return read_manifest(data)
+            except InvalidArgument:
+                return None
+        return None
+
+    def _copies(self, digest: Digest) -> Iterator[tuple[memoryview, Aside | None]]:
+        """Bytes that are the digest's, where they lie under its name or aside."""
+        plain = self.names.open_digest(digest)
+        for data, aside in self._blobs.unverified(plain.hash, plain.size_bytes):
+            if Digest.of(data) == plain:
+                yield data, aside
 
 
 def unnamed_versions(found_blobs: Found, space: Namespace) -> dict[str, Version]:
@@ -143,9 +164,8 @@ def unnamed_versions(found_blobs: Found, space: Namespace) -> dict[str, Version]
     for hash_ in found_blobs.hashes():
         digest = found_blobs.as_manifest(hash_) if hash_ not in named and is_hash(hash_) else None
         if digest is not None:
-            found[_free_name(hash_, {*space.agents, *found})] = Version(
-                0, digest.hash, digest.size_bytes, 0, "recovered from its manifest", 0, ""
-            )
+            name = _free_name(hash_, {*map(found_blobs.names.open_text, space.agents), *found})
+            found[name] = Version(0, digest.hash, digest.size_bytes, 0, "recovered from its manifest", 0, "")
     return found
 
 

@@ -76,7 +76,7 @@ def _kept_out(core: Core) -> Iterator[Finding]:
         yield Finding("INDEX_DAMAGED", namespace, words)
     for namespace, damage in core.catalog.read(HOUSE, partial(_differences, core)).items():
         if namespace not in core.catalog.damage:
-            yield Finding("INDEX_DAMAGED", namespace, looking.words_of(damage))
+            yield Finding("INDEX_DAMAGED", namespace, core.seals.plain(namespace, looking.words_of(damage)))
 
 
 def _differences(core: Core, view: CatalogView) -> dict[str, dict[str, str]]:

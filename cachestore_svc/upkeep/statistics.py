@@ -56,6 +56,7 @@ def ailments_of(core: Core) -> list[Ailment]:
     found = []
     if core.space.is_disk_full:
         found.append(Ailment("DISK_FULL", "the disk has no room beside what must stay free: writes are refused"))
+    found += [Ailment(refusal.reason, refusal.message) for refusal in core.seals.refusals()]
     if core.catalog.damage:
         what = f"the index is damaged: {len(core.catalog.damage)} namespaces are kept out"
         found.append(Ailment("INDEX_DAMAGED", f"{what}; stop the store and run: kvasir store recover"))

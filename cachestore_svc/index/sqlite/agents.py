@@ -134,7 +134,7 @@ def set_labels(rows: Rows, agent_id: int, labels: Mapping[str, str]) -> None:
         "agent_id = ? AND name IN (SELECT value FROM json_each(?))", [agent_id, json.dumps(list(labels))]
     )
     table.insert_all({"agent_id": agent_id, "name": name, "value": value} for name, value in labels.items() if value)
-    _check_label_sizes([text for label in labels_of(rows, agent_id).items() for text in label])
+    _check_label_sizes([rows.plain(text) for label in labels_of(rows, agent_id).items() for text in label])
 
 
 def _check_label_sizes(texts: Sequence[str]) -> None:

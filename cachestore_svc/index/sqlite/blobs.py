@@ -4,7 +4,7 @@ Every statement names a namespace: a hash alone finds nothing.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from kvasir.formats.digest import Digest
 
@@ -38,13 +38,18 @@ def find_blob(rows: Rows, namespace: str, digest: Digest) -> BlobEntry | None:
 def find_blobs(rows: Rows, namespace: str, digests: Iterable[Digest]) -> dict[Digest, BlobEntry]:
     """The entries of listed blobs, damaged ones too. A digest whose size is another blob's finds nothing."""
     wanted = set(digests)
+    found = entries_of(rows, namespace, [digest.hash for digest in wanted])
+    return {blob.digest: blob for blob in found if blob.digest in wanted}
+
+
+def entries_of(rows: Rows, namespace: str, hashes: Sequence[str]) -> Iterator[BlobEntry]:
+    """The entries of these hashes, whatever their sizes."""
     found = rows.all(
         f"SELECT {_COLUMNS} FROM blobs WHERE namespace_id = ? AND hash IN (SELECT value FROM json_each(?))",  # noqa: S608
         find_namespace(rows, namespace),
-        json.dumps([digest.hash for digest in wanted]),
+        json.dumps(hashes),
     )
-    blobs = (BlobEntry(*row) for row in found)
-    return {blob.digest: blob for blob in blobs if blob.digest in wanted}
+    return (BlobEntry(*row) for row in found)
 
 
 def add_blob(rows: Rows, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:

@@ -41,6 +41,14 @@ class Rows:
         """Do this on the index thread once the operation is durable; it must be quick and must not raise."""
         self.after_commit_actions.append(action)
 
+    def plain(self, text: str) -> str:
+        """A text of the tables as people have it. A sealed namespace's texts are sealed; see `sealed`."""
+        return text
+
+    def told(self, error: BaseException) -> BaseException:
+        """An error of a verb with its texts as people have them."""
+        return error
+
     def table(self, name: str) -> Table:
         """A table through sqlite-utils, whose writes are savepoints of this transaction."""
         return Database(self.connection).table(name)

@@ -27,8 +27,10 @@ from cachestore_svc.index.damage import index_damaged
 from cachestore_svc.index.sqlite.failures import is_full, translated
 from cachestore_svc.index.sqlite.journaling.recording import Recorder
 from cachestore_svc.index.sqlite.migrations import migrate
+from cachestore_svc.index.sqlite.sealed.sealed_transaction import SealedTransaction
 from cachestore_svc.index.sqlite.transaction import SqliteTransaction
 from cachestore_svc.journal.journal import Journal
+from cachestore_svc.sealing.sealed_names import SealedNames
 
 _Answer = TypeVar("_Answer")
 # One commit holds as many writes as this, or as many as begin within this time. Reads have a turn of the same length
@@ -39,6 +41,7 @@ MAX_TURN_MS = 10
 
 @dataclass
 class _Operation:
+    namespace: str
     work: Callable[[SqliteTransaction], Any]
     is_write: bool
     frees_space: bool = False
@@ -61,6 +64,7 @@ class SqliteCatalog:
         self._is_closed = False
         self._recorder: Recorder | None = None
         self._damage: Mapping[str, str] = {}
+        self._names_of: Callable[[str], SealedNames | None] = lambda _: None
         # Whether opening changed the database's form.
         self.is_migrated = False
         opened: Future[None] = Future()
@@ -70,18 +74,18 @@ class SqliteCatalog:
 
     def read(self, namespace: str, work: Callable[[CatalogView], _Answer]) -> _Answer:
         """See Catalog."""
-        answer: _Answer = self._submit(namespace, _Operation(work, is_write=False)).result()
+        answer: _Answer = self._submit(_Operation(namespace, work, is_write=False)).result()
         return answer
 
     def write(self, namespace: str, work: Callable[[CatalogChange], _Answer], *, frees_space: bool = False) -> _Answer:
         """See Catalog."""
-        operation = _Operation(work, is_write=True, frees_space=frees_space)
-        answer: _Answer = self._submit(namespace, operation).result()
+        operation = _Operation(namespace, work, is_write=True, frees_space=frees_space)
+        answer: _Answer = self._submit(operation).result()
         return answer
 
     def write_later(self, namespace: str, work: Callable[[CatalogChange], None]) -> None:
         """See Catalog."""
-        self._submit(namespace, _Operation(work, is_write=True))
+        self._submit(_Operation(namespace, work, is_write=True))
 
     def record_with(self, journal: Journal) -> None:
         """See Catalog."""
@@ -91,16 +95,20 @@ class SqliteCatalog:
             recorder.begin(transaction)
             self._recorder = recorder
 
-        self._submit(HOUSE, _Operation(begin, is_write=False)).result()
+        self._submit(_Operation(HOUSE, begin, is_write=False)).result()
 
     def keep_out(self, damage: Mapping[str, str]) -> None:
         """See Catalog."""
         self._damage = damage
 
+    def seal(self, names_of: Callable[[str], SealedNames | None]) -> None:
+        """See Catalog."""
+        self._names_of = names_of
+
     def rebuild_indexes(self) -> None:
         """Make SQLite's own indexes anew from its tables. Raises DataLoss when these contradict themselves."""
         try:
-            self._submit(HOUSE, _Operation(lambda rows: rows.run("REINDEX"), is_write=True)).result()
+            self._submit(_Operation(HOUSE, lambda rows: rows.run("REINDEX"), is_write=True)).result()
         except sqlite3.IntegrityError as error:
             raise index_damaged(str(error)) from error
 
@@ -118,13 +126,13 @@ class SqliteCatalog:
         self._thread.join()
         return is_first
 
-    def _submit(self, namespace: str, operation: _Operation) -> "Future[Any]":
-        if words := self._damage.get(namespace):
+    def _submit(self, operation: _Operation) -> "Future[Any]":
+        if words := self._damage.get(operation.namespace):
             raise index_damaged(words)
         with self._gate:
             if self._is_closed:
                 raise Unavailable("the store is closed", reason="CLOSED")
-            (self._writes if operation.is_write else self._reads).put(namespace, operation)
+            (self._writes if operation.is_write else self._reads).put(operation.namespace, operation)
             self._gate.notify()
         return operation.answer
 
@@ -206,10 +214,15 @@ class SqliteCatalog:
             yield operation
 
     def _read(self, connection: sqlite3.Connection, operation: _Operation) -> None:
+        rows = self._rows_of(connection, operation)
         try:
-            operation.answer.set_result(operation.work(SqliteTransaction(connection)))
+            operation.answer.set_result(operation.work(rows))
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
-            operation.answer.set_exception(translated(error))
+            operation.answer.set_exception(rows.told(translated(error)))
+
+    def _rows_of(self, connection: sqlite3.Connection, operation: _Operation) -> SqliteTransaction:
+        names = self._names_of(operation.namespace)
+        return SqliteTransaction(connection) if names is None else SealedTransaction(connection, names)
 
     def _write(
         self, connection: sqlite3.Connection, operations: list[_Operation], more: Iterable[_Operation] = ()
@@ -261,7 +274,7 @@ class SqliteCatalog:
 
     def _in_savepoint(self, connection: sqlite3.Connection, operation: _Operation) -> list[Callable[[], None]]:
         """Run one operation so that its failure undoes only itself. What to do after the commit."""
-        rows = SqliteTransaction(connection)
+        rows = self._rows_of(connection, operation)
         connection.execute("SAVEPOINT operation")
         try:
             result = operation.work(rows)
@@ -271,7 +284,7 @@ class SqliteCatalog:
         except BaseException as error:  # noqa: BLE001  it belongs to the caller
             connection.execute("ROLLBACK TO operation")
             connection.execute("RELEASE operation")
-            failure = translated(error)
+            failure = rows.told(translated(error))
             return [lambda: operation.answer.set_exception(failure)]
         connection.execute("RELEASE operation")
         return [*rows.after_commit_actions, lambda: operation.answer.set_result(result)]

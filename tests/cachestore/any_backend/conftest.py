@@ -14,6 +14,7 @@ from tests.cachestore.core.lab import Lab
 
 PAIRS: dict[str, Callable[[Path], Lab]] = {
     "SQLite and a directory": Lab,
+    "SQLite and a directory, sealed": lambda root: Lab(root).seal("default", "other"),
     "SQLite and memory": lambda root: Lab(root, kept_blobs=MemoryBlobs()),
 }
 

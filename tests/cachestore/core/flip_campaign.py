@@ -24,9 +24,11 @@ from tests.synthetic import MIXED, SMALL, SyntheticAgent
 _SCRUB_EVERY = 50
 
 
-def campaign(root: Path, flips: int, seed: int = 0) -> Iterator[str]:
+def campaign(root: Path, flips: int, seed: int = 0, *, is_sealed: bool = False) -> Iterator[str]:
     """What went wrong, in words; nothing when all is well."""
     lab, chance = Lab(root), random.Random(seed)
+    if is_sealed:
+        lab.seal(NS)
     with lab.open() as store:
         blobs: dict[Digest, tuple[bytes, BlobKind]] = {}
         for number, identity in enumerate((SMALL, MIXED, SMALL)):
@@ -34,13 +36,13 @@ def campaign(root: Path, flips: int, seed: int = 0) -> Iterator[str]:
             publish(store, f"agent-{number}", content, 0)
             blobs |= {digest: (data, BlobKind.TENSORS) for digest, data in content.new_blobs.items()}
             blobs[content.manifest_digest] = (content.manifest_bytes, BlobKind.MANIFEST)
-        files = lab.blob_files
+        files = {digest: lab.file_of(digest) for digest in blobs}
         for number in range(flips):
             digest = chance.choice(sorted(blobs, key=str))
-            data = bytearray(blobs[digest][0])
+            data = bytearray(files[digest].read_bytes())
             bit = chance.randrange(8 * len(data))
             data[bit // 8] ^= 1 << bit % 8
-            files[digest.hash].write_bytes(data)
+            files[digest].write_bytes(data)
             is_scrubbed = number % _SCRUB_EVERY == 0
             found = _scrubbed(store) if is_scrubbed else _refused(store, digest)
             if found != [digest]:
@@ -72,10 +74,11 @@ def _scrubbed(store: Store) -> list[Digest]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--flips", type=int, default=5000)
+    parser.add_argument("--sealed", action="store_true", help="the namespace is sealed")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         began = time.monotonic()
-        problems = list(campaign(Path(directory) / "data", arguments.flips, seed=1))
+        problems = list(campaign(Path(directory) / "data", arguments.flips, seed=1, is_sealed=arguments.sealed))
     print(f"{arguments.flips} flips, problems: {problems}, in {time.monotonic() - began:.0f} s")
     return 1 if problems else 0
 

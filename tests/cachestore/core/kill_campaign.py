@@ -26,11 +26,14 @@ from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from cachestore_svc.store import Store
 from tests.cachestore.core.dying_disk import DyingDisk
 from tests.cachestore.core.lab import NS, Lab, publish, snapshot_digests
+from tests.cachestore.sealing.canaries import files_with
 from tests.synthetic import MIXED, SMALL, SyntheticAgent
 
 RETAINED = 3
 OTHER_NS = "other"
 AGENTS = ((NS, "huginn"), (OTHER_NS, "huginn"))
+# In every plain index, journal and tensor file.
+CANARIES = (b"huginn", b"__metadata__")
 SETTINGS = {"retained_versions": RETAINED, "grace_period_s": 0.0}
 _TURNS_PER_LIFE = 4
 
@@ -170,6 +173,8 @@ def one_life(lab: Lab, told: Told, seed: int, death: int, kill_after_s: float | 
 
 def compare(lab: Lab, told: Told) -> Iterator[str]:
     """What is wrong with the directory, given what the child told. Afterwards `told` is what is there."""
+    if lab.sealed:
+        yield from (f"{name} holds plain bytes" for name in files_with(lab.root, CANARIES))
     with lab.open(**SETTINGS) as store:
         for finding in store.check().findings:
             yield f"check: {finding}"
@@ -215,10 +220,12 @@ def _compare_agent(store: Store, told: Told, key: tuple[str, str]) -> Iterator[s
     told.acknowledged[key] = {version: snapshot.manifest.hash for version, snapshot in found.items()}
 
 
-def campaign(root: Path, kills: int, seed: int = 0) -> Report:
+def campaign(root: Path, kills: int, seed: int = 0, *, is_sealed: bool = False) -> Report:
     """Kill so many times on one directory. Every other round dies at the next effect in turn, every fourth at a random
     effect, every fourth at a random moment."""
     lab, told, report, chance = Lab(root), Told(), Report(), random.Random(seed)
+    if is_sealed:
+        lab.seal(NS, OTHER_NS)
     began = time.monotonic()
     report.effects_per_life, _ = one_life(lab, told, seed, 0, None)
     life_s = time.monotonic() - began
@@ -247,11 +254,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--sealed", action="store_true", help="both namespaces are sealed")
     parser.add_argument("--directory", help="where to do it; a kill shows the same in memory (/dev/shm)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
         began = time.monotonic()
-        report = campaign(Path(root) / "data", arguments.kills, arguments.seed)
+        report = campaign(Path(root) / "data", arguments.kills, arguments.seed, is_sealed=arguments.sealed)
     print(f"{report} in {time.monotonic() - began:.0f} s")
     return 1 if report.problems else 0
 

@@ -1,19 +1,25 @@
 """What the store's tests share: a store on a directory, a clock that stands until it is moved, and a way to publish."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from blake3 import blake3
 from kvasir.formats.digest import Digest
 
-from cachestore_svc.blobs.backend import BlobBackend
+from cachestore_svc.blobs.backend import BlobBackend, NamespaceBlobs
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.blobs.local_directory import LocalDirectory
 from cachestore_svc.config import read_settings
 from cachestore_svc.index.catalog import CatalogView
 from cachestore_svc.records import BlobKind, LeaseToken, LineQuery, Origin, SnapshotVersion, StoreConfig
+from cachestore_svc.sealing.key_files import KeyFiles, place_of
+from cachestore_svc.sealing.keys import MasterKey, new_record
+from cachestore_svc.sealing.sealed_blobs import SealedBackend
+from cachestore_svc.sealing.sealed_names import PlainNames
+from cachestore_svc.sealing.seals import Seals
 from cachestore_svc.store import Store
 from tests.synthetic import SyntheticSnapshot
 
@@ -57,11 +63,28 @@ class Lab:
     clock: Clock = field(default_factory=Clock)
     chance: Callable[[int], str] = field(default_factory=Chance)
     kept_blobs: BlobBackend | None = None  # None: they lie in the directory
+    masters: Sequence[MasterKey] = ()
+    sealed: tuple[str, ...] = ()  # namespaces
 
     def open(self, disk: Disk | None = None, **settings: object) -> Store:
         return Store.open(
-            self.config(**settings), self.clock, self.chance, disk, steady=self.clock.steady, blobs=self.kept_blobs
+            self.config(**settings),
+            self.clock,
+            self.chance,
+            disk,
+            steady=self.clock.steady,
+            blobs=self.kept_blobs,
+            masters=self.masters,
         )
+
+    def seal(self, *namespaces: str) -> "Lab":
+        """The lab, in which these namespaces are sealed from their beginning."""
+        if not self.masters:
+            self.masters = [MasterKey(b"m" * 32, "the lab")]
+        self.sealed = namespaces
+        for namespace in namespaces:
+            KeyFiles(self.root, Disk()).begin(new_record(namespace, self.masters[0], secrets.token_bytes, 0))
+        return self
 
     def config(self, **settings: object) -> StoreConfig:
         """The configuration of a small store, with these settings in place of its own."""
@@ -71,26 +94,42 @@ class Lab:
     @property
     def blobs(self) -> BlobBackend:
         """Where the store's blobs lie, whatever it is."""
-        return self.kept_blobs or LocalDirectory(self.root / "namespaces", Disk())
+        seals = Seals(KeyFiles(self.root, Disk()).read(), self.masters)
+        kept = self.kept_blobs or LocalDirectory(self.root / "namespaces", Disk())
+        return SealedBackend(kept, seals, secrets.token_bytes)
 
     @property
     def stored_hashes(self) -> list[str]:
         """Hashes of all blobs that lie there, once for each namespace."""
-        return [hash_ for each in self.blobs.all() for hash_ in each.list().blobs]
+        return [hash_ for each in self._namespaces for hash_ in each.list().blobs]
 
     @property
     def part_hashes(self) -> list[str]:
         """Hashes of the blobs that are not whole yet."""
-        return [hash_ for each in self.blobs.all() for hash_ in each.list().parts]
+        return [hash_ for each in self._namespaces for hash_ in each.list().parts]
+
+    @property
+    def _namespaces(self) -> "list[NamespaceBlobs]":
+        """The blobs of each namespace, under the names that its readers know."""
+        sealed = {place_of(name): self.blobs.of(name) for name in self.sealed}
+        return [sealed.get(each.place, each) for each in self.blobs.all()]
 
     def overwrite(self, digest: Digest, data: bytes, namespace: str = NS) -> None:
         """Damage a blob: let it have other bytes."""
         blobs = self.blobs.of(namespace)
         blobs.remove_part(digest.hash)
         part = blobs.begin(digest.hash)
+        assert not b"".join(part.pieces())
         part.append(data)
+        part.sync()
         part.close()
         blobs.publish(digest.hash)
+
+    def file_of(self, digest: Digest, namespace: str = NS) -> Path:
+        """The file of a blob, plain or sealed."""
+        names = Seals(KeyFiles(self.root, Disk()).read(), self.masters).names_of(namespace) or PlainNames()
+        hash_ = names.digest(digest).hash
+        return self.directory_of(namespace) / "blobs" / hash_[:2] / hash_
 
     def directory_of(self, namespace: str) -> Path:
         return self.root / "namespaces" / blake3(namespace.encode()).hexdigest()[:32]

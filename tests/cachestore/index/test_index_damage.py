@@ -546,10 +546,10 @@ def test_a_journal_that_takes_nothing_more_fails_only_what_it_must_be_told(lab: 
         publish(store, "a", SyntheticAgent(SMALL, 1).turn(30), 0)
         index, goes_on = store._core.catalog, threading.Event()
         store._core.journal._is_broken = True
-        index._submit(NS, _Operation(lambda _: goes_on.wait(10), is_write=False))
-        told = index._submit(NS, _Operation(lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
+        index._submit(_Operation(NS, lambda _: goes_on.wait(10), is_write=False))
+        told = index._submit(_Operation(NS, lambda rows: rows.run("UPDATE agents SET is_pinned = 1"), is_write=True))
         untold = index._submit(
-            NS, _Operation(lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True)
+            _Operation(NS, lambda rows: rows.run("UPDATE lines SET used_unix_ms = 1"), is_write=True)
         )
         goes_on.set()
         assert untold.result(10) == 1

@@ -11,7 +11,6 @@ from cachestore_svc.index.catalog import ReadManifest, Unheld
 from cachestore_svc.index.sqlite import agents, blobs, committing, leases, versions
 from cachestore_svc.index.sqlite.rows import Rows
 from cachestore_svc.journal.replay import Change, Version, VersionKey
-from cachestore_svc.manifests import shared_blocks
 from cachestore_svc.records import LineKey, LineQuery, Origin
 
 
@@ -41,7 +40,7 @@ def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, 
     manifest = blobs.find_blob(rows, namespace, Digest(new.manifest_hash, new.manifest_size_bytes))
     if manifest is None:
         raise Unheld(f"its manifest {new.manifest_hash} is not here")
-    facts = read(namespace, manifest.digest)
+    facts, shared = read(namespace, manifest.digest)
     found = blobs.find_blobs(rows, namespace, [need.digest for need in facts.named])
     if missing := next((need.digest for need in facts.named if need.digest not in found), None):
         raise Unheld(f"blob {missing} is not here")
@@ -54,7 +53,7 @@ def hold_version(rows: Rows, read: ReadManifest, namespace: str, agent_id: str, 
         *(line_id, number, new.parent_version, manifest.id, new.origin, new.origin_detail, new.created_unix_ms),
     )
     if new.origin == Origin.TURN:  # only an engine commits a turn
-        committing.bind(rows, namespace, shared_blocks(facts, namespace), named)
+        committing.bind(rows, namespace, shared, named)
 
 
 def _agent(rows: Rows, namespace: str, name: str, is_pinned: int, retained: int | None, created: int) -> None:

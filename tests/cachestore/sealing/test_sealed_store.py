@@ -1,0 +1,370 @@
+"""A store with sealed namespaces: nothing plain lies in its files, and it does all that a store does."""
+
+import inspect
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvasir.errors import FailedPrecondition, KvasirError, NotFound
+from kvasir.formats.block_hash import kv_identity_hash
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.index.catalog import CatalogChange
+from cachestore_svc.index.sqlite.sealed.sealed_transaction import SealedTransaction
+from cachestore_svc.records import BlobKind, Origin
+from cachestore_svc.recovery.key_care import KeyCare
+from cachestore_svc.recovery.recovering import recover
+from cachestore_svc.sealing.key_files import KeyFiles, place_of
+from cachestore_svc.sealing.keys import MasterKey
+from cachestore_svc.sealing.sealed_form import SEGMENT_BYTES
+from cachestore_svc.store import Store
+from tests.cachestore.core.lab import NS, Chance, Lab, assert_restores, publish, upload, write
+from tests.cachestore.sealing.canaries import found_in, secrets_of
+from tests.synthetic import LLAMA_8B, MIXED, SMALL, SyntheticAgent, SyntheticSnapshot
+
+PLAIN_NS = "other"
+AGENT = "the-name-of-an-agent-is-text-of-people"
+LABEL, VALUE = "a label's name, long enough", "a label's value, long enough"
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Lab:
+    return Lab(tmp_path / "data").seal(NS)
+
+
+def live(store: Store, namespace: str) -> list[bytes]:
+    """A life with everything that leaves text in an index; all that nobody may find of it."""
+    agent = SyntheticAgent(MIXED, 5)
+    turns = [agent.turn(300, is_prompt=True, request_id=f"the request of turn {turn}") for turn in range(3)]
+    for turn, content in enumerate(turns):
+        publish(store, AGENT, content, turn, namespace, bind_shared=True)
+    store.update_agent(namespace, AGENT, labels={LABEL: VALUE})
+    store.fork_agent(namespace, AGENT, AGENT + "-2")
+    store.rollback_agent(namespace, AGENT, 2)
+    store.acquire_lease(namespace, AGENT + "-3", kv_identity_hash(SMALL), "engine-1")
+    imported = SyntheticAgent(SMALL, 6).turn(40)
+    upload(store, imported, namespace)
+    detail = "the detail of where it came from"
+    store.commit(namespace, AGENT + "-4", imported.manifest_digest, 0, origin=Origin.IMPORT, origin_detail=detail)
+    store.delete_agent(namespace, AGENT + "-4")
+    with pytest.raises(NotFound, match=AGENT):
+        store.get_snapshot(namespace, AGENT + "-5")
+    left = SyntheticAgent(MIXED, 7).turn(300)
+    digest, data = max(left.new_blobs.items(), key=lambda each: len(each[1]))
+    with store.open_writer(namespace, digest, BlobKind.TENSORS) as writer:
+        writer.write(0, data[:-100])
+    hidden = [text.encode() for text in (AGENT, LABEL, VALUE, detail, *agent.block_hashes(namespace))]
+    return [*hidden, *(secret for each in (*turns, imported, left) for secret in secrets_of(each))]
+
+
+def test_no_16_bytes_of_a_memory_lie_in_the_files_of_a_sealed_namespace(lab: Lab, tmp_path: Path) -> None:
+    plain = Lab(tmp_path / "plain")
+    with lab.open() as store, plain.open() as plain_store:
+        hidden = live(store, NS)
+        assert found_in(lab.root, hidden) == []
+        assert (lab.root / "kvasir.sqlite3-wal").stat().st_size > 100_000
+        live(plain_store, NS)
+        found = found_in(plain.root, hidden)
+        assert {"journal", "kvasir.sqlite3-wal"} < set(found)
+        assert any(name.endswith(".part") for name in found)
+    with lab.open() as store:
+        store.collect_garbage()
+        store.scrub()
+    assert found_in(lab.root, hidden) == []
+
+
+def test_a_sealed_namespace_answers_what_a_plain_one_answers(lab: Lab) -> None:
+    def told(store: Store, namespace: str) -> list[object]:
+        agents = store.list_agents(namespace).agents
+        events = store.events_after(namespace, None).cursor
+        found: list[object] = [*agents, events.sequence, store.list_agents(namespace, labels={LABEL: VALUE}).agents]
+        found += [
+            store.list_agents(namespace, name_prefix=AGENT + "-").agents,
+            store.find_prefix(namespace, kv, content.block_hashes(namespace)),
+        ]
+        found += [store.list_snapshots(namespace, agent.agent_id).snapshots for agent in agents]
+        return found
+
+    kv = kv_identity_hash(SMALL)
+    content = SyntheticAgent(SMALL, 9)
+    with lab.open() as store:
+        for namespace in (NS, PLAIN_NS):
+            live(store, namespace)
+            publish(store, "prefix", SyntheticAgent(SMALL, 9).turn(600, is_prompt=True), 0, namespace, bind_shared=True)
+        content.turn(600)
+        for page_size in (1, 2):
+            pages = [list(names(store, namespace, page_size)) for namespace in (NS, PLAIN_NS)]
+            assert pages[0] == pages[1] == sorted(pages[0])
+        sealed, plain = ([], [])
+        for namespace, into in ((NS, sealed), (PLAIN_NS, plain)):
+            into += told(store, namespace)
+            assert into[-1] != []
+        assert len(store.find_prefix(NS, kv, content.block_hashes(NS))) == 2
+        assert store.find_prefix(NS, kv, content.block_hashes(PLAIN_NS)) == []
+    assert str(sealed) == str(plain)
+
+
+def names(store: Store, namespace: str, page_size: int) -> Iterator[str]:
+    token = ""
+    while True:
+        page = store.list_agents(namespace, page_size, token)
+        yield from (agent.agent_id for agent in page.agents)
+        if not (token := page.next_page_token):
+            return
+
+
+# Verbs of the port that get no name, text or hash of a namespace, or whose callers have them as the tables do.
+NOTHING_TO_SEAL = {
+    *("namespaces", "stored_bytes", "count_unheld", "sums_of_agents", "sums_of_blobs", "counts", "after_commit"),
+    *("promise", "mark_unheld", "remove_blobs", "remove_unused_schemas", "set_lease_floor", "unreleased_leases"),
+    *("journal_position", "state", "state_anyway", "namespaces_anyway", "incarnation", "has_tables", "is_too_new"),
+    *("wrong_indexes", "integrity_problems", "dangling_rows", "all_hashes", "apply_changes", "fence_changes"),
+    *(
+        "fact",
+        "set_fact",
+        "written",
+        "count_written",
+        "hold_version",
+        "set_journal_position",
+        "begin_incarnation",
+        "forget_incarnation",
+    ),
+}
+
+
+def test_every_verb_of_the_port_seals_or_has_nothing_to_seal() -> None:
+    port = {name for name, _ in inspect.getmembers(CatalogChange, inspect.isfunction) if not name.startswith("_")}
+    sealing = {name for name in vars(SealedTransaction) if name in port}
+    assert sealing | NOTHING_TO_SEAL == port
+    assert sealing & NOTHING_TO_SEAL == set()
+
+
+# --- interrupted writes ---
+
+
+@pytest.mark.parametrize("size", [1, SEGMENT_BYTES, SEGMENT_BYTES + 1, 3 * SEGMENT_BYTES, 3 * SEGMENT_BYTES + 7])
+def test_an_interrupted_write_goes_on_where_it_was(lab: Lab, size: int) -> None:
+    content = SyntheticAgent(LLAMA_8B, 1).turn(40)
+    [(digest, data)] = content.new_blobs.items()
+    with lab.open() as store:
+        for end in (size, size + 1, size + SEGMENT_BYTES):
+            with store.open_writer(NS, digest, BlobKind.TENSORS) as writer:
+                writer.write(writer.received_bytes, data[writer.received_bytes : end])
+            assert store.write_status(NS, digest).received_bytes == end
+        write(store, digest, data, BlobKind.TENSORS, frame=100_000)
+        assert store.read_blob(NS, digest) == data
+
+
+# --- keys ---
+
+
+def left_behind(lab: Lab) -> tuple[SyntheticSnapshot, SyntheticSnapshot]:
+    """A store with one agent in a sealed namespace and one in a plain one."""
+    ours, theirs = SyntheticAgent(SMALL, 1).turn(300), SyntheticAgent(SMALL, 2).turn(300)
+    with lab.open() as store:
+        publish(store, "ada", ours, 0)
+        publish(store, "bob", theirs, 0, PLAIN_NS)
+    return ours, theirs
+
+
+WRONG = MasterKey(b"w" * 32, "the wrong file")
+
+
+@pytest.mark.parametrize(
+    ("masters", "words"), [([], "no master key was given"), ([WRONG], "the wrong file is another")]
+)
+def test_without_its_key_a_namespace_is_shut_and_the_others_are_served(
+    lab: Lab, masters: list[MasterKey], words: str
+) -> None:
+    ours, theirs = left_behind(lab)
+    right, lab.masters = lab.masters, masters
+    with lab.open(grace_period_s=0.0) as store:
+        for call in (
+            lambda: store.get_agent(NS, "ada"),
+            lambda: store.read_blob(NS, ours.manifest_digest),
+            lambda: store.open_writer(NS, ours.manifest_digest, BlobKind.MANIFEST),
+            lambda: store.acquire_lease(NS, "ada", kv_identity_hash(SMALL), "engine-1"),
+            lambda: list(store.verify(NS)),
+        ):
+            with pytest.raises(FailedPrecondition, match=f"'{NS}' is sealed.*{words}") as refused:
+                call()
+            assert refused.value.reason == "NAMESPACE_SEALED"
+        assert [each.reason for each in store.ailments()] == ["NAMESPACE_SEALED"]
+        assert_restores(store, store.get_snapshot(PLAIN_NS, "bob"), theirs, PLAIN_NS)
+        # What can be seen is looked after: nothing is wrong, and nothing is garbage.
+        assert store.check(repair=True).is_clean
+        assert sum(progress.blobs_checked for progress in store.scrub()) == len(theirs.digests) + 1
+        for _ in range(3):
+            assert store.collect_garbage().blobs_swept == 0
+        file = next((lab.directory_of(NS) / "blobs").glob("*/*"))
+        file.write_bytes(file.read_bytes()[:-1])
+        assert [finding.problem for finding in store.check().findings] == ["WRONG_SIZE"]
+        file.unlink()
+        assert [finding.problem for finding in store.check().findings] == ["MISSING_FILE"]
+    lab.masters = right
+    with lab.open() as store:
+        assert store.get_agent(NS, "ada").agent_id == "ada"
+
+
+def test_garbage_of_a_shut_namespace_is_collected(lab: Lab) -> None:
+    with lab.open() as store:
+        upload(store, SyntheticAgent(SMALL, 3).turn(300))
+    lab.masters = []
+    with lab.open(grace_period_s=0.0) as store:
+        lab.clock.pass_s(10_000)
+        swept = [store.collect_garbage().blobs_swept for _ in range(2)]
+        assert swept[1] == 3
+        assert not list((lab.directory_of(NS) / "blobs").glob("*/*"))
+
+
+def care(lab: Lab, disk: Disk | None = None) -> KeyCare:
+    return KeyCare(lab.config(), lab.clock, secrets.token_bytes, disk or Disk())
+
+
+NEW = MasterKey(b"n" * 32, "the new file")
+
+
+def bytes_of_files(lab: Lab) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in lab.root.rglob("*") if path.is_file() and "keys" not in path.parts}
+
+
+def test_a_master_key_is_replaced_without_writing_a_blob(lab: Lab) -> None:
+    ours, _ = left_behind(lab)
+    before = bytes_of_files(lab)
+    care(lab).rotate(lab.masters, NEW)
+    assert bytes_of_files(lab) == before
+    assert [each.master_ids for each in care(lab).records()] == [(NEW.id,)]
+    old, lab.masters = lab.masters, [NEW]
+    with lab.open() as store:
+        assert_restores(store, store.get_snapshot(NS, "ada"), ours)
+    with pytest.raises(FailedPrecondition, match=NEW.id):
+        care(lab).rotate(old, WRONG)
+
+
+class FailingDisk(Disk):
+    """Fails at one of its effects on key files."""
+
+    def __init__(self, death: int) -> None:
+        self.left = death
+
+    def _effect(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(5, "it failed")
+
+    def write(self, descriptor: int, data: bytes | memoryview) -> None:
+        self._effect()
+        super().write(descriptor, data)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._effect()
+        super().rename(source, target)
+        self._effect()
+
+
+def test_a_rotation_that_ends_anywhere_leaves_every_key_opened_by_one_of_the_two(lab: Lab, tmp_path: Path) -> None:
+    lab.seal("second", "third")
+    old = lab.masters
+    for death in range(1, 100):
+        copy = Lab(tmp_path / f"copy-{death}", masters=[*old, NEW])
+        shutil.copytree(lab.root, copy.root)
+        disk = FailingDisk(death)
+        try:
+            care(copy, disk).rotate(old, NEW)
+        except KvasirError:
+            assert all(each.open([*old, NEW]) for each in KeyFiles(copy.root, Disk()).read().values() if each)
+            care(copy).rotate(old, NEW)
+        else:
+            assert disk.left > 0
+            break
+        found = KeyFiles(copy.root, Disk()).read()
+        assert [[each.master_id for each in record.wrapped] for record in found.values() if record] == [[NEW.id]] * 3
+    assert death > 20
+
+
+def test_a_destroyed_key_is_gone_from_the_disk_and_the_namespace_never_opens_again(lab: Lab) -> None:
+    left_behind(lab)
+    [record] = [each for each in KeyFiles(lab.root, Disk()).read().values() if each]
+    gone = care(lab).erase(NS)
+    assert (gone.files, gone.bytes > 1000, gone.master_ids) == (3, True, ())
+    wrapped = record.wrapped[0].key.hex().encode()
+    assert not [path for path in lab.root.rglob("*") if path.is_file() and wrapped in path.read_bytes()]
+    with lab.open() as store:
+        with pytest.raises(FailedPrecondition, match="its key was destroyed"):
+            store.get_agent(NS, "ada")
+        assert store.get_agent(PLAIN_NS, "bob")
+    with pytest.raises(FailedPrecondition, match="in use, or sealed already"):
+        care(lab).seal(NS, NEW)
+
+
+def test_one_damaged_copy_of_a_key_is_mended_and_two_shut_the_namespace(lab: Lab) -> None:
+    ours, _ = left_behind(lab)
+    path = lab.root / "keys" / place_of(NS)
+    whole = path.read_bytes()
+    for harmed in (path, path.with_name(path.name + ".copy")):
+        harmed.write_bytes(whole[:-10] + b"x" + whole[-9:])
+        with lab.open() as store:
+            assert_restores(store, store.get_snapshot(NS, "ada"), ours)
+        assert harmed.read_bytes() == whole
+    shutil.rmtree(path.parent)
+    with lab.open() as store:
+        with pytest.raises(FailedPrecondition, match="is missing or damaged"):
+            publish(store, "ada", SyntheticAgent(SMALL, 4).turn(30), 1)
+
+
+def test_a_namespace_that_held_anything_is_not_sealed(lab: Lab) -> None:
+    with lab.open() as store:
+        publish(store, "bob", SyntheticAgent(SMALL, 2).turn(30), 0, PLAIN_NS)
+        store.delete_agent(PLAIN_NS, "bob")
+    for namespace in (NS, PLAIN_NS):
+        with pytest.raises(FailedPrecondition) as refused:
+            care(lab).seal(namespace, NEW)
+        assert refused.value.reason == "NAMESPACE_IN_USE"
+    assert care(lab).seal("third", NEW).master_ids == (NEW.id,)
+
+
+# --- the index is lost ---
+
+
+@pytest.mark.parametrize("lost", [("kvasir.sqlite3",), ("kvasir.sqlite3", "journal")])
+def test_a_lost_index_of_a_sealed_namespace_is_built_anew_with_its_key(lab: Lab, lost: tuple[str, ...]) -> None:
+    agent = SyntheticAgent(MIXED, 5)
+    with lab.open() as store:
+        turns = [agent.turn(300, is_prompt=True) for _ in range(2)]
+        for turn, content in enumerate(turns):
+            publish(store, AGENT, content, turn, bind_shared=True)
+        hidden = [AGENT.encode(), *(secret for each in turns for secret in secrets_of(each))]
+        before = [store.get_agent(NS, AGENT), store.find_prefix(NS, kv_identity_hash(MIXED), agent.block_hashes(NS))]
+    for name in lost:
+        (lab.root / name).unlink()
+
+    def recovered(masters: list[MasterKey]) -> None:
+        recover(lab.config(), lab.clock, Chance(500), Disk(), [NS], lambda *_: None, masters)
+
+    with pytest.raises(FailedPrecondition, match=f"'{NS}' is sealed"):
+        recovered([])
+    recovered(list(lab.masters))
+    with lab.open() as store:
+        assert store.check().is_clean
+        found = store.list_agents(NS).agents
+        for each in found:
+            head = each.lines[0]
+            assert_restores(store, head, next(one for one in turns if one.manifest_digest == head.manifest))
+        if len(lost) == 1:
+            after = store.find_prefix(NS, kv_identity_hash(MIXED), agent.block_hashes(NS))
+            assert [*found, after] == before
+        else:
+            assert all(each.agent_id.startswith("recovered-") for each in found)
+    assert found_in(lab.root, hidden) == []
+
+
+def test_a_commit_that_names_a_missing_blob_is_told_its_plain_digest(lab: Lab) -> None:
+    content = SyntheticAgent(SMALL, 1).turn(300)
+    with lab.open() as store:
+        write(store, content.manifest_digest, content.manifest_bytes, BlobKind.MANIFEST)
+        with pytest.raises(FailedPrecondition, match="not here") as refused:
+            store.commit(NS, "ada", content.manifest_digest, 0)
+        assert Digest(refused.value.metadata["digest"], content.digests[0].size_bytes) == content.digests[0]
