@@ -1,4 +1,4 @@
-"""The cache store's program: `serve` it, or look after its data directory with `check`, `scrub`, `gc` and `recover`.
+"""The cache store's program: `serve` it, or look after its data with `check`, `scrub`, `gc`, `recover` and `keys`.
 
 This is the composition root: the clock, randomness and configuration are taken here and passed on.
 """
@@ -31,6 +31,7 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
 
+from cachestore_svc import keys_program
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
 from cachestore_svc.edge.agent_service import AgentService
@@ -44,6 +45,7 @@ from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
+from cachestore_svc.recovery.key_care import KeyCare
 from cachestore_svc.recovery.opening import holds_store
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -66,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, as_json = options.pop("command"), options.pop("json", False)
     repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
     namespaces = options.pop("namespace", None) or []
+    asked_of_keys = keys_program.take_options(options)
     try:
         settings = read_settings(options)
         configure_logs(settings.log_format, settings.log_level)
@@ -73,6 +76,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise_file_limit()
             give_memory_back()
             run(serve(settings))
+            return OK
+        if command == "keys":
+            care = KeyCare(settings.store_config(), time.time, secrets.token_bytes, Disk())
+            keys_program.run_keys(settings, care, asked_of_keys, secrets.token_bytes, as_json)
             return OK
         if not holds_store(settings.data_dir):
             print(f"cachestore_svc: no store in {settings.data_dir}", file=sys.stderr)
@@ -91,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
-    return Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps)
+    masters = keys_program.masters_of(settings)
+    return Store.open(settings.store_config(), time.time, secrets.token_hex, sweeps=sweeps, masters=masters)
 
 
 async def serve(settings: StoreSettings) -> None:
@@ -258,7 +266,10 @@ def collect(store: Store, dry_run: bool, as_json: bool) -> int:
 
 def recover(settings: StoreSettings, namespaces: Sequence[str], as_json: bool) -> int:
     """Build the index anew. Exit code 1 when something did not come back as it was."""
-    report = recovering.recover(settings.store_config(), time.time, secrets.token_hex, Disk(), namespaces, _progress())
+    masters = keys_program.masters_of(settings)
+    report = recovering.recover(
+        settings.store_config(), time.time, secrets.token_hex, Disk(), namespaces, _progress(), masters
+    )
     # The first start sets blobs aside that are not listed, and checks the new index as any start does.
     open_store(settings).close()
     if as_json:
@@ -329,6 +340,9 @@ def _parser() -> argparse.ArgumentParser:
         "--log-level", choices=("debug", "info", "warning", "error"), help="the least of what is logged"
     )
     shared.add_argument("--log-format", choices=("console", "json"), help="lines for people, or for programs")
+    shared.add_argument("--seal-key-file", type=Path, help="the master key that opens sealed namespaces")
+    shared.add_argument("--seal-keychain", help="its name in the keychain, where it is kept there")
+    keys_program.add_parser(commands, shared)
     serve_ = commands.add_parser("serve", parents=[shared], help="serve it over gRPC")
     serve_.add_argument("--listen", help="unix:/path, host:port or [v6]:port")
     serve_.add_argument("--engine-listen", help="unix:/path for engines of this machine, beside --listen")

@@ -43,6 +43,10 @@ class StoreSettings(BaseSettings):
     """PEM certificates of clients that may connect at all (mutual TLS)."""
     peers_file: Path | None = None
     """Other stores that agents may be pulled from."""
+    seal_key_file: Path | None = None
+    """The master key that opens sealed namespaces: 64 hex digits, readable by its owner only. Not beside the data."""
+    seal_keychain: str = ""
+    """The master key's name in the operating system's keychain. Needs kvasir[keychain]."""
     quota_bytes: Annotated[int, Field(ge=1)] | None = None
     """Blob bytes that a namespace may hold. None: only the disk limits it."""
     namespace_quota_bytes: dict[str, Annotated[int, Field(ge=1)] | None] = {}

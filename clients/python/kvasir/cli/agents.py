@@ -216,7 +216,7 @@ def export(
     model_name: Annotated[str, typer.Option(help="The model_id in a file of the format `seed`.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Save one version of an agent's memory as a file."""
+    """Save one version of an agent's memory as a file. It is not sealed, also where the namespace is."""
     caller = caller_of(context, as_json)
     began = time.monotonic()
     if str(file) == "-":
@@ -227,9 +227,9 @@ def export(
         else:
             pieces = carrying.seed_pieces(client, agent, line, version, model_name)
         size_bytes = sum(out.write(piece) for piece in pieces)
-    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value}
+    value = {"agent_id": agent, "file": str(file), "size_bytes": size_bytes, "format": form.value, "is_sealed": False}
     seconds = time.monotonic() - began
-    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s"))
+    caller.result(value, lambda out: out.print(f"{file}: {size(size_bytes)} in {seconds:.1f} s, not sealed"))
 
 
 @app.command("import")

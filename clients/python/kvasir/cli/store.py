@@ -35,6 +35,8 @@ def serve(context: typer.Context) -> None:
     if not any(argument.split("=")[0] == "--listen" for argument in arguments):
         caller.home.make()
         arguments += ["--listen", caller.home.socket_address("store")]
+    if not any(argument.startswith("--seal-") for argument in arguments):
+        arguments += caller.home.seal_options()
     os.execv(sys.executable, [sys.executable, "-m", "cachestore_svc", "serve", *arguments])  # noqa: S606  it becomes it
 
 
@@ -49,6 +51,7 @@ def check(
     caller = caller_of(context, as_json)
     argv = [sys.executable, "-m", "cachestore_svc", "check", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data), *(["--repair"] if repair else [])]
+    argv += caller.home.seal_options()
     answer = subprocess.run(argv, capture_output=True, text=True, check=False)
     if not answer.stdout:
         last = answer.stderr.strip().splitlines()[-1:] or [f"the check ended with exit code {answer.returncode}"]
@@ -79,6 +82,7 @@ def recover(
     argv = [sys.executable, "-m", "cachestore_svc", "recover", "--json"]
     argv += ["--data-dir", str(data_dir or caller.home.store_data)]
     argv += [word for name in namespace or () for word in ("--namespace", name)]
+    argv += caller.home.seal_options()
     code, answer, last = _run_with_progress(caller, argv)
     if not answer:
         raise _no_answer(code, last, "CANNOT_RECOVER")

@@ -63,6 +63,15 @@ class Home:
         return self.root / "store"
 
     @property
+    def seal_key_file(self) -> Path:
+        """The master key of sealed namespaces, if it was made there."""
+        return self.root / "seal.key"
+
+    def seal_options(self) -> tuple[str, ...]:
+        """What a program of the store is told of it. Without one, it reads KVASIR_STORE_SEAL_… of the environment."""
+        return ("--seal-key-file", str(self.seal_key_file)) if self.seal_key_file.exists() else ()
+
+    @property
     def engine_state(self) -> Path:
         return self.root / "engine"
 

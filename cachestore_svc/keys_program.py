@@ -1,0 +1,86 @@
+"""The commands `keys …` of the store's program: which namespaces are sealed, and what is done with their keys."""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvasir.errors import InvalidArgument
+
+from cachestore_svc.config import StoreSettings
+from cachestore_svc.recovery.key_care import KeyCare, SealedNamespace
+from cachestore_svc.sealing import master_keys
+from cachestore_svc.sealing.keys import MasterKey
+from cachestore_svc.sealing.sealed_form import RandomBytes
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]", shared: argparse.ArgumentParser) -> None:
+    """Add `keys` and what it does to a program's commands."""
+    keys = commands.add_parser("keys", help="look after the keys of sealed namespaces; the store must not run")
+    actions = keys.add_subparsers(dest="action", required=True)
+    for name, what in (
+        ("ls", "list sealed namespaces"),
+        ("new", "seal a namespace that holds nothing yet; makes the master key if there is none"),
+        ("rotate", "wrap all keys with another master key; writes no blob"),
+        ("erase", "destroy a namespace's key: what it holds can never be read again"),
+    ):
+        action = actions.add_parser(name, parents=[shared], help=what, description=what)
+        action.add_argument("--json", action="store_true")
+        if name in ("new", "erase"):
+            action.add_argument("named", metavar="NAMESPACE")
+        if name == "rotate":
+            action.add_argument("--new-key-file", type=Path, help="the file of the new master key; made if not there")
+            action.add_argument("--new-keychain", default="", help="its name in the keychain; made if not there")
+
+
+def take_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that are not the store's settings, taken out of the others."""
+    return {name: options.pop(name, None) for name in ("action", "named", "new_key_file", "new_keychain")}
+
+
+def masters_of(settings: StoreSettings) -> list[MasterKey]:
+    """The master keys that the settings name. Raises FailedPrecondition (NAMESPACE_SEALED)."""
+    found = []
+    if settings.seal_key_file is not None:
+        found.append(master_keys.from_file(settings.seal_key_file))
+    if settings.seal_keychain:
+        found.append(master_keys.from_keychain(settings.seal_keychain))
+    return found
+
+
+def run_keys(
+    settings: StoreSettings, care: KeyCare, asked: dict[str, Any], random_bytes: RandomBytes, as_json: bool
+) -> None:
+    """Do what is asked, and print it. Raises KvasirError."""
+    match asked["action"]:
+        case "ls":
+            found = care.records()
+        case "new":
+            found = [care.seal(asked["named"], _made(settings.seal_key_file, settings.seal_keychain, random_bytes))]
+        case "rotate":
+            new = _made(asked["new_key_file"], asked["new_keychain"], random_bytes)
+            found = care.rotate(masters_of(settings), new)
+        case _:
+            found = [care.erase(asked["named"])]
+    if as_json:
+        print(json.dumps([asdict(each) for each in found]))
+    else:
+        print(*map(_told, found), sep="\n")
+
+
+def _told(space: SealedNamespace) -> str:
+    opened = f"opened by master key {' or '.join(space.master_ids)}"
+    state = "its key was destroyed" if space.erased_unix_ms else opened
+    return f"{space.namespace}: {state}; {space.files} files of {space.bytes} bytes"
+
+
+def _made(path: Path | None, keychain: str, random_bytes: RandomBytes) -> MasterKey:
+    """The master key in this place, made if there is none."""
+    if (path is None) == (not keychain):
+        raise InvalidArgument("name the master key's file or its entry in the keychain, one of them", field="key_file")
+    if path is not None:
+        return master_keys.from_file(path) if path.exists() else master_keys.make_file(path, random_bytes)
+    if master_keys.is_in_keychain(keychain):
+        return master_keys.from_keychain(keychain)
+    return master_keys.make_in_keychain(keychain, random_bytes)

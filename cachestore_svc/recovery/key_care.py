@@ -1,0 +1,114 @@
+"""Looks after the keys of sealed namespaces while the store does not run: new, rotated, destroyed, listed."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvasir.errors import FailedPrecondition, NotFound
+from kvasir.names import check_namespace
+
+from cachestore_svc.blobs.backend import NamespaceBlobs
+from cachestore_svc.blobs.disk import Disk
+from cachestore_svc.blobs.local_directory import LocalDirectory
+from cachestore_svc.index.sqlite.looking import looking_at
+from cachestore_svc.records import StoreConfig
+from cachestore_svc.recovery.opening import DATABASE, locked, now_unix_ms
+from cachestore_svc.sealing.key_files import KeyFiles, place_of
+from cachestore_svc.sealing.keys import KeyRecord, MasterKey, new_record, sealed_error
+from cachestore_svc.sealing.sealed_form import RandomBytes
+
+
+@dataclass(frozen=True)
+class SealedNamespace:
+    """A sealed namespace, as the files say without any key."""
+
+    namespace: str
+    created_unix_ms: int
+    master_ids: tuple[str, ...]  # of the master keys that open it
+    erased_unix_ms: int  # when its key was destroyed; 0: it was not
+    files: int
+    bytes: int  # as they lie there
+
+
+class KeyCare:
+    """Changes of key records in one data directory. Each locks it. Raises Unavailable (LOCKED) while a store runs."""
+
+    def __init__(self, config: StoreConfig, clock: Callable[[], float], random_bytes: RandomBytes, disk: Disk) -> None:
+        self._config = config
+        self._clock = clock
+        self._random_bytes = random_bytes
+        self._disk = disk
+        self._files = KeyFiles(config.data_dir, disk)
+
+    def records(self) -> list[SealedNamespace]:
+        """All namespaces that are sealed, by name. Raises FailedPrecondition (NAMESPACE_SEALED) for a lost record."""
+        with locked(self._config, self._disk):
+            return [self._seen(record) for record in self._records()]
+
+    def seal(self, namespace: str, master: MasterKey) -> SealedNamespace:
+        """Let a namespace that holds nothing yet be sealed from its beginning. Raises FailedPrecondition
+        (NAMESPACE_IN_USE) for any other."""
+        check_namespace(namespace)
+        with locked(self._config, self._disk):
+            self._check_unused(namespace)
+            record = new_record(namespace, master, self._random_bytes, now_unix_ms(self._clock))
+            self._files.begin(record)
+            return self._seen(record)
+
+    def rotate(self, masters: Sequence[MasterKey], new: MasterKey) -> list[SealedNamespace]:
+        """Wrap every key with a new master key, and with it alone; no blob is written. A crash leaves each key opened
+        by one of them, or by both: then this is done again. Raises FailedPrecondition (NAMESPACE_SEALED: `masters` do
+        not open all; nothing is changed then)."""
+        with locked(self._config, self._disk):
+            keys = [(record, record.open([*masters, new])) for record in self._records() if not record.erased_unix_ms]
+            both = [record.wrapped_by(new, key, self._random_bytes) for record, key in keys]
+            for record in both:
+                self._files.write(record)
+            alone = [record.only_by(new) for record in both]
+            for record in alone:
+                self._files.write(record, overwrites=True)
+            return [self._seen(record) for record in alone]
+
+    def erase(self, namespace: str) -> SealedNamespace:
+        """Destroy a namespace's key, durably: what it sealed can never be read again. Raises NotFound."""
+        with locked(self._config, self._disk):
+            record = self._files.read().get(place_of(namespace))
+            if record is None:
+                raise NotFound(f"no key of a namespace {namespace!r} is here", reason="NAMESPACE_UNKNOWN")
+            if not record.erased_unix_ms:
+                record = record.erased(max(1, now_unix_ms(self._clock)))
+            self._files.write(record, overwrites=True)
+            return self._seen(record)
+
+    def _records(self) -> list[KeyRecord]:
+        found = self._files.read()
+        if lost := [place for place, record in found.items() if record is None]:
+            raise sealed_error(lost[0], f"its key record keys/{lost[0]} is missing or damaged; put it back")
+        return sorted((record for record in found.values() if record), key=lambda record: record.namespace)
+
+    def _check_unused(self, namespace: str) -> None:
+        database = self._config.data_dir / DATABASE
+        is_known = place_of(namespace) in self._files.read() or self._blobs_of(namespace).exists()
+        if not is_known and self._disk.size_bytes(database):
+            with looking_at(database, self._disk) as view:
+                is_known = namespace in view.namespaces_anyway()
+        if is_known:
+            raise FailedPrecondition(
+                f"namespace {namespace!r} is in use, or sealed already: seal a new one, and bring its agents there "
+                "with kvasir agents export and import",
+                reason="NAMESPACE_IN_USE",
+            )
+
+    def _seen(self, record: KeyRecord) -> SealedNamespace:
+        blobs = self._blobs_of(record.namespace)
+        hashes = blobs.list().blobs
+        return SealedNamespace(
+            record.namespace,
+            record.created_unix_ms,
+            tuple(wrapped.master_id for wrapped in record.wrapped),
+            record.erased_unix_ms,
+            len(hashes),
+            sum(blobs.size_bytes(hash_) or 0 for hash_ in hashes),
+        )
+
+    def _blobs_of(self, namespace: str) -> NamespaceBlobs:
+        return LocalDirectory(self._config.data_dir / "namespaces", self._disk).of(namespace)

@@ -1,0 +1,117 @@
+"""`kvasir keys …`: sealed namespaces and their keys. The store must not run meanwhile."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.rows import size
+from kvasir.errors import FailedPrecondition
+
+app = typer.Typer(help="Seal namespaces: encrypt what the store keeps of them.", no_args_is_help=True)
+
+DataDirOption = Annotated[Path | None, typer.Option(help="The store's data. Left out: the data of the home.")]
+KeyFileOption = Annotated[
+    Path | None, typer.Option(help="The master key's file. Left out: seal.key in the home, which `kvasir up` reads.")
+]
+KeychainOption = Annotated[
+    str, typer.Option(help="The master key's name in the system's keychain, where it is there.", metavar="NAME")
+]
+NamespaceArgument = Annotated[str, typer.Argument(metavar="NAMESPACE")]
+
+
+@app.command("ls")
+def ls(context: typer.Context, data_dir: DataDirOption = None, as_json: JsonOption = False) -> None:
+    """List sealed namespaces, and the master keys that open them."""
+    _run(caller_of(context, as_json), "ls", data_dir)
+
+
+@app.command("new")
+def new(
+    context: typer.Context,
+    namespace: NamespaceArgument,
+    data_dir: DataDirOption = None,
+    key_file: KeyFileOption = None,
+    keychain: KeychainOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Seal a namespace that holds nothing yet. Makes the master key if there is none.
+
+    Keep a copy of the master key: without it nobody reads the namespace again. To seal what exists already, seal a new
+    namespace and bring the agents there with `kvasir agents export` and `import`.
+    """
+    caller = caller_of(context, as_json)
+    _run(caller, "new", data_dir, namespace, *_master(caller, key_file, keychain))
+
+
+@app.command("rotate")
+def rotate(
+    context: typer.Context,
+    new_key_file: Annotated[Path | None, typer.Option(help="The new master key's file; made if not there.")] = None,
+    new_keychain: Annotated[str, typer.Option(help="Its name in the keychain; made if not there.")] = "",
+    data_dir: DataDirOption = None,
+    key_file: KeyFileOption = None,
+    keychain: KeychainOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Replace the master key. Rewrites no blob; from then on the store needs the new one.
+
+    After a crash give the command again: until it ends, each namespace is opened by the old key, the new one, or both.
+    """
+    caller = caller_of(context, as_json)
+    options = [*_option("--new-key-file", new_key_file), *_option("--new-keychain", new_keychain)]
+    _run(caller, "rotate", data_dir, *options, *_master(caller, key_file, keychain))
+
+
+@app.command("erase")
+def erase(
+    context: typer.Context,
+    namespace: NamespaceArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    data_dir: DataDirOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Destroy a namespace's key: nobody reads what it holds again, with any master key. Cannot be undone."""
+    if not yes and not typer.confirm(f"Destroy the key of {namespace}, and with it all that it holds?", err=True):
+        raise typer.Exit(1)
+    _run(caller_of(context, as_json), "erase", data_dir, namespace)
+
+
+def _run(caller: Caller, action: str, data_dir: Path | None, *arguments: str) -> None:
+    argv = [sys.executable, "-m", "cachestore_svc", "keys", action, "--json", *arguments]
+    argv += ["--data-dir", str(data_dir or caller.home.store_data)]
+    answer = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if answer.returncode:
+        last = answer.stderr.strip().splitlines()[-1:] or [f"it ended with exit code {answer.returncode}"]
+        raise FailedPrecondition(last[0].removeprefix("cachestore_svc: "), reason="CANNOT_SEAL")
+    found: list[dict[str, Any]] = json.loads(answer.stdout)
+    caller.result({"namespaces": found}, lambda out: _show(out, found, action))
+
+
+def _show(out: Console, found: list[dict[str, Any]], action: str) -> None:
+    if not found:
+        out.print("no namespace is sealed")
+    for each in found:
+        opened = f"opened by master key {' or '.join(each['master_ids'])}"
+        state = "its key was destroyed" if each["erased_unix_ms"] else opened
+        out.print(f"{each['namespace']}: {state}; {each['files']} files, {size(each['bytes'])}")
+    if action == "erase":
+        out.print(
+            "The files and rows remain, sealed for ever; sizes, times and counts can be seen. Copies of the data, and "
+            "an SSD's spare blocks, may hold the wrapped key: the master key alone opens those."
+        )
+
+
+def _master(caller: Caller, key_file: Path | None, keychain: str) -> list[str]:
+    if keychain and key_file is None:
+        return ["--seal-keychain", keychain]
+    return ["--seal-key-file", str(key_file or caller.home.seal_key_file), *_option("--seal-keychain", keychain)]
+
+
+def _option(name: str, value: object) -> list[str]:
+    return [name, str(value)] if value else []
