@@ -6,15 +6,17 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from importlib.metadata import version
 from types import ModuleType
 
 import structlog
 from kvasir.address import AddressError
-from kvasir.clients import AioStoreClient
+from kvasir.clients import AioStoreClient, Tls
+from kvasir.clients.aio.turn_peer import AioTurnPeer
 from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
 from kvasir.errors import KvasirError
-from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
@@ -29,7 +31,9 @@ from inference_svc.edge.agent_service import (
     PRIVILEGED_OF_AGENTS,
     add_agent_service,
 )
+from inference_svc.edge.handover_service import HANDOVER_ROLES, HANDOVER_SERVICE_NAME, HandOverService
 from inference_svc.edge.metrics import numbers_of
+from inference_svc.edge.peer_links import Peers
 from inference_svc.edge.service import (
     ALLOWED_ROLES,
     PRIVILEGED,
@@ -41,7 +45,10 @@ from inference_svc.edge.service import (
 from inference_svc.engine.engine import Engine
 from inference_svc.formats.grammar_trial import GrammarTrial
 from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.giving import TurnGiver
+from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.memory.lease_owner import LeaseOwner
+from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.memory.token_lines import TokenLines
@@ -80,8 +87,8 @@ async def serve(settings: EngineSettings) -> None:
     audit = Audit("engine", audit_file, {*PRIVILEGED, *PRIVILEGED_OF_AGENTS})
     server = EdgeServer(
         settings.listening,
-        [SERVICE_NAME, AGENT_SERVICE_NAME, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
-        {**ALLOWED_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
+        [SERVICE_NAME, HANDOVER_SERVICE_NAME, AGENT_SERVICE_NAME, *([neighbour.MLX_ENGINE_NAME] if neighbour else [])],
+        {**ALLOWED_ROLES, **HANDOVER_ROLES, **AGENT_ROLES, **(neighbour.MLX_ENGINE_ROLES if neighbour else {})},
         new_request_id=new_request_id,
         max_message_bytes=settings.max_request_bytes,
         traces=traces,
@@ -92,8 +99,15 @@ async def serve(settings: EngineSettings) -> None:
     stats = ServiceStats(time.monotonic())
     admission = Admission(settings.admission, time.monotonic)
 
+    peers = _peers(settings)
+
+    def new_giver(engine: Engine, leases: Mapping[str, LineLeases]) -> TurnGiver:
+        return TurnGiver(engine, leases, peers.link, version("kvasir"), time.monotonic)
+
     def open_model(name: str, path: str) -> Awaitable[ServedModel]:
-        return open_served(name, path, settings, stores, owner.name, admission, stats, time.monotonic, _now_ms)
+        return open_served(
+            name, path, settings, stores, owner.name, admission, stats, new_giver, time.monotonic, _now_ms
+        )
 
     host = ModelHost(settings.model, open_model)
 
@@ -118,8 +132,21 @@ async def serve(settings: EngineSettings) -> None:
         stack.push_async_callback(host.close)
         settle_garbage()  # before a model comes, which may go again
         await host.load(host.names[0])
+        stack.push_async_callback(peers.close)
         formats = ReplyFormats(GrammarTrial())
         stack.push_async_callback(formats.close)
+        resumes = ResumeTokens(lambda: secrets.token_urlsafe(32), time.monotonic)
+        handover_pb2_grpc.add_HandOverServiceServicer_to_server(  # type: ignore[no-untyped-call]
+            HandOverService(
+                host,
+                formats,
+                admission.restoring,
+                resumes,
+                max_prompt_bytes=settings.max_prompt_bytes,
+                is_stopping=server.stopping.is_set,
+            ),
+            server.grpc,
+        )
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(  # type: ignore[no-untyped-call]
             InferenceService(
                 host,
@@ -128,6 +155,7 @@ async def serve(settings: EngineSettings) -> None:
                 stats,
                 status,
                 limits=_limits(settings),
+                resumes=resumes,
                 is_stopping=server.stopping.is_set,
                 service_admins=settings.service_admin,
             ),
@@ -147,10 +175,20 @@ async def serve(settings: EngineSettings) -> None:
         if settings.keep_alive_s is not None:
             keeping = asyncio.create_task(host.keep_alive(settings.keep_alive_s))
             stack.callback(keeping.cancel)
+        if settings.drain_to:
+            draining = asyncio.create_task(_drain(server, host, settings.drain_to))
+            stack.callback(draining.cancel)
         async with _listening(server):
             _say_ready(server.address, host.serving("").engine, settings)
             await server.run_until_stopped(settings.stop_grace_s)
     _LOG.info("engine.stopped")
+
+
+async def _drain(server: EdgeServer, host: ModelHost[ServedModel], peer: str) -> None:
+    """From the signal to stop on, give the turns that speak to a peer."""
+    await server.stopping.wait()
+    if host.served is not None:
+        await host.served.giver.give_all(host.served.turns, peer)
 
 
 def _neighbour() -> ModuleType:
@@ -212,6 +250,22 @@ def _stores(settings: EngineSettings) -> dict[str, RemoteCache]:
         )
         for namespace, token in tokens.items()
     }
+
+
+def _peers(settings: EngineSettings) -> Peers:
+    """Clients of other engines. On a Unix socket the owner needs no token."""
+    clients: dict[str, dict[str, AioTurnPeer]] = {}
+    for name, address in settings.peer.items():
+        files = settings.peer_tokens(name)
+        tokens: dict[str, str | None] = {namespace: read_token(path) for namespace, path in files.items()}
+        if address.startswith("unix:"):
+            tokens.setdefault(DEFAULT_NAMESPACE, None)
+        ca_file = settings.peer_ca_file.get(name)
+        tls = Tls(ca_file) if ca_file is not None else None
+        clients[name] = {
+            namespace: AioTurnPeer.connect(address, token=token, tls=tls) for namespace, token in tokens.items()
+        }
+    return Peers(clients)
 
 
 if __name__ == "__main__":

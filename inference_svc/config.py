@@ -31,6 +31,7 @@ _HEAD_BUDGET_S = 2.0
 _STORE_MIN_BYTES_PER_S = 20e6
 _SWAP_READ_BUDGET_S = 2.0
 _SWAP_RENEW_S = 300.0
+_REPEATED = ("store_token_file", "model", "service_admin", "peer", "peer_token_file", "peer_ca_file")
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -58,6 +59,15 @@ class EngineSettings(BaseSettings):
     """The engine's token at the store: PATH, or NAMESPACE=PATH, once for each namespace that is served."""
     store_ca_file: Path | None = None
     """PEM: the store's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
+    peer: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
+    """Another engine, which may be given turns that speak: NAME=ADDRESS (unix:/path or host:port), once for each."""
+    peer_token_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
+    """This engine's token at a peer, with role engine, or peer if its store is another one: NAME=PATH, or
+    NAMESPACE/NAME=PATH, once for each."""
+    peer_ca_file: Annotated[dict[str, Path], NoDecode] = Field(default_factory=dict)
+    """PEM, as --store-ca-file: NAME=PATH, once for each peer that is beyond this machine."""
+    drain_to: str = ""
+    """NAME of the peer that gets the turns that speak when this engine is told to stop. Empty: they end here."""
     credentials_file: Path | None = None
     """Credentials of the callers, with their names and roles. Needed beyond a Unix socket."""
     service_admin: Annotated[tuple[str, ...], NoDecode] = ()
@@ -169,6 +179,25 @@ class EngineSettings(BaseSettings):
         pairs = [item.rpartition("=") for item in items if item]
         return {namespace or DEFAULT_NAMESPACE: path for namespace, _, path in pairs}
 
+    @field_validator("peer", "peer_token_file", "peer_ca_file", mode="before")
+    @classmethod
+    def _by_peer(cls, given: object) -> object:
+        """NAME=VALUE; the environment separates several by commas."""
+        items = given.split(",") if isinstance(given, str) else given
+        if not isinstance(items, list):
+            return items
+        pairs = [item.partition("=") for item in items if item]
+        if any(not (name and value) for name, _, value in pairs):
+            raise ValueError("expected NAME=VALUE")
+        return {name: value for name, _, value in pairs}
+
+    @field_validator("drain_to")
+    @classmethod
+    def _is_peer(cls, given: str, info: ValidationInfo) -> str:
+        if given and given not in info.data.get("peer", {}):
+            raise ValueError(f"{given!r} is no peer: name it with --peer {given}=ADDRESS")
+        return given
+
     @field_validator("kv_exact_layers")
     @classmethod
     def _are_layers(cls, given: str, info: ValidationInfo) -> str:
@@ -232,6 +261,11 @@ class EngineSettings(BaseSettings):
             tls_client_ca_file=self.tls_client_ca_file,
         )
 
+    def peer_tokens(self, name: str) -> dict[str, Path]:
+        """Token files of a peer by namespace."""
+        by_name = [(*key.rpartition("/")[::2], path) for key, path in self.peer_token_file.items()]
+        return {namespace or DEFAULT_NAMESPACE: path for namespace, peer, path in by_name if peer == name}
+
     @property
     def store_tls(self) -> Tls | None:
         return Tls(self.store_ca_file) if self.store_ca_file is not None else None
@@ -256,7 +290,7 @@ def read_settings(arguments: Sequence[str]) -> EngineSettings:
         if field.annotation is bool:
             parser.add_argument(option, dest=name, action="store_const", const=True, help=field.description)
             continue
-        action = "append" if name in ("store_token_file", "model", "service_admin") else "store"
+        action = "append" if name in _REPEATED else "store"
         parser.add_argument(option, dest=name, action=action, help=field.description)
     given = vars(parser.parse_args(arguments))
     del given["command"]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from inference_svc.config import EngineSettings
 from inference_svc.engine.engine import Engine
+from inference_svc.handover.giving import TurnGiver
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.line_leases import LineLeases
 from inference_svc.memory.publishing import Publisher
@@ -29,6 +30,7 @@ class ServedModel:
     prompting: Prompting
     turns: TurnService
     leases: Mapping[str, LineLeases]
+    giver: TurnGiver
     grace_s: float
 
     @property
@@ -56,6 +58,7 @@ async def open_served(
     lease_owner: str,
     admission: Admission,
     stats: ServiceStats,
+    new_giver: Callable[[Engine, Mapping[str, LineLeases]], TurnGiver],
     clock: Callable[[], float],
     now_ms: Callable[[], int],
 ) -> ServedModel:
@@ -94,4 +97,4 @@ async def open_served(
     )
     for each in leases.values():
         each.start()
-    return ServedModel(name, engine, prompting, turns, leases, settings.stop_grace_s)
+    return ServedModel(name, engine, prompting, turns, leases, new_giver(engine, leases), settings.stop_grace_s)

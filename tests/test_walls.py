@@ -350,7 +350,8 @@ def _opens_with_sentence(docstring: str | None) -> bool:
 # Which rooms a room may import: the arrows between folders, and none that is not here.
 ROOMS = {
     "inference_svc": {
-        "edge": "served_model turns memory engine model formats text",
+        "edge": "served_model handover turns memory engine model formats text",
+        "handover": "turns memory engine model",
         "turns": "memory engine model text",
         "memory": "engine model text",
         "engine": "model formats kv text",

@@ -10,7 +10,7 @@ from kvasir.on_full import DEFAULT_KEEP, OnFull, OnFullPolicy, checked_keep
 
 from inference_svc.edge.conversation_messages import read_messages, write_calls
 from inference_svc.edge.sampling_messages import choice_count, sampling_params, settings
-from inference_svc.engine.api import Prefilled, Priority, SamplingParams, TokenLogprobs
+from inference_svc.engine.api import Prefilled, Priority, SamplingParams, Timings, TokenLogprobs
 from inference_svc.memory.outcomes import Miss, SnapshotOutcome, SnapshotState, Source
 from inference_svc.model.model_info import ModelInfo
 from inference_svc.text.conversation import (
@@ -35,6 +35,7 @@ from inference_svc.turns.turn_data import (
     TurnDelta,
     TurnEvent,
     TurnFinished,
+    TurnMoved,
     TurnRequest,
     TurnStarted,
     Warmed,
@@ -90,6 +91,7 @@ def turn_request(
         priority=_priority(request),
         caller=caller,
         input_bytes=_input_bytes(given, tools),
+        origin=request,
     )
 
 
@@ -188,6 +190,9 @@ def response(
             return pb.GenerateResponse(delta=_delta(event, choice, spelling))
         case TurnFinished():
             return pb.GenerateResponse(finished=finished(event, choice))
+        case TurnMoved(peer, token, expires_s):
+            moved = pb.Moved(peer=peer, resume_token=token, expires_in=duration(expires_s))
+            return pb.GenerateResponse(moved=moved)
         case Warmed():
             raise TypeError("a turn that only warms streams no reply")
 
@@ -359,12 +364,12 @@ def _started(event: TurnStarted, request_id: str, model_name: str) -> pb.Started
         miss=_miss(event.miss),
         match=_MATCHES[event.match],
         parent_version=event.parent_version,
-        continuation=_continuation(event.continuation),
+        continuation=write_continuation(event.continuation),
         base_version=event.base_version,
     )
 
 
-def _continuation(continuation: Continuation | None) -> pb.Continuation:
+def write_continuation(continuation: Continuation | None) -> pb.Continuation:
     if continuation is None:
         return pb.CONTINUATION_UNSPECIFIED
     return getattr(pb, f"CONTINUATION_{continuation.name}")  # type: ignore[no-any-return]
@@ -394,7 +399,6 @@ def _logprobs(given: TokenLogprobs, token_id: int, spelling: Callable[[int], byt
 
 
 def finished(event: TurnFinished, choice: int) -> pb.Finished:
-    timings = event.timings
     return pb.Finished(
         reason=_FINISH_REASONS.get(event.finish_reason, pb.FINISH_REASON_UNSPECIFIED),
         matched_stop=event.matched_stop,
@@ -403,23 +407,27 @@ def finished(event: TurnFinished, choice: int) -> pb.Finished:
             cached_tokens=event.cached_tokens,
             completion_tokens=event.completion_tokens,
         ),
-        timings=pb.Timings(
-            queue=duration(timings.queue_s),
-            restore=duration(timings.restore_s),
-            prefill=duration(timings.prefill_s),
-            first_token=duration(timings.first_token_s),
-            decode=duration(timings.decode_s),
-        ),
+        timings=write_timings(event.timings),
         snapshot=_snapshot(event.snapshot),
         tool_calls=write_calls(event.tool_calls),
         choice=choice,
         memory_tokens=event.memory_tokens,
         context_tokens=event.context_tokens,
-        shortening=_shortening(event.shortening) if event.shortening is not None else None,
+        shortening=write_shortening(event.shortening) if event.shortening is not None else None,
     )
 
 
-def _shortening(shortening: Shortening) -> pb.Shortening:
+def write_timings(timings: Timings) -> pb.Timings:
+    return pb.Timings(
+        queue=duration(timings.queue_s),
+        restore=duration(timings.restore_s),
+        prefill=duration(timings.prefill_s),
+        first_token=duration(timings.first_token_s),
+        decode=duration(timings.decode_s),
+    )
+
+
+def write_shortening(shortening: Shortening) -> pb.Shortening:
     return pb.Shortening(
         policy=getattr(pb, f"ON_FULL_POLICY_{shortening.policy.name}"),
         dropped_messages=shortening.dropped_messages,

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvasir.call_context import call_name, name_call
 from kvasir.credentials import ADMIN, OWNER, Principal
-from kvasir.errors import Cancelled, DeadlineExceeded, KvasirError, PermissionDenied, Unavailable
+from kvasir.errors import Cancelled, DeadlineExceeded, InvalidArgument, KvasirError, PermissionDenied, Unavailable
 from kvasir.inference.v1 import inference_pb2 as pb
 from kvasir.inference.v1 import inference_pb2_grpc
 from kvasir.names import check_request_id
@@ -20,11 +20,13 @@ from kvasir.server.interceptors import current_principal
 from inference_svc.edge import messages, stats_messages
 from inference_svc.engine.api import AgentKey
 from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.resume_tokens import ResumeTokens
 from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats, ServiceStatus
 from inference_svc.model.model_host import ModelHost, ModelState
 from inference_svc.served_model import ServedModel
 from inference_svc.turns.admission import AdmissionLimits
+from inference_svc.turns.choices import Choices
 from inference_svc.turns.turn_data import TurnStarted, Warmed
 
 SERVICE_NAME = "kvasir.inference.v1.InferenceService"
@@ -91,6 +93,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         status: Callable[[], ServiceStatus],
         *,
         limits: ServiceLimits,
+        resumes: ResumeTokens,
         is_stopping: Callable[[], bool],
         service_admins: Collection[str] = (),
     ) -> None:
@@ -103,6 +106,7 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         self._stats = stats
         self._status = status
         self._limits = limits
+        self._resumes = resumes
         self._is_stopping = is_stopping
         self._service_admins = frozenset(service_admins)
 
@@ -114,7 +118,10 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         caller = current_principal()
         with self._counting_refusals(caller.namespace):
             name_call(request.request_id)
-            await self._generate(request, caller, context)
+            if request.resume_token:
+                await self._resume(request, caller, context)
+            else:
+                await self._generate(request, caller, context)
 
     async def _generate(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
         self._check_serves()
@@ -130,10 +137,21 @@ class InferenceService(inference_pb2_grpc.InferenceServiceServicer):  # type: ig
         served = await self._host.awake(request.model)
         await self._formats.check(caller.namespace, checked.sampling.constraint, served.engine.grammars)
         running = (await self._host.awake(request.model)).turns.begin(checked)
+        await self._tell(running, checked.request_id, served, context)
+
+    async def _resume(self, request: pb.GenerateRequest, caller: Principal, context: Any) -> None:
+        """The rest of a reply that another engine began."""
+        if request != pb.GenerateRequest(resume_token=request.resume_token):
+            raise InvalidArgument("resume_token: expected nothing beside it", field="resume_token")
+        reply = self._resumes.claim(request.resume_token, caller.namespace, caller.name)
+        name_call(reply.request_id)
+        await self._tell(reply.choices, reply.request_id, self._host.serving(""), context)
+
+    async def _tell(self, running: Choices, request_id: str, served: ServedModel, context: Any) -> None:
+        """Stream a request's events to its reader."""
         try:
             async for choice, event in running.events():
-                spelling = served.engine.token_text.bytes_of
-                told = messages.response(event, checked.request_id, served.name, choice, spelling)
+                told = messages.response(event, request_id, served.name, choice, served.engine.token_text.bytes_of)
                 await send(context, told, self._limits.reader_stall_s)
         finally:
             # A cancel, a deadline and a disconnect all end here, while the turn runs; at its end this does nothing.

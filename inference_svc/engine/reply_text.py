@@ -1,5 +1,7 @@
 """The text of a reply, token by token: what the client may see of it, what ends it, and what is remembered. Pure."""
 
+from collections.abc import Iterable
+
 from inference_svc.engine.api import FinishReason, SamplingParams
 from inference_svc.text.stop_strings import StopScanner
 from inference_svc.text.token_text import TokenText
@@ -64,3 +66,13 @@ class ReplyText:
         rest = self._scanner.rest()
         self._visible.append(rest)
         return rest
+
+
+def told_text(
+    token_text: TokenText, sampling: SamplingParams, stop_token_ids: frozenset[int], token_ids: Iterable[int]
+) -> str:
+    """What a client has seen of a reply after these tokens."""
+    reply = ReplyText(token_text, sampling, stop_token_ids)
+    for token_id in token_ids:
+        reply.push(token_id)
+    return reply.visible

@@ -129,7 +129,8 @@ class Sequence:
     def keeps_its_part(self) -> bool:
         """Whether a cancel now leaves what the turn has so far, and not the memory as it was before."""
         has_generated = len(self.token_ids) > self.prompt_tokens
-        return self.finish_reason is not None or (self.plan.keep_partial and has_generated)
+        is_own = self.plan.carried is None  # what another engine began is its own until it gives it away
+        return self.finish_reason is not None or (self.plan.keep_partial and has_generated and is_own)
 
     @property
     def agent_key(self) -> Hashable | None:

@@ -169,6 +169,18 @@ class LineLeases:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    async def hand_on(self, agent_id: str) -> None:
+        """Give the lease back while a turn runs, because another engine goes on with the turn. Waits until the store
+        has it back; if it cannot be reached, the lease ends by itself.
+        """
+        line = self._lines.get(agent_id)
+        if line is None:
+            return
+        lease, line.lease, line.generation = line.lease, None, 0
+        line.epoch += 1
+        if lease is not None:
+            await self._release(agent_id, lease.generation)
+
     def committed(self, agent_id: str, head: Head, generation: int) -> None:
         """This engine moved the head, under that generation. A repeated commit answers with the version that it made
         earlier; the lease may know a newer one, such as a rollback.

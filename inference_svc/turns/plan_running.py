@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
 
-from inference_svc.engine.api import AgentKey, Ended, TurnPlan
+from inference_svc.engine.api import AgentKey, Cold, Ended, TurnPlan
 from inference_svc.engine.context import check_fits
 from inference_svc.engine.engine import Engine, TurnHandle
+from inference_svc.engine.reply_text import told_text
 from inference_svc.memory.copies import Copies
 from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import Prepared
@@ -21,7 +22,7 @@ from inference_svc.turns.admission import Admission
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.outbox import ReaderLimits
 from inference_svc.turns.turn_reporter import TurnReporter
-from inference_svc.turns.turn_state import TurnState, reply_reader
+from inference_svc.turns.turn_state import TakenTurn, TurnState, reply_reader
 
 _DEFAULT_MAX_TOKENS = 512
 
@@ -105,11 +106,16 @@ class PlanRunner:
         needed_bytes = self._engine.needed_bytes(plan)
         turn.reader = reply_reader(turn.request, self._prompting, prepared.text)
         reporter = TurnReporter(turn, prepared, stream, counters, self._handoff, self._clock)
+        if turn.taken is not None:
+            turn.reader.push(self._told(turn.taken, plan))  # its reader was told
         try:
             with self._admission.kv(namespace, needed_bytes):
                 turn.running.handle = self._engine.submit(plan, reporter.listen)
+                turn.plan = replace(plan, reuse=Cold(), carried=None)
                 del plan
-                if store is not None:
+                if turn.taken is not None:
+                    reporter.swap, turn.taken.handle = turn.taken, turn.running.handle
+                elif store is not None:
                     reporter.swap = self._swap_store(turn, turn.running.handle, store)
                 ended = await reporter.ended
                 return reporter.prepared, ended
@@ -123,6 +129,18 @@ class PlanRunner:
             turn.running.handle = None
             if reporter.swap is not None:
                 reporter.swap.close()
+
+    def _told(self, taken: TakenTurn, plan: TurnPlan) -> str:
+        """The reply as far as the other engine has sent it. Raises InvalidArgument if it has sent another text."""
+        ends = frozenset((*self._engine.model.stop_token_ids, *plan.sampling.stop_token_ids))
+        reply = taken.carried.token_ids[len(plan.token_ids) :]
+        told = told_text(self._engine.token_text, plan.sampling, ends, reply)
+        if len(told) != taken.told_chars:
+            raise errors.InvalidArgument(
+                f"stand.told_chars: these tokens tell {len(told)} characters, not {taken.told_chars}",
+                field="stand.told_chars",
+            )
+        return told
 
     def _stream(self, key: AgentKey, store: RemoteCache, prepared: Prepared) -> BlockStream:
         timeout_s, stored = self._limits.publish_timeout_s, prepared.stored_blocks

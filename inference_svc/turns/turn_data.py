@@ -78,6 +78,8 @@ class TurnRequest:
     caller: str = ""  # the credential's name
     is_warming: bool = False  # no token is generated; an empty prompt stands for the agent's memory
     input_bytes: int = 0
+    # What the edge made the request of, for another engine that goes on with it. None: no other engine can.
+    origin: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,15 @@ class TurnFinished:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnMoved:
+    """The rest of the reply is at another engine; nothing more comes here."""
+
+    peer: str
+    resume_token: str
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class OpenTurn:
     """A turn under way, for whoever lists them. Counts are 0 until it runs."""
 
@@ -158,4 +169,4 @@ class Warmed:
 
 # What a turn tells its reader. Progress is the engine's own event; the others know what the engine does not: where the
 # memory came from, which text is answer and which reasoning, what was stored.
-TurnEvent: TypeAlias = TurnStarted | Prefilled | TurnDelta | TurnFinished | Warmed
+TurnEvent: TypeAlias = TurnStarted | Prefilled | TurnDelta | TurnFinished | TurnMoved | Warmed

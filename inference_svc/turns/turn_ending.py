@@ -85,9 +85,10 @@ class TurnEnding:
         if turn.key is None or not turn.is_kept:
             return None
         request, calls = turn.request, turn.reader.calls
+        is_trusted = not (turn.is_brought or recollection.is_brought)
         said, messages = await self._prompting.run(
             request.namespace,
-            lambda: self._said(turn, prepared.text, ended, calls, is_trusted=not recollection.is_brought),
+            lambda: self._said(turn, prepared.text, ended, calls, is_trusted=is_trusted),
         )
         made_by = manifest_pb2.Turn(
             request_id=request.request_id,
@@ -275,7 +276,7 @@ class TurnEnding:
                 windows=dict(prepared.stored_windows),
             ),
             rewind_points=state.rewind_points,
-            is_brought=_is_brought(recollection, prepared),
+            is_brought=turn.is_brought or is_brought(recollection, prepared),
             shortened=turn.shortened,
         )
         self._engine.tag_hot(key, memory)
@@ -387,7 +388,7 @@ def _finish_reason(ended: Ended, calls: Sequence[manifest_pb2.ToolCall]) -> str:
     return "tool_calls" if calls and ended.finish_reason is FinishReason.STOP else ended.finish_reason.value
 
 
-def _is_brought(recollection: Recollection, prepared: Prepared) -> bool:
+def is_brought(recollection: Recollection, prepared: Prepared) -> bool:
     """Whether a turn's KV came by an archive or another store, or was computed on such KV. The store marks its copies;
     this mark outlives them.
     """

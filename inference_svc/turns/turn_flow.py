@@ -30,6 +30,7 @@ from inference_svc.memory.remote_cache import RemoteCache
 from inference_svc.memory.service_stats import ServiceStats
 from inference_svc.memory.store_patience import Budget
 from inference_svc.memory.swap_store import may_be_preempted
+from inference_svc.memory.trust import LEASE_TTL_S
 from inference_svc.model.prompting import Prompting
 from inference_svc.text import conversation
 from inference_svc.text.prefix_matching import Outcome
@@ -48,6 +49,8 @@ from inference_svc.turns.turn_data import (
 )
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_state import (
+    BegunTurn,
+    TakenTurn,
     TurnState,
     as_its_agent_has_it,
     check_existing,
@@ -64,6 +67,8 @@ _MAX_PLANS = 4
 _MAX_SERVINGS = 4
 # Another engine releases a line within milliseconds of the request, unless a turn of it still runs.
 _LEASE_WAIT_S = 1.0
+# One that has given a turn away has released the line before. If it could not, its lease ends by itself.
+_HANDED_ON_WAIT_S = LEASE_TTL_S + 1.0
 
 
 class _MemoryMovedError(Exception):
@@ -125,7 +130,7 @@ class TurnFlow:
                     await self._prompting.read(request.namespace, request.objects)
                     turn.queue_s = self._clock() - turn.arrived
                     with self._using_lease(turn):
-                        await self._serve(turn)
+                        await (self._serve(turn) if turn.taken is None else self._go_on(turn, turn.taken))
                         if turn.shorter is not None:
                             await self._shorten(turn)
         except asyncio.CancelledError:
@@ -134,6 +139,7 @@ class TurnFlow:
             raise
         except Exception as error:  # noqa: BLE001 - the reader must get an end whatever happens; the edge logs the error
             end = "cancelled" if running.is_cancelled else "refused" if _is_refusal(error) else end
+            end = "moved" if turn.is_given else end
             self._end_early(turn, error)
         else:
             end = "cancelled" if running.is_cancelled else "finished"
@@ -169,6 +175,8 @@ class TurnFlow:
     def _end_early(self, turn: TurnState, error: BaseException) -> None:
         """The last that the reader hears of a turn that leaves no memory."""
         running = turn.running
+        if turn.taken is not None:
+            turn.taken.failed(error)
         if running.is_stopped and isinstance(error, asyncio.CancelledError | errors.Cancelled):
             running.tell(self._ending.stopped(turn))
             running.end()
@@ -236,10 +244,74 @@ class TurnFlow:
                 raise
             text = await self._shortener.before_reply(turn, recollection, error)
             ran = await self._plan_and_run(turn, recollection, text, budget)
-        memory = await self._ending.remember(turn, *ran)
+        return await self._end(turn, *ran)
+
+    async def _end(self, turn: TurnState, recollection: Recollection, prepared: Prepared, ended: Ended) -> None:
+        """Remember the turn, and tell its reader how it ended."""
+        memory = await self._ending.remember(turn, recollection, prepared, ended)
         if memory is not None and not turn.running.is_cancelled:  # whoever cancels wants nothing more computed
             await self._shortener.after_reply(turn, recollection, memory)
-        return await self._ending.finish(turn, *ran, memory)
+        await self._ending.finish(turn, recollection, prepared, ended, memory)
+
+    # --- a turn that another engine began ---
+
+    async def _go_on(self, turn: TurnState, taken: TakenTurn) -> None:
+        """From the arrival of its KV on; the engine waits for `own` before it computes. Raises FailedPrecondition
+        (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends.
+        """
+        begun, request = taken.begun, turn.request
+        recollection = await self._parent(turn, begun)
+        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        turn.messages, turn.continuation = begun.messages, begun.continuation
+        turn.shortened, turn.shortening = begun.shortened, begun.shortening
+        turn.recollection, turn.is_brought = recollection, begun.is_brought
+        text, turn.dialogue = await prompt_text(self._prompting, request, begun.messages)
+        if sum(begun.prompt.chars) != len(text):
+            raise errors.InvalidArgument(
+                f"opening.prompt_token_chars: the prompt has {len(text)} characters", field="opening.prompt_token_chars"
+            )
+        prepared = Prepared(text, begun.prompt, Cold(), Source.COLD, Outcome.NONE, None, ())
+        plan = replace(
+            self._plans.plan(turn, prepared), carried=taken.carried, rewind_point_tokens=begun.rewind_point_tokens
+        )
+        plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
+        prepared, ended = await self._plans.run(turn, prepared, plan)
+        await self._end(turn, recollection, prepared, ended)
+
+    async def _parent(self, turn: TurnState, begun: BegunTurn) -> Recollection:
+        """The version that the turn extends, as this engine's store has it. Its memory is not read: the KV is here."""
+        if turn.key is None:
+            return NOTHING_REMEMBERED
+        found = await self._recall.newest(turn.key, self._budget())
+        if found.head is None:
+            raise errors.Unavailable(
+                f"the agent's newest version cannot be asked now ({found.miss.detail if found.miss else ''})",
+                reason="MEMORY_UNREADABLE",
+                retry_after_s=1.0,
+            )
+        if turn.is_kept and found.head.manifest != begun.parent_manifest:
+            raise errors.FailedPrecondition(
+                f"parent_manifest: the turn extends {begun.parent_manifest}, the agent's newest version here is "
+                f"{found.head.version}, {found.head.manifest}",
+                reason="HANDOVER_PARENT_DIFFERS",
+                field="opening.parent_manifest",
+            )
+        return Recollection(None, Source.COLD, found.head, on_full=found.on_full)
+
+    async def own(self, turn: TurnState) -> None:
+        """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable
+        (AGENT_HELD_ELSEWHERE) if a third has the line; the turn is over then.
+        """
+        leases = self._leases_for(turn)
+        if leases is not None:
+            try:
+                await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
+            except errors.KvasirError as error:
+                if error.reason == "AGENT_HELD_ELSEWHERE":
+                    turn.running.cancel(error)
+                    raise
+        if turn.running.handle is not None:
+            turn.running.handle.release()
 
     def _using_lease(self, turn: TurnState) -> contextlib.AbstractContextManager[None]:
         leases = self._leases_for(turn)
@@ -369,7 +441,7 @@ class TurnFlow:
                 )
                 is_lent = turn.key is not None and not turn.is_kept  # its rows are the memory's, which must stay hot
                 plan = replace(self._plans.plan(turn, prepared), can_be_preempted=may_wait and not is_lent)
-                prepared = replace(prepared, reuse=Cold())
+                prepared, turn.recollection = replace(prepared, reuse=Cold()), recollection
                 running = self._plans.run(turn, prepared, plan)
                 del plan  # what was read from the store is the engine's to drop
                 prepared, ended = await running

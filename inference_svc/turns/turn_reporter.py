@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from kvasir import errors
 
-from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Started, Tokens
+from inference_svc.engine.api import BlocksFull, Ended, Event, Failed, Prefilled, Resumed, Started, Tokens
 from inference_svc.memory.outcomes import Source
 from inference_svc.memory.publishing import BlockStream
 from inference_svc.memory.recall import Prepared
@@ -18,7 +18,7 @@ from inference_svc.text.reply_parts import ReplyPart
 from inference_svc.turns.continuing import of_text
 from inference_svc.turns.handoff import HandOff
 from inference_svc.turns.turn_data import TurnDelta, TurnStarted
-from inference_svc.turns.turn_state import TurnState
+from inference_svc.turns.turn_state import TakenTurn, TurnState
 
 
 class TurnReporter:
@@ -34,7 +34,7 @@ class TurnReporter:
         clock: Callable[[], float],
     ) -> None:
         self.prepared = prepared  # as the engine began with it, once it has
-        self.swap: SwapStore | None = None
+        self.swap: SwapStore | TakenTurn | None = None
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
         self._turn = turn
         self._stream = stream
@@ -85,6 +85,8 @@ class TurnReporter:
                     self._stream.blocks_full(count)
             case Tokens():
                 self._tokens(event)
+            case Resumed() if not self._turn.has_begun:
+                self._taken_up()
             case Ended():
                 self._ended(event)
             case _:
@@ -106,7 +108,7 @@ class TurnReporter:
             counters.times.queue.add(turn.queue_s + event.queue_s)
             if source is Source.WARM:
                 counters.times.restore.add(turn.restore_s + event.restore_s)
-        turn.has_begun, turn.computed = True, cached_tokens
+        turn.has_begun, turn.computed, turn.prepared = True, cached_tokens, prepared
         turn.prompt_tokens, turn.cached_tokens = len(prepared.tokens.ids), cached_tokens
         turn.restoring.close()
         counters.sources[source] += 1
@@ -125,6 +127,17 @@ class TurnReporter:
                 base_version=turn.request.base_version or turn.parent_version,
             )
         )
+
+    def _taken_up(self) -> None:
+        """A turn that another engine began and reported: it runs here now."""
+        turn, counters = self._turn, self._counters
+        assert turn.taken is not None
+        counters.waiting_turns -= 1
+        counters.running_turns += 1
+        carried = turn.taken.carried
+        turn.has_begun, turn.computed, turn.prepared = True, carried.computed, self.prepared
+        turn.prompt_tokens, turn.cached_tokens = len(self.prepared.tokens.ids), carried.cached
+        turn.completion_tokens = len(carried.token_ids) - turn.prompt_tokens
 
     def _tokens(self, event: Tokens) -> None:
         self._time(len(event.ids))

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from kvasir import errors
 from kvasir.server.shared_room import SharedRoom
@@ -22,7 +22,7 @@ from inference_svc.turns.prompt_text import prompt_text
 from inference_svc.turns.turn_data import MessagesInput, OpenTurn, TurnFinished, TurnRequest
 from inference_svc.turns.turn_ending import TurnEnding
 from inference_svc.turns.turn_flow import TurnFlow
-from inference_svc.turns.turn_state import TurnState, TurnTask
+from inference_svc.turns.turn_state import TakenTurn, TurnState, TurnTask
 
 
 class TurnService:
@@ -61,11 +61,34 @@ class TurnService:
         outbox = Outbox(self._limits.reader, self._clock, request.choices)
         return Choices(request, outbox, lambda choice: self._begin(choice, outbox))
 
-    def _begin(self, request: TurnRequest, outbox: Outbox) -> TurnTask:
+    def take_over(self, request: TurnRequest, taken: Mapping[int, TakenTurn]) -> Choices:
+        """Go on with the choices of a request that another engine began: each waits for `own` once it is ready. Raises
+        as `begin`.
+        """
+        outbox = Outbox(self._limits.reader, self._clock, len(taken))
+        return Choices(request, outbox, lambda choice: self._begin(choice, outbox, taken[choice.choice]), sorted(taken))
+
+    async def own(self, taken: Collection[TakenTurn]) -> None:
+        """The other engine has given these turns away. Raises Unavailable (AGENT_HELD_ELSEWHERE)."""
+        await asyncio.gather(*(self._flow.own(turn) for turn in self._running.values() if turn.taken in taken))
+
+    def under_way(self, namespace: str | None = None) -> list[list[TurnState]]:
+        """By request, the turns that have not ended: of a namespace, or of all."""
+        requests: dict[Outbox, list[TurnState]] = {}
+        for turn in self._running.values():
+            if turn.request.namespace == namespace or namespace is None:
+                requests.setdefault(turn.running.outbox, []).append(turn)
+        return [turns for turns in requests.values() if not all(turn.running.has_ended for turn in turns)]
+
+    def _begin(self, request: TurnRequest, outbox: Outbox, taken: TakenTurn | None = None) -> TurnTask:
         place = contextlib.ExitStack()
         place.enter_context(self._admission.turn(request.namespace, request.caller, request.input_bytes))
         running = TurnTask(outbox, request.choice)
-        turn = TurnState(request, running, arrived=self._clock())
+        turn = TurnState(request, running, arrived=self._clock(), taken=taken)
+        if taken is not None:
+            turn.arrived -= taken.begun.age_s
+            first_token_s = taken.begun.first_token_s
+            turn.first_token_at = None if first_token_s is None else turn.arrived + first_token_s
         task = asyncio.create_task(self._flow.run(turn))
         self._running[task] = turn
         task.add_done_callback(self._running.pop)

@@ -8,15 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from kvasir import errors
 from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.formats.digest import Digest
 from kvasir.formats.manifest import tokens_within_chars
 from kvasir.on_full import OnFull
 
-from inference_svc.engine.api import AgentKey, Snapshot
+from inference_svc.engine.api import AgentKey, CarriedTurn, Event, Resumed, Snapshot, TurnPlan, Wanted
 from inference_svc.engine.engine import TurnHandle
 from inference_svc.memory.agent_memory import AgentMemory
 from inference_svc.memory.outcomes import Miss, MissReason
 from inference_svc.memory.publishing import BlockStream
-from inference_svc.memory.recall import Recollection
+from inference_svc.memory.recall import Prepared, Recollection
 from inference_svc.memory.remote_cache import EventCursor
 from inference_svc.model.prompting import Prompting, Tokenized
 from inference_svc.text.conversation import Dialogue, tool_fields
@@ -83,6 +84,55 @@ class TurnTask:
             self.task.cancel()
 
 
+@dataclass(frozen=True, slots=True)
+class BegunTurn:
+    """What another engine knew of a turn that it began, besides where it stands: equal for all choices of a request."""
+
+    seed: int  # of the first choice
+    max_tokens: int
+    prompt: Tokenized
+    rewind_point_tokens: int | None
+    messages: tuple[manifest_pb2.Message, ...]  # before the reply; empty for a prompt
+    parent_manifest: Digest | None  # of the version that the turn extends; None: the agent remembers nothing
+    is_brought: bool
+    continuation: Continuation | None
+    shortened: manifest_pb2.Shortened | None
+    shortening: Shortening | None
+    age_s: float  # since the request arrived
+    first_token_s: float | None  # from then until the reply's first token; None: there is none yet
+
+
+class TakenTurn:
+    """A turn on its way in from another engine: first its KV comes, then the word that it is this engine's."""
+
+    def __init__(self, begun: BegunTurn, carried: CarriedTurn, told_chars: int, files: Sequence[bytes]) -> None:
+        self.begun = begun
+        self.carried = carried
+        self.told_chars = told_chars  # characters of the reply that the other engine has sent
+        self.handle: TurnHandle | None = None
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Its KV is here, and it waits for the word. Has the error of a turn that failed before."""
+        self._files = files
+
+    def event(self, event: Event) -> None:
+        match event:
+            case Wanted() if self.handle is not None:
+                self.handle.resume(self._files)
+                self._files = ()
+            case Resumed() if not self.ready.done():
+                self.ready.set_result(None)
+            case _:
+                pass
+
+    def failed(self, error: BaseException) -> None:
+        if not self.ready.done():
+            self.ready.set_exception(error)
+
+    def close(self) -> None:
+        """The turn is over."""
+        self._files = ()
+
+
 @dataclass(slots=True)
 class TurnState:
     """The values that the steps of one turn learn, in their order."""
@@ -118,11 +168,24 @@ class TurnState:
     stream: BlockStream | None = None
     reader: ReplyReader = field(default_factory=ReplyReader)  # of the reply, as it comes
     snapshot: "Future[Snapshot | None] | None" = None  # asked for at the turn's end
+    # Once the engine has the turn; without the KV that is reused.
+    plan: TurnPlan | None = None
+    recollection: Recollection | None = None
+    prepared: Prepared | None = None
+    is_brought: bool = False  # its KV came by an archive or from another store, besides what the recollection says
+    taken: TakenTurn | None = None  # from another engine, which began the turn
+    is_given: bool = False  # to another engine, which goes on with it
     key: AgentKey | None = field(init=False)
 
     def __post_init__(self) -> None:
         request = self.request
         self.key = AgentKey(request.namespace, request.agent_id) if request.agent_id else None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it computes a reply that another engine could go on with."""
+        is_running = self.plan is not None and self.prepared is not None and self.running.handle is not None
+        return is_running and self.has_begun and not self.running.is_ending and self.request.origin is not None
 
     @property
     def is_kept(self) -> bool:

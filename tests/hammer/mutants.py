@@ -92,7 +92,7 @@ MUTANTS = (
     Mutant(
         "a turn that was cut is remembered as far as it came, asked or not",
         "engine/sequence.py",
-        "(self.plan.keep_partial and has_generated)",
+        "(self.plan.keep_partial and has_generated and is_own)",
         "has_generated",
     ),
     Mutant(

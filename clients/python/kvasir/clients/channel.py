@@ -52,6 +52,11 @@ def sync_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> gr
     return grpc.secure_channel(target, _credentials(tls), options)
 
 
+def both(stub: Any, other: Any) -> Any:
+    """The calls of two services' stubs, whose RPCs have different names."""
+    return SimpleNamespace(**vars(other), **vars(stub))
+
+
 def with_agents(stub: Any, channel: Any) -> Any:
     """The calls of a service's stub and, over the same channel, those about agents."""
     agents = cachestore_pb2_grpc.AgentServiceStub(channel)  # type: ignore[no-untyped-call]

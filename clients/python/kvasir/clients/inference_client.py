@@ -14,30 +14,39 @@ from typing import Self, Unpack, cast
 import grpc
 
 from kvasir.clients.agent_client import AgentClient
-from kvasir.clients.channel import Tls, sync_channel, with_agents
+from kvasir.clients.channel import Tls, both, sync_channel, with_agents
 from kvasir.clients.generate_options import GenerateOptions, OptionArguments, merged_options
 from kvasir.clients.inference_client_turns import (
     READS,
     Input,
     KnownVersions,
     Messages,
+    Moved,
     Reply,
     count_request,
+    lost_by,
+    moved_by,
     turn_request,
     warm_request,
 )
-from kvasir.errors import Internal, KvasirError
+from kvasir.errors import Internal, KvasirError, Unavailable
+from kvasir.inference.v1 import handover_pb2_grpc, inference_pb2_grpc
 from kvasir.inference.v1 import inference_pb2 as pb
-from kvasir.inference.v1 import inference_pb2_grpc
+from kvasir.inference.v1.handover_pb2 import HandOverTurnRequest, HandOverTurnResponse
 
 
 class InferenceClient(AgentClient):
     """An inference service and the agents of its store, over one channel. Close it with `with` or close()."""
 
     def __init__(self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0) -> None:
-        stub = with_agents(inference_pb2_grpc.InferenceServiceStub(channel), channel)  # type: ignore[no-untyped-call]
-        super().__init__(channel, stub, token, timeout_s)
+        turns = inference_pb2_grpc.InferenceServiceStub(channel)  # type: ignore[no-untyped-call]
+        moves = handover_pb2_grpc.HandOverServiceStub(channel)  # type: ignore[no-untyped-call]
+        super().__init__(channel, with_agents(both(turns, moves), channel), token, timeout_s)
         self._known = KnownVersions()
+        self.peers: dict[str, InferenceClient] = {}
+        """Clients of other engines, by the names that this engine's configuration gives them. A turn that moves to one
+        of them is followed there; addresses come from here alone, never from an engine.
+        """
 
     @classmethod
     def connect(
@@ -50,6 +59,7 @@ class InferenceClient(AgentClient):
     def with_token(self, token: str) -> Self:
         other = super().with_token(token)
         other._known = KnownVersions()  # one caller's versions are in no error of another's
+        other.peers = {}  # their tokens are this caller's
         return other
 
     def generate(
@@ -64,6 +74,9 @@ class InferenceClient(AgentClient):
     ) -> Generator[pb.GenerateResponse, None, None]:
         """Continue a text, and stream the events: started, prefill_progress, delta…, finished.
 
+        If the turn moves to another engine, `moved` comes, and then the rest from there, if `peers` has that engine.
+        Else Unavailable (TURN_MOVED) is raised; its metadata has the peer's name and the resume_token.
+
         Give exactly one of `prompt`, `messages` and `append_messages` (which follow the messages that the agent
         remembers). GenerateOptions says what else a turn takes, as a value in `options` or as arguments of the call.
         Closing the generator cancels the turn. Raises the types of `kvasir.errors`. When an agent's turn breaks, the
@@ -74,12 +87,42 @@ class InferenceClient(AgentClient):
             Input(prompt, messages, append_messages), options, options.request_id or str(uuid.uuid4())
         )
         try:
-            with closing(self._responses(self._stub.Generate, request, timeout_s)) as responses:
+            with closing(self._turn(request, timeout_s)) as responses:
                 for response in responses:
                     self._known.note(request.agent_id, response)
                     yield response
         except KvasirError as error:
             raise self._known.explained(error, request) from None
+
+    def resume(
+        self, resume_token: str, *, timeout_s: float | None = None
+    ) -> Generator[pb.GenerateResponse, None, None]:
+        """The rest of a reply that another engine began and gave to this one: the events after `moved`. Raises NotFound
+        (RESUME_TOKEN_UNKNOWN).
+        """
+        request = pb.GenerateRequest(resume_token=resume_token)
+        with closing(self._turn(request, timeout_s)) as responses:
+            yield from responses
+
+    def _turn(self, request: pb.GenerateRequest, timeout_s: float | None) -> Generator[pb.GenerateResponse, None, None]:
+        """A turn's events, wherever it goes."""
+        moved: Moved | None = None
+        try:
+            with closing(self._responses(self._stub.Generate, request, timeout_s)) as responses:
+                for response in responses:
+                    yield response
+                    moved = moved_by(response)
+        except Unavailable as error:
+            moved = lost_by(error)
+            if moved is None or moved.peer not in self.peers:
+                raise
+        if moved is None:
+            return
+        if moved.peer not in self.peers:
+            raise moved.unknown()
+        with closing(self.peers[moved.peer].resume(moved.resume_token, timeout_s=timeout_s)) as rest:
+            for response in rest:
+                yield response
 
     def reply(
         self,
@@ -114,6 +157,15 @@ class InferenceClient(AgentClient):
         """End the turns of a request, whoever reads them; how each choice ended. Raises NotFound."""
         request = pb.CancelTurnRequest(request_id=request_id)
         return (self._call(pb.CancelTurnResponse, request, timeout_s)).finished
+
+    def hand_over(
+        self, peer: str, *, agent_id: str | None = None, request_id: str | None = None, timeout_s: float = 180.0
+    ) -> HandOverTurnResponse:
+        """Give the turn that speaks for an agent, or that of a request, to a peer of the engine's configuration; its
+        reader follows. Raises NotFound (PEER_UNKNOWN, TURN_NOT_FOUND) and what the peer refuses it with.
+        """
+        request = HandOverTurnRequest(peer=peer, agent_id=agent_id, request_id=request_id)  # type: ignore[arg-type]
+        return self._call(HandOverTurnResponse, request, timeout_s)
 
     def list_hot_memories(self, agent_ids: Sequence[str]) -> Sequence[pb.HotMemory]:
         """Those of the agents' memories that are hot; at most 1000 agents are asked for."""

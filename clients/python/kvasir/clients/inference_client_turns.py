@@ -32,6 +32,35 @@ class Input:
     append_messages: Messages | None
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Where the rest of a reply is: a peer by the engine's name for it, and what is told there."""
+
+    peer: str
+    resume_token: str
+
+    def unknown(self) -> Unavailable:
+        """The error of a caller that knows no such peer."""
+        return Unavailable(
+            f"the turn went on to {self.peer!r}, which this client does not know (InferenceClient.peers); its resume() "
+            "takes the resume_token, and its generate() the same request_id",
+            reason="TURN_MOVED",
+            metadata={"peer": self.peer, "resume_token": self.resume_token},
+        )
+
+
+def moved_by(response: pb.GenerateResponse) -> Moved | None:
+    """Where a stream goes on after this event; None if it does so here."""
+    return Moved(response.moved.peer, response.moved.resume_token) if response.HasField("moved") else None
+
+
+def lost_by(error: KvasirError) -> Moved | None:
+    """Where a stream may go on that ended with this error, because the engine's link to its peer broke."""
+    if error.reason != "HANDOVER_UNCERTAIN":
+        return None
+    return Moved(error.metadata.get("peer", ""), error.metadata.get("resume_token", ""))
+
+
 @dataclass(slots=True)
 class Choice:
     """One of the replies that were asked for, as far as it has arrived."""

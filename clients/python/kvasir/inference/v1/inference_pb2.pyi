@@ -174,7 +174,7 @@ MODEL_STATE_RETIRING: ModelState
 MODEL_STATE_ASLEEP: ModelState
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full")
+    __slots__ = ("request_id", "model", "agent_id", "expected_version", "prompt", "messages", "append_messages", "sampling", "tools", "keep_partial", "priority", "json_schema", "regex", "expect_existing", "memory_mode", "base_version", "replace_memory", "on_full", "resume_token")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
@@ -193,6 +193,7 @@ class GenerateRequest(_message.Message):
     BASE_VERSION_FIELD_NUMBER: _ClassVar[int]
     REPLACE_MEMORY_FIELD_NUMBER: _ClassVar[int]
     ON_FULL_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     agent_id: str
@@ -211,7 +212,8 @@ class GenerateRequest(_message.Message):
     base_version: int
     replace_memory: bool
     on_full: OnFull
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ...) -> None: ...
+    resume_token: str
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., agent_id: _Optional[str] = ..., expected_version: _Optional[int] = ..., prompt: _Optional[str] = ..., messages: _Optional[_Union[MessageList, _Mapping]] = ..., append_messages: _Optional[_Union[MessageList, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., keep_partial: bool = ..., priority: _Optional[_Union[Priority, str]] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., expect_existing: bool = ..., memory_mode: _Optional[_Union[MemoryMode, str]] = ..., base_version: _Optional[int] = ..., replace_memory: bool = ..., on_full: _Optional[_Union[OnFull, _Mapping]] = ..., resume_token: _Optional[str] = ...) -> None: ...
 
 class OnFull(_message.Message):
     __slots__ = ("policy", "keep", "summary_request")
@@ -279,16 +281,28 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., repetition_penalty: _Optional[float] = ..., repetition_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: bool = ..., top_logprobs: _Optional[int] = ..., n: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("started", "prefill_progress", "delta", "finished")
+    __slots__ = ("started", "prefill_progress", "delta", "finished", "moved")
     STARTED_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PROGRESS_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     started: Started
     prefill_progress: PrefillProgress
     delta: Delta
     finished: Finished
-    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., prefill_progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ...) -> None: ...
+    moved: Moved
+    def __init__(self, started: _Optional[_Union[Started, _Mapping]] = ..., prefill_progress: _Optional[_Union[PrefillProgress, _Mapping]] = ..., delta: _Optional[_Union[Delta, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., moved: _Optional[_Union[Moved, _Mapping]] = ...) -> None: ...
+
+class Moved(_message.Message):
+    __slots__ = ("peer", "resume_token", "expires_in")
+    PEER_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    EXPIRES_IN_FIELD_NUMBER: _ClassVar[int]
+    peer: str
+    resume_token: str
+    expires_in: _duration_pb2.Duration
+    def __init__(self, peer: _Optional[str] = ..., resume_token: _Optional[str] = ..., expires_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Started(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "cached_tokens", "source", "reason", "miss", "match", "parent_version", "continuation", "base_version")

@@ -770,7 +770,10 @@ type GenerateRequest struct {
 	ReplaceMemory bool `protobuf:"varint,17,opt,name=replace_memory,json=replaceMemory,proto3" json:"replace_memory,omitempty"`
 	// What happens when the conversation no longer fits the model's context; only with messages, and with an agent_id. Absent: what
 	// the agent's label "kvasir.on_full" says ("drop_oldest", "summarize:0.4"), else REFUSE.
-	OnFull        *OnFull `protobuf:"bytes,18,opt,name=on_full,json=onFull,proto3" json:"on_full,omitempty"`
+	OnFull *OnFull `protobuf:"bytes,18,opt,name=on_full,json=onFull,proto3" json:"on_full,omitempty"`
+	// Instead of an input, and of all else: the rest of a reply that another service began (Moved). NOT_FOUND (RESUME_TOKEN_UNKNOWN) for a token
+	// that was used, is too old, or is another caller's.
+	ResumeToken   string `protobuf:"bytes,19,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -953,6 +956,13 @@ func (x *GenerateRequest) GetOnFull() *OnFull {
 		return x.OnFull
 	}
 	return nil
+}
+
+func (x *GenerateRequest) GetResumeToken() string {
+	if x != nil {
+		return x.ResumeToken
+	}
+	return ""
 }
 
 type isGenerateRequest_Input interface {
@@ -1344,6 +1354,7 @@ type GenerateResponse struct {
 	//	*GenerateResponse_PrefillProgress
 	//	*GenerateResponse_Delta
 	//	*GenerateResponse_Finished
+	//	*GenerateResponse_Moved
 	Event         isGenerateResponse_Event `protobuf_oneof:"event"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1422,6 +1433,15 @@ func (x *GenerateResponse) GetFinished() *Finished {
 	return nil
 }
 
+func (x *GenerateResponse) GetMoved() *Moved {
+	if x != nil {
+		if x, ok := x.Event.(*GenerateResponse_Moved); ok {
+			return x.Moved
+		}
+	}
+	return nil
+}
+
 type isGenerateResponse_Event interface {
 	isGenerateResponse_Event()
 }
@@ -1442,6 +1462,11 @@ type GenerateResponse_Finished struct {
 	Finished *Finished `protobuf:"bytes,4,opt,name=finished,proto3,oneof"`
 }
 
+type GenerateResponse_Moved struct {
+	// The stream's end here: another service goes on with the turn.
+	Moved *Moved `protobuf:"bytes,5,opt,name=moved,proto3,oneof"`
+}
+
 func (*GenerateResponse_Started) isGenerateResponse_Event() {}
 
 func (*GenerateResponse_PrefillProgress) isGenerateResponse_Event() {}
@@ -1449,6 +1474,72 @@ func (*GenerateResponse_PrefillProgress) isGenerateResponse_Event() {}
 func (*GenerateResponse_Delta) isGenerateResponse_Event() {}
 
 func (*GenerateResponse_Finished) isGenerateResponse_Event() {}
+
+func (*GenerateResponse_Moved) isGenerateResponse_Event() {}
+
+// Moved says where the rest of a reply is. Everything before it was sent here, nothing is sent twice.
+type Moved struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// A peer by the name that this service's configuration gives it. Clients know its address from their own users, never from here.
+	Peer string `protobuf:"bytes,1,opt,name=peer,proto3" json:"peer,omitempty"`
+	// GenerateRequest.resume_token, to be sent to that peer with the credential of the same name.
+	ResumeToken string `protobuf:"bytes,2,opt,name=resume_token,json=resumeToken,proto3" json:"resume_token,omitempty"`
+	// The turn goes on and is remembered also if nobody comes for it.
+	ExpiresIn     *durationpb.Duration `protobuf:"bytes,3,opt,name=expires_in,json=expiresIn,proto3" json:"expires_in,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Moved) Reset() {
+	*x = Moved{}
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Moved) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Moved) ProtoMessage() {}
+
+func (x *Moved) ProtoReflect() protoreflect.Message {
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Moved.ProtoReflect.Descriptor instead.
+func (*Moved) Descriptor() ([]byte, []int) {
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Moved) GetPeer() string {
+	if x != nil {
+		return x.Peer
+	}
+	return ""
+}
+
+func (x *Moved) GetResumeToken() string {
+	if x != nil {
+		return x.ResumeToken
+	}
+	return ""
+}
+
+func (x *Moved) GetExpiresIn() *durationpb.Duration {
+	if x != nil {
+		return x.ExpiresIn
+	}
+	return nil
+}
 
 // Started says what was reused, once it is known; always the first event, and one for all choices (of the first to begin).
 // A turn that CancelTurn ended before it began has none.
@@ -1476,7 +1567,7 @@ type Started struct {
 
 func (x *Started) Reset() {
 	*x = Started{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1488,7 +1579,7 @@ func (x *Started) String() string {
 func (*Started) ProtoMessage() {}
 
 func (x *Started) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[6]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1501,7 +1592,7 @@ func (x *Started) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Started.ProtoReflect.Descriptor instead.
 func (*Started) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{6}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Started) GetRequestId() string {
@@ -1591,7 +1682,7 @@ type PrefillProgress struct {
 
 func (x *PrefillProgress) Reset() {
 	*x = PrefillProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1603,7 +1694,7 @@ func (x *PrefillProgress) String() string {
 func (*PrefillProgress) ProtoMessage() {}
 
 func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[7]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1616,7 +1707,7 @@ func (x *PrefillProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PrefillProgress.ProtoReflect.Descriptor instead.
 func (*PrefillProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{7}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *PrefillProgress) GetTokensDone() int64 {
@@ -1652,7 +1743,7 @@ type Delta struct {
 
 func (x *Delta) Reset() {
 	*x = Delta{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1664,7 +1755,7 @@ func (x *Delta) String() string {
 func (*Delta) ProtoMessage() {}
 
 func (x *Delta) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[8]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1677,7 +1768,7 @@ func (x *Delta) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Delta.ProtoReflect.Descriptor instead.
 func (*Delta) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{8}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Delta) GetText() string {
@@ -1729,7 +1820,7 @@ type TokenLogprobs struct {
 
 func (x *TokenLogprobs) Reset() {
 	*x = TokenLogprobs{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1741,7 +1832,7 @@ func (x *TokenLogprobs) String() string {
 func (*TokenLogprobs) ProtoMessage() {}
 
 func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[9]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1754,7 +1845,7 @@ func (x *TokenLogprobs) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprobs.ProtoReflect.Descriptor instead.
 func (*TokenLogprobs) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{9}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *TokenLogprobs) GetLogprob() float32 {
@@ -1789,7 +1880,7 @@ type TokenLogprob struct {
 
 func (x *TokenLogprob) Reset() {
 	*x = TokenLogprob{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1801,7 +1892,7 @@ func (x *TokenLogprob) String() string {
 func (*TokenLogprob) ProtoMessage() {}
 
 func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[10]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1814,7 +1905,7 @@ func (x *TokenLogprob) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenLogprob.ProtoReflect.Descriptor instead.
 func (*TokenLogprob) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{10}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *TokenLogprob) GetTokenId() uint32 {
@@ -1861,7 +1952,7 @@ type Finished struct {
 
 func (x *Finished) Reset() {
 	*x = Finished{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1873,7 +1964,7 @@ func (x *Finished) String() string {
 func (*Finished) ProtoMessage() {}
 
 func (x *Finished) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[11]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1886,7 +1977,7 @@ func (x *Finished) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Finished.ProtoReflect.Descriptor instead.
 func (*Finished) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{11}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Finished) GetReason() FinishReason {
@@ -1975,7 +2066,7 @@ type Shortening struct {
 
 func (x *Shortening) Reset() {
 	*x = Shortening{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1987,7 +2078,7 @@ func (x *Shortening) String() string {
 func (*Shortening) ProtoMessage() {}
 
 func (x *Shortening) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[12]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2000,7 +2091,7 @@ func (x *Shortening) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Shortening.ProtoReflect.Descriptor instead.
 func (*Shortening) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{12}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Shortening) GetPolicy() OnFullPolicy {
@@ -2042,7 +2133,7 @@ type Usage struct {
 
 func (x *Usage) Reset() {
 	*x = Usage{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2054,7 +2145,7 @@ func (x *Usage) String() string {
 func (*Usage) ProtoMessage() {}
 
 func (x *Usage) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[13]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2067,7 +2158,7 @@ func (x *Usage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Usage.ProtoReflect.Descriptor instead.
 func (*Usage) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{13}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Usage) GetPromptTokens() int64 {
@@ -2106,7 +2197,7 @@ type Timings struct {
 
 func (x *Timings) Reset() {
 	*x = Timings{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2118,7 +2209,7 @@ func (x *Timings) String() string {
 func (*Timings) ProtoMessage() {}
 
 func (x *Timings) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[14]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2131,7 +2222,7 @@ func (x *Timings) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Timings.ProtoReflect.Descriptor instead.
 func (*Timings) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{14}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *Timings) GetQueue() *durationpb.Duration {
@@ -2186,7 +2277,7 @@ type SnapshotOutcome struct {
 
 func (x *SnapshotOutcome) Reset() {
 	*x = SnapshotOutcome{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2198,7 +2289,7 @@ func (x *SnapshotOutcome) String() string {
 func (*SnapshotOutcome) ProtoMessage() {}
 
 func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[15]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2211,7 +2302,7 @@ func (x *SnapshotOutcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotOutcome.ProtoReflect.Descriptor instead.
 func (*SnapshotOutcome) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{15}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *SnapshotOutcome) GetState() SnapshotState {
@@ -2257,7 +2348,7 @@ type ListTurnsRequest struct {
 
 func (x *ListTurnsRequest) Reset() {
 	*x = ListTurnsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2269,7 +2360,7 @@ func (x *ListTurnsRequest) String() string {
 func (*ListTurnsRequest) ProtoMessage() {}
 
 func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[16]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2282,7 +2373,7 @@ func (x *ListTurnsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsRequest.ProtoReflect.Descriptor instead.
 func (*ListTurnsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{16}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
 }
 
 type ListTurnsResponse struct {
@@ -2295,7 +2386,7 @@ type ListTurnsResponse struct {
 
 func (x *ListTurnsResponse) Reset() {
 	*x = ListTurnsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2307,7 +2398,7 @@ func (x *ListTurnsResponse) String() string {
 func (*ListTurnsResponse) ProtoMessage() {}
 
 func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[17]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2320,7 +2411,7 @@ func (x *ListTurnsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTurnsResponse.ProtoReflect.Descriptor instead.
 func (*ListTurnsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{17}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListTurnsResponse) GetTurns() []*Turn {
@@ -2352,7 +2443,7 @@ type Turn struct {
 
 func (x *Turn) Reset() {
 	*x = Turn{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2364,7 +2455,7 @@ func (x *Turn) String() string {
 func (*Turn) ProtoMessage() {}
 
 func (x *Turn) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[18]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2377,7 +2468,7 @@ func (x *Turn) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Turn.ProtoReflect.Descriptor instead.
 func (*Turn) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{18}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Turn) GetRequestId() string {
@@ -2445,7 +2536,7 @@ type CancelTurnRequest struct {
 
 func (x *CancelTurnRequest) Reset() {
 	*x = CancelTurnRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2457,7 +2548,7 @@ func (x *CancelTurnRequest) String() string {
 func (*CancelTurnRequest) ProtoMessage() {}
 
 func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[19]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2470,7 +2561,7 @@ func (x *CancelTurnRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnRequest.ProtoReflect.Descriptor instead.
 func (*CancelTurnRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{19}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *CancelTurnRequest) GetRequestId() string {
@@ -2490,7 +2581,7 @@ type CancelTurnResponse struct {
 
 func (x *CancelTurnResponse) Reset() {
 	*x = CancelTurnResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2502,7 +2593,7 @@ func (x *CancelTurnResponse) String() string {
 func (*CancelTurnResponse) ProtoMessage() {}
 
 func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[20]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2515,7 +2606,7 @@ func (x *CancelTurnResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelTurnResponse.ProtoReflect.Descriptor instead.
 func (*CancelTurnResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{20}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CancelTurnResponse) GetFinished() []*Finished {
@@ -2535,7 +2626,7 @@ type ListHotMemoriesRequest struct {
 
 func (x *ListHotMemoriesRequest) Reset() {
 	*x = ListHotMemoriesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2547,7 +2638,7 @@ func (x *ListHotMemoriesRequest) String() string {
 func (*ListHotMemoriesRequest) ProtoMessage() {}
 
 func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[21]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2560,7 +2651,7 @@ func (x *ListHotMemoriesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesRequest.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{21}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListHotMemoriesRequest) GetAgentIds() []string {
@@ -2580,7 +2671,7 @@ type ListHotMemoriesResponse struct {
 
 func (x *ListHotMemoriesResponse) Reset() {
 	*x = ListHotMemoriesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2592,7 +2683,7 @@ func (x *ListHotMemoriesResponse) String() string {
 func (*ListHotMemoriesResponse) ProtoMessage() {}
 
 func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[22]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2605,7 +2696,7 @@ func (x *ListHotMemoriesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListHotMemoriesResponse.ProtoReflect.Descriptor instead.
 func (*ListHotMemoriesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{22}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *ListHotMemoriesResponse) GetMemories() []*HotMemory {
@@ -2633,7 +2724,7 @@ type HotMemory struct {
 
 func (x *HotMemory) Reset() {
 	*x = HotMemory{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2645,7 +2736,7 @@ func (x *HotMemory) String() string {
 func (*HotMemory) ProtoMessage() {}
 
 func (x *HotMemory) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[23]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2658,7 +2749,7 @@ func (x *HotMemory) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HotMemory.ProtoReflect.Descriptor instead.
 func (*HotMemory) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{23}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *HotMemory) GetAgentId() string {
@@ -2718,7 +2809,7 @@ type WarmRequest struct {
 
 func (x *WarmRequest) Reset() {
 	*x = WarmRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2730,7 +2821,7 @@ func (x *WarmRequest) String() string {
 func (*WarmRequest) ProtoMessage() {}
 
 func (x *WarmRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[24]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2743,7 +2834,7 @@ func (x *WarmRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmRequest.ProtoReflect.Descriptor instead.
 func (*WarmRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{24}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *WarmRequest) GetModel() string {
@@ -2847,7 +2938,7 @@ type WarmResponse struct {
 
 func (x *WarmResponse) Reset() {
 	*x = WarmResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2859,7 +2950,7 @@ func (x *WarmResponse) String() string {
 func (*WarmResponse) ProtoMessage() {}
 
 func (x *WarmResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[25]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2872,7 +2963,7 @@ func (x *WarmResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WarmResponse.ProtoReflect.Descriptor instead.
 func (*WarmResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{25}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *WarmResponse) GetModel() string {
@@ -2968,7 +3059,7 @@ type CountTokensRequest struct {
 
 func (x *CountTokensRequest) Reset() {
 	*x = CountTokensRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2980,7 +3071,7 @@ func (x *CountTokensRequest) String() string {
 func (*CountTokensRequest) ProtoMessage() {}
 
 func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[26]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2993,7 +3084,7 @@ func (x *CountTokensRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensRequest.ProtoReflect.Descriptor instead.
 func (*CountTokensRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{26}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *CountTokensRequest) GetModel() string {
@@ -3062,7 +3153,7 @@ type CountTokensResponse struct {
 
 func (x *CountTokensResponse) Reset() {
 	*x = CountTokensResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3074,7 +3165,7 @@ func (x *CountTokensResponse) String() string {
 func (*CountTokensResponse) ProtoMessage() {}
 
 func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[27]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3087,7 +3178,7 @@ func (x *CountTokensResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CountTokensResponse.ProtoReflect.Descriptor instead.
 func (*CountTokensResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{27}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *CountTokensResponse) GetTokens() int64 {
@@ -3116,7 +3207,7 @@ type LoadModelRequest struct {
 
 func (x *LoadModelRequest) Reset() {
 	*x = LoadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3128,7 +3219,7 @@ func (x *LoadModelRequest) String() string {
 func (*LoadModelRequest) ProtoMessage() {}
 
 func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[28]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3141,7 +3232,7 @@ func (x *LoadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelRequest.ProtoReflect.Descriptor instead.
 func (*LoadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{28}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *LoadModelRequest) GetModel() string {
@@ -3171,7 +3262,7 @@ type LoadModelResponse struct {
 
 func (x *LoadModelResponse) Reset() {
 	*x = LoadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3183,7 +3274,7 @@ func (x *LoadModelResponse) String() string {
 func (*LoadModelResponse) ProtoMessage() {}
 
 func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[29]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3196,7 +3287,7 @@ func (x *LoadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadModelResponse.ProtoReflect.Descriptor instead.
 func (*LoadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{29}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *LoadModelResponse) GetEvent() isLoadModelResponse_Event {
@@ -3251,7 +3342,7 @@ type LoadProgress struct {
 
 func (x *LoadProgress) Reset() {
 	*x = LoadProgress{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3263,7 +3354,7 @@ func (x *LoadProgress) String() string {
 func (*LoadProgress) ProtoMessage() {}
 
 func (x *LoadProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[30]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3276,7 +3367,7 @@ func (x *LoadProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadProgress.ProtoReflect.Descriptor instead.
 func (*LoadProgress) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{30}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *LoadProgress) GetStage() LoadStage {
@@ -3304,7 +3395,7 @@ type LoadedModel struct {
 
 func (x *LoadedModel) Reset() {
 	*x = LoadedModel{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3316,7 +3407,7 @@ func (x *LoadedModel) String() string {
 func (*LoadedModel) ProtoMessage() {}
 
 func (x *LoadedModel) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[31]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3329,7 +3420,7 @@ func (x *LoadedModel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LoadedModel.ProtoReflect.Descriptor instead.
 func (*LoadedModel) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{31}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *LoadedModel) GetModel() *Model {
@@ -3358,7 +3449,7 @@ type UnloadModelRequest struct {
 
 func (x *UnloadModelRequest) Reset() {
 	*x = UnloadModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3370,7 +3461,7 @@ func (x *UnloadModelRequest) String() string {
 func (*UnloadModelRequest) ProtoMessage() {}
 
 func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[32]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3383,7 +3474,7 @@ func (x *UnloadModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelRequest.ProtoReflect.Descriptor instead.
 func (*UnloadModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{32}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *UnloadModelRequest) GetModel() string {
@@ -3409,7 +3500,7 @@ type UnloadModelResponse struct {
 
 func (x *UnloadModelResponse) Reset() {
 	*x = UnloadModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3421,7 +3512,7 @@ func (x *UnloadModelResponse) String() string {
 func (*UnloadModelResponse) ProtoMessage() {}
 
 func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[33]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3434,7 +3525,7 @@ func (x *UnloadModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use UnloadModelResponse.ProtoReflect.Descriptor instead.
 func (*UnloadModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{33}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *UnloadModelResponse) GetLeft() *MemoriesLeft {
@@ -3457,7 +3548,7 @@ type MemoriesLeft struct {
 
 func (x *MemoriesLeft) Reset() {
 	*x = MemoriesLeft{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3469,7 +3560,7 @@ func (x *MemoriesLeft) String() string {
 func (*MemoriesLeft) ProtoMessage() {}
 
 func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[34]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3482,7 +3573,7 @@ func (x *MemoriesLeft) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemoriesLeft.ProtoReflect.Descriptor instead.
 func (*MemoriesLeft) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{34}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *MemoriesLeft) GetStored() int64 {
@@ -3507,7 +3598,7 @@ type ListModelsRequest struct {
 
 func (x *ListModelsRequest) Reset() {
 	*x = ListModelsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3519,7 +3610,7 @@ func (x *ListModelsRequest) String() string {
 func (*ListModelsRequest) ProtoMessage() {}
 
 func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[35]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3532,7 +3623,7 @@ func (x *ListModelsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsRequest.ProtoReflect.Descriptor instead.
 func (*ListModelsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{35}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
 }
 
 type ListModelsResponse struct {
@@ -3544,7 +3635,7 @@ type ListModelsResponse struct {
 
 func (x *ListModelsResponse) Reset() {
 	*x = ListModelsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3556,7 +3647,7 @@ func (x *ListModelsResponse) String() string {
 func (*ListModelsResponse) ProtoMessage() {}
 
 func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[36]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3569,7 +3660,7 @@ func (x *ListModelsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListModelsResponse.ProtoReflect.Descriptor instead.
 func (*ListModelsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{36}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *ListModelsResponse) GetModels() []*Model {
@@ -3589,7 +3680,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3601,7 +3692,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[37]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3614,7 +3705,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{37}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *GetModelRequest) GetModel() string {
@@ -3633,7 +3724,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3645,7 +3736,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[38]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3658,7 +3749,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{38}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *GetModelResponse) GetModel() *Model {
@@ -3696,7 +3787,7 @@ type Model struct {
 
 func (x *Model) Reset() {
 	*x = Model{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3708,7 +3799,7 @@ func (x *Model) String() string {
 func (*Model) ProtoMessage() {}
 
 func (x *Model) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[39]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3721,7 +3812,7 @@ func (x *Model) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Model.ProtoReflect.Descriptor instead.
 func (*Model) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{39}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *Model) GetName() string {
@@ -3837,7 +3928,7 @@ type GetCapabilitiesRequest struct {
 
 func (x *GetCapabilitiesRequest) Reset() {
 	*x = GetCapabilitiesRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3849,7 +3940,7 @@ func (x *GetCapabilitiesRequest) String() string {
 func (*GetCapabilitiesRequest) ProtoMessage() {}
 
 func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[40]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3862,7 +3953,7 @@ func (x *GetCapabilitiesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesRequest.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{40}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
 }
 
 type GetCapabilitiesResponse struct {
@@ -3880,7 +3971,7 @@ type GetCapabilitiesResponse struct {
 
 func (x *GetCapabilitiesResponse) Reset() {
 	*x = GetCapabilitiesResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3892,7 +3983,7 @@ func (x *GetCapabilitiesResponse) String() string {
 func (*GetCapabilitiesResponse) ProtoMessage() {}
 
 func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[41]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3905,7 +3996,7 @@ func (x *GetCapabilitiesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCapabilitiesResponse.ProtoReflect.Descriptor instead.
 func (*GetCapabilitiesResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{41}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *GetCapabilitiesResponse) GetVersion() string {
@@ -3963,7 +4054,7 @@ type Limits struct {
 
 func (x *Limits) Reset() {
 	*x = Limits{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3975,7 +4066,7 @@ func (x *Limits) String() string {
 func (*Limits) ProtoMessage() {}
 
 func (x *Limits) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[42]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3988,7 +4079,7 @@ func (x *Limits) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Limits.ProtoReflect.Descriptor instead.
 func (*Limits) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{42}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Limits) GetMaxPromptBytes() int64 {
@@ -4048,7 +4139,7 @@ type GetStatsRequest struct {
 
 func (x *GetStatsRequest) Reset() {
 	*x = GetStatsRequest{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4060,7 +4151,7 @@ func (x *GetStatsRequest) String() string {
 func (*GetStatsRequest) ProtoMessage() {}
 
 func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[43]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4073,7 +4164,7 @@ func (x *GetStatsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatsRequest) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{43}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
 }
 
 type GetStatsResponse struct {
@@ -4093,7 +4184,7 @@ type GetStatsResponse struct {
 
 func (x *GetStatsResponse) Reset() {
 	*x = GetStatsResponse{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4105,7 +4196,7 @@ func (x *GetStatsResponse) String() string {
 func (*GetStatsResponse) ProtoMessage() {}
 
 func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[44]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4118,7 +4209,7 @@ func (x *GetStatsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatsResponse) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{44}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetStatsResponse) GetModel() string {
@@ -4187,7 +4278,7 @@ type NamespaceStats struct {
 
 func (x *NamespaceStats) Reset() {
 	*x = NamespaceStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4199,7 +4290,7 @@ func (x *NamespaceStats) String() string {
 func (*NamespaceStats) ProtoMessage() {}
 
 func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[45]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4212,7 +4303,7 @@ func (x *NamespaceStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NamespaceStats.ProtoReflect.Descriptor instead.
 func (*NamespaceStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{45}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *NamespaceStats) GetNamespace() string {
@@ -4337,7 +4428,7 @@ type EngineStats struct {
 
 func (x *EngineStats) Reset() {
 	*x = EngineStats{}
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4349,7 +4440,7 @@ func (x *EngineStats) String() string {
 func (*EngineStats) ProtoMessage() {}
 
 func (x *EngineStats) ProtoReflect() protoreflect.Message {
-	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[46]
+	mi := &file_kvasir_inference_v1_inference_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4362,7 +4453,7 @@ func (x *EngineStats) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EngineStats.ProtoReflect.Descriptor instead.
 func (*EngineStats) Descriptor() ([]byte, []int) {
-	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{46}
+	return file_kvasir_inference_v1_inference_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *EngineStats) GetKvMemoryBytes() int64 {
@@ -4432,7 +4523,7 @@ var File_kvasir_inference_v1_inference_proto protoreflect.FileDescriptor
 
 const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\xef\x06\n" +
+	"#kvasir/inference/v1/inference.proto\x12\x13kvasir.inference.v1\x1a\x1egoogle/protobuf/duration.proto\x1a#kvasir/cachestore/v1/identity.proto\x1a#kvasir/cachestore/v1/manifest.proto\x1a\x1ekvasir/common/v1/message.proto\"\x92\a\n" +
 	"\x0fGenerateRequest\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4455,7 +4546,8 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"memoryMode\x12&\n" +
 	"\fbase_version\x18\x10 \x01(\x03H\x03R\vbaseVersion\x88\x01\x01\x12%\n" +
 	"\x0ereplace_memory\x18\x11 \x01(\bR\rreplaceMemory\x124\n" +
-	"\aon_full\x18\x12 \x01(\v2\x1b.kvasir.inference.v1.OnFullR\x06onFullB\a\n" +
+	"\aon_full\x18\x12 \x01(\v2\x1b.kvasir.inference.v1.OnFullR\x06onFull\x12!\n" +
+	"\fresume_token\x18\x13 \x01(\tR\vresumeTokenB\a\n" +
 	"\x05inputB\x11\n" +
 	"\x0fresponse_formatB\x13\n" +
 	"\x11_expected_versionB\x0f\n" +
@@ -4500,13 +4592,19 @@ const file_kvasir_inference_v1_inference_proto_rawDesc = "" +
 	"\x05_seedB\x15\n" +
 	"\x13_repetition_penaltyB\x14\n" +
 	"\x12_repetition_tokensB\x04\n" +
-	"\x02_n\"\x99\x02\n" +
+	"\x02_n\"\xcd\x02\n" +
 	"\x10GenerateResponse\x128\n" +
 	"\astarted\x18\x01 \x01(\v2\x1c.kvasir.inference.v1.StartedH\x00R\astarted\x12Q\n" +
 	"\x10prefill_progress\x18\x02 \x01(\v2$.kvasir.inference.v1.PrefillProgressH\x00R\x0fprefillProgress\x122\n" +
 	"\x05delta\x18\x03 \x01(\v2\x1a.kvasir.inference.v1.DeltaH\x00R\x05delta\x12;\n" +
-	"\bfinished\x18\x04 \x01(\v2\x1d.kvasir.inference.v1.FinishedH\x00R\bfinishedB\a\n" +
-	"\x05event\"\xd8\x03\n" +
+	"\bfinished\x18\x04 \x01(\v2\x1d.kvasir.inference.v1.FinishedH\x00R\bfinished\x122\n" +
+	"\x05moved\x18\x05 \x01(\v2\x1a.kvasir.inference.v1.MovedH\x00R\x05movedB\a\n" +
+	"\x05event\"x\n" +
+	"\x05Moved\x12\x12\n" +
+	"\x04peer\x18\x01 \x01(\tR\x04peer\x12!\n" +
+	"\fresume_token\x18\x02 \x01(\tR\vresumeToken\x128\n" +
+	"\n" +
+	"expires_in\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\texpiresIn\"\xd8\x03\n" +
 	"\aStarted\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x14\n" +
@@ -4858,7 +4956,7 @@ func file_kvasir_inference_v1_inference_proto_rawDescGZIP() []byte {
 }
 
 var file_kvasir_inference_v1_inference_proto_enumTypes = make([]protoimpl.EnumInfo, 12)
-var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 53)
+var file_kvasir_inference_v1_inference_proto_msgTypes = make([]protoimpl.MessageInfo, 54)
 var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(OnFullPolicy)(0),               // 0: kvasir.inference.v1.OnFullPolicy
 	(MemoryMode)(0),                 // 1: kvasir.inference.v1.MemoryMode
@@ -4878,58 +4976,59 @@ var file_kvasir_inference_v1_inference_proto_goTypes = []any{
 	(*Tool)(nil),                    // 15: kvasir.inference.v1.Tool
 	(*Sampling)(nil),                // 16: kvasir.inference.v1.Sampling
 	(*GenerateResponse)(nil),        // 17: kvasir.inference.v1.GenerateResponse
-	(*Started)(nil),                 // 18: kvasir.inference.v1.Started
-	(*PrefillProgress)(nil),         // 19: kvasir.inference.v1.PrefillProgress
-	(*Delta)(nil),                   // 20: kvasir.inference.v1.Delta
-	(*TokenLogprobs)(nil),           // 21: kvasir.inference.v1.TokenLogprobs
-	(*TokenLogprob)(nil),            // 22: kvasir.inference.v1.TokenLogprob
-	(*Finished)(nil),                // 23: kvasir.inference.v1.Finished
-	(*Shortening)(nil),              // 24: kvasir.inference.v1.Shortening
-	(*Usage)(nil),                   // 25: kvasir.inference.v1.Usage
-	(*Timings)(nil),                 // 26: kvasir.inference.v1.Timings
-	(*SnapshotOutcome)(nil),         // 27: kvasir.inference.v1.SnapshotOutcome
-	(*ListTurnsRequest)(nil),        // 28: kvasir.inference.v1.ListTurnsRequest
-	(*ListTurnsResponse)(nil),       // 29: kvasir.inference.v1.ListTurnsResponse
-	(*Turn)(nil),                    // 30: kvasir.inference.v1.Turn
-	(*CancelTurnRequest)(nil),       // 31: kvasir.inference.v1.CancelTurnRequest
-	(*CancelTurnResponse)(nil),      // 32: kvasir.inference.v1.CancelTurnResponse
-	(*ListHotMemoriesRequest)(nil),  // 33: kvasir.inference.v1.ListHotMemoriesRequest
-	(*ListHotMemoriesResponse)(nil), // 34: kvasir.inference.v1.ListHotMemoriesResponse
-	(*HotMemory)(nil),               // 35: kvasir.inference.v1.HotMemory
-	(*WarmRequest)(nil),             // 36: kvasir.inference.v1.WarmRequest
-	(*WarmResponse)(nil),            // 37: kvasir.inference.v1.WarmResponse
-	(*CountTokensRequest)(nil),      // 38: kvasir.inference.v1.CountTokensRequest
-	(*CountTokensResponse)(nil),     // 39: kvasir.inference.v1.CountTokensResponse
-	(*LoadModelRequest)(nil),        // 40: kvasir.inference.v1.LoadModelRequest
-	(*LoadModelResponse)(nil),       // 41: kvasir.inference.v1.LoadModelResponse
-	(*LoadProgress)(nil),            // 42: kvasir.inference.v1.LoadProgress
-	(*LoadedModel)(nil),             // 43: kvasir.inference.v1.LoadedModel
-	(*UnloadModelRequest)(nil),      // 44: kvasir.inference.v1.UnloadModelRequest
-	(*UnloadModelResponse)(nil),     // 45: kvasir.inference.v1.UnloadModelResponse
-	(*MemoriesLeft)(nil),            // 46: kvasir.inference.v1.MemoriesLeft
-	(*ListModelsRequest)(nil),       // 47: kvasir.inference.v1.ListModelsRequest
-	(*ListModelsResponse)(nil),      // 48: kvasir.inference.v1.ListModelsResponse
-	(*GetModelRequest)(nil),         // 49: kvasir.inference.v1.GetModelRequest
-	(*GetModelResponse)(nil),        // 50: kvasir.inference.v1.GetModelResponse
-	(*Model)(nil),                   // 51: kvasir.inference.v1.Model
-	(*GetCapabilitiesRequest)(nil),  // 52: kvasir.inference.v1.GetCapabilitiesRequest
-	(*GetCapabilitiesResponse)(nil), // 53: kvasir.inference.v1.GetCapabilitiesResponse
-	(*Limits)(nil),                  // 54: kvasir.inference.v1.Limits
-	(*GetStatsRequest)(nil),         // 55: kvasir.inference.v1.GetStatsRequest
-	(*GetStatsResponse)(nil),        // 56: kvasir.inference.v1.GetStatsResponse
-	(*NamespaceStats)(nil),          // 57: kvasir.inference.v1.NamespaceStats
-	(*EngineStats)(nil),             // 58: kvasir.inference.v1.EngineStats
-	nil,                             // 59: kvasir.inference.v1.Sampling.LogitBiasEntry
-	nil,                             // 60: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	nil,                             // 61: kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	nil,                             // 62: kvasir.inference.v1.NamespaceStats.SourcesEntry
-	nil,                             // 63: kvasir.inference.v1.NamespaceStats.MissesEntry
-	nil,                             // 64: kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	(*v1.Message)(nil),              // 65: kvasir.common.v1.Message
-	(*v1.ToolCall)(nil),             // 66: kvasir.common.v1.ToolCall
+	(*Moved)(nil),                   // 18: kvasir.inference.v1.Moved
+	(*Started)(nil),                 // 19: kvasir.inference.v1.Started
+	(*PrefillProgress)(nil),         // 20: kvasir.inference.v1.PrefillProgress
+	(*Delta)(nil),                   // 21: kvasir.inference.v1.Delta
+	(*TokenLogprobs)(nil),           // 22: kvasir.inference.v1.TokenLogprobs
+	(*TokenLogprob)(nil),            // 23: kvasir.inference.v1.TokenLogprob
+	(*Finished)(nil),                // 24: kvasir.inference.v1.Finished
+	(*Shortening)(nil),              // 25: kvasir.inference.v1.Shortening
+	(*Usage)(nil),                   // 26: kvasir.inference.v1.Usage
+	(*Timings)(nil),                 // 27: kvasir.inference.v1.Timings
+	(*SnapshotOutcome)(nil),         // 28: kvasir.inference.v1.SnapshotOutcome
+	(*ListTurnsRequest)(nil),        // 29: kvasir.inference.v1.ListTurnsRequest
+	(*ListTurnsResponse)(nil),       // 30: kvasir.inference.v1.ListTurnsResponse
+	(*Turn)(nil),                    // 31: kvasir.inference.v1.Turn
+	(*CancelTurnRequest)(nil),       // 32: kvasir.inference.v1.CancelTurnRequest
+	(*CancelTurnResponse)(nil),      // 33: kvasir.inference.v1.CancelTurnResponse
+	(*ListHotMemoriesRequest)(nil),  // 34: kvasir.inference.v1.ListHotMemoriesRequest
+	(*ListHotMemoriesResponse)(nil), // 35: kvasir.inference.v1.ListHotMemoriesResponse
+	(*HotMemory)(nil),               // 36: kvasir.inference.v1.HotMemory
+	(*WarmRequest)(nil),             // 37: kvasir.inference.v1.WarmRequest
+	(*WarmResponse)(nil),            // 38: kvasir.inference.v1.WarmResponse
+	(*CountTokensRequest)(nil),      // 39: kvasir.inference.v1.CountTokensRequest
+	(*CountTokensResponse)(nil),     // 40: kvasir.inference.v1.CountTokensResponse
+	(*LoadModelRequest)(nil),        // 41: kvasir.inference.v1.LoadModelRequest
+	(*LoadModelResponse)(nil),       // 42: kvasir.inference.v1.LoadModelResponse
+	(*LoadProgress)(nil),            // 43: kvasir.inference.v1.LoadProgress
+	(*LoadedModel)(nil),             // 44: kvasir.inference.v1.LoadedModel
+	(*UnloadModelRequest)(nil),      // 45: kvasir.inference.v1.UnloadModelRequest
+	(*UnloadModelResponse)(nil),     // 46: kvasir.inference.v1.UnloadModelResponse
+	(*MemoriesLeft)(nil),            // 47: kvasir.inference.v1.MemoriesLeft
+	(*ListModelsRequest)(nil),       // 48: kvasir.inference.v1.ListModelsRequest
+	(*ListModelsResponse)(nil),      // 49: kvasir.inference.v1.ListModelsResponse
+	(*GetModelRequest)(nil),         // 50: kvasir.inference.v1.GetModelRequest
+	(*GetModelResponse)(nil),        // 51: kvasir.inference.v1.GetModelResponse
+	(*Model)(nil),                   // 52: kvasir.inference.v1.Model
+	(*GetCapabilitiesRequest)(nil),  // 53: kvasir.inference.v1.GetCapabilitiesRequest
+	(*GetCapabilitiesResponse)(nil), // 54: kvasir.inference.v1.GetCapabilitiesResponse
+	(*Limits)(nil),                  // 55: kvasir.inference.v1.Limits
+	(*GetStatsRequest)(nil),         // 56: kvasir.inference.v1.GetStatsRequest
+	(*GetStatsResponse)(nil),        // 57: kvasir.inference.v1.GetStatsResponse
+	(*NamespaceStats)(nil),          // 58: kvasir.inference.v1.NamespaceStats
+	(*EngineStats)(nil),             // 59: kvasir.inference.v1.EngineStats
+	nil,                             // 60: kvasir.inference.v1.Sampling.LogitBiasEntry
+	nil,                             // 61: kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	nil,                             // 62: kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	nil,                             // 63: kvasir.inference.v1.NamespaceStats.SourcesEntry
+	nil,                             // 64: kvasir.inference.v1.NamespaceStats.MissesEntry
+	nil,                             // 65: kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	(*v1.Message)(nil),              // 66: kvasir.common.v1.Message
 	(*durationpb.Duration)(nil),     // 67: google.protobuf.Duration
-	(*v11.Digest)(nil),              // 68: kvasir.cachestore.v1.Digest
-	(*v11.KvIdentity)(nil),          // 69: kvasir.cachestore.v1.KvIdentity
+	(*v1.ToolCall)(nil),             // 68: kvasir.common.v1.ToolCall
+	(*v11.Digest)(nil),              // 69: kvasir.cachestore.v1.Digest
+	(*v11.KvIdentity)(nil),          // 70: kvasir.cachestore.v1.KvIdentity
 }
 var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	14, // 0: kvasir.inference.v1.GenerateRequest.messages:type_name -> kvasir.inference.v1.MessageList
@@ -4940,96 +5039,98 @@ var file_kvasir_inference_v1_inference_proto_depIdxs = []int32{
 	1,  // 5: kvasir.inference.v1.GenerateRequest.memory_mode:type_name -> kvasir.inference.v1.MemoryMode
 	13, // 6: kvasir.inference.v1.GenerateRequest.on_full:type_name -> kvasir.inference.v1.OnFull
 	0,  // 7: kvasir.inference.v1.OnFull.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	65, // 8: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
-	59, // 9: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
-	18, // 10: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
-	19, // 11: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
-	20, // 12: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
-	23, // 13: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
-	4,  // 14: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
-	6,  // 15: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
-	5,  // 16: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
-	3,  // 17: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
-	21, // 18: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
-	22, // 19: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
-	7,  // 20: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
-	25, // 21: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
-	26, // 22: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
-	27, // 23: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
-	66, // 24: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
-	24, // 25: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
-	0,  // 26: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
-	67, // 27: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
-	67, // 28: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
-	67, // 29: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
-	67, // 30: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
-	67, // 31: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
-	8,  // 32: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
-	68, // 33: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
-	30, // 34: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
-	9,  // 35: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
-	67, // 36: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
-	23, // 37: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
-	35, // 38: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
-	14, // 39: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	14, // 40: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
-	15, // 41: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
-	4,  // 42: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
-	6,  // 43: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
-	5,  // 44: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
-	67, // 45: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
-	67, // 46: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
-	14, // 47: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
-	15, // 48: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
-	42, // 49: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
-	43, // 50: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
-	10, // 51: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
-	67, // 52: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
-	51, // 53: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
-	46, // 54: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	46, // 55: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
-	51, // 56: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
-	51, // 57: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
-	69, // 58: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
-	11, // 59: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
-	54, // 60: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
-	67, // 61: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
-	57, // 62: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
-	58, // 63: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
-	60, // 64: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
-	61, // 65: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
-	62, // 66: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
-	63, // 67: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
-	64, // 68: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
-	12, // 69: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
-	28, // 70: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
-	31, // 71: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
-	33, // 72: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
-	36, // 73: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
-	38, // 74: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
-	47, // 75: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
-	40, // 76: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
-	44, // 77: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
-	49, // 78: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
-	52, // 79: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
-	55, // 80: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
-	17, // 81: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
-	29, // 82: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
-	32, // 83: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
-	34, // 84: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
-	37, // 85: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
-	39, // 86: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
-	48, // 87: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
-	41, // 88: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
-	45, // 89: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
-	50, // 90: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
-	53, // 91: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
-	56, // 92: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
-	81, // [81:93] is the sub-list for method output_type
-	69, // [69:81] is the sub-list for method input_type
-	69, // [69:69] is the sub-list for extension type_name
-	69, // [69:69] is the sub-list for extension extendee
-	0,  // [0:69] is the sub-list for field type_name
+	66, // 8: kvasir.inference.v1.MessageList.messages:type_name -> kvasir.common.v1.Message
+	60, // 9: kvasir.inference.v1.Sampling.logit_bias:type_name -> kvasir.inference.v1.Sampling.LogitBiasEntry
+	19, // 10: kvasir.inference.v1.GenerateResponse.started:type_name -> kvasir.inference.v1.Started
+	20, // 11: kvasir.inference.v1.GenerateResponse.prefill_progress:type_name -> kvasir.inference.v1.PrefillProgress
+	21, // 12: kvasir.inference.v1.GenerateResponse.delta:type_name -> kvasir.inference.v1.Delta
+	24, // 13: kvasir.inference.v1.GenerateResponse.finished:type_name -> kvasir.inference.v1.Finished
+	18, // 14: kvasir.inference.v1.GenerateResponse.moved:type_name -> kvasir.inference.v1.Moved
+	67, // 15: kvasir.inference.v1.Moved.expires_in:type_name -> google.protobuf.Duration
+	4,  // 16: kvasir.inference.v1.Started.source:type_name -> kvasir.inference.v1.CacheSource
+	6,  // 17: kvasir.inference.v1.Started.miss:type_name -> kvasir.inference.v1.MissReason
+	5,  // 18: kvasir.inference.v1.Started.match:type_name -> kvasir.inference.v1.PrefixMatch
+	3,  // 19: kvasir.inference.v1.Started.continuation:type_name -> kvasir.inference.v1.Continuation
+	22, // 20: kvasir.inference.v1.Delta.logprobs:type_name -> kvasir.inference.v1.TokenLogprobs
+	23, // 21: kvasir.inference.v1.TokenLogprobs.top:type_name -> kvasir.inference.v1.TokenLogprob
+	7,  // 22: kvasir.inference.v1.Finished.reason:type_name -> kvasir.inference.v1.FinishReason
+	26, // 23: kvasir.inference.v1.Finished.usage:type_name -> kvasir.inference.v1.Usage
+	27, // 24: kvasir.inference.v1.Finished.timings:type_name -> kvasir.inference.v1.Timings
+	28, // 25: kvasir.inference.v1.Finished.snapshot:type_name -> kvasir.inference.v1.SnapshotOutcome
+	68, // 26: kvasir.inference.v1.Finished.tool_calls:type_name -> kvasir.common.v1.ToolCall
+	25, // 27: kvasir.inference.v1.Finished.shortening:type_name -> kvasir.inference.v1.Shortening
+	0,  // 28: kvasir.inference.v1.Shortening.policy:type_name -> kvasir.inference.v1.OnFullPolicy
+	67, // 29: kvasir.inference.v1.Timings.queue:type_name -> google.protobuf.Duration
+	67, // 30: kvasir.inference.v1.Timings.restore:type_name -> google.protobuf.Duration
+	67, // 31: kvasir.inference.v1.Timings.prefill:type_name -> google.protobuf.Duration
+	67, // 32: kvasir.inference.v1.Timings.first_token:type_name -> google.protobuf.Duration
+	67, // 33: kvasir.inference.v1.Timings.decode:type_name -> google.protobuf.Duration
+	8,  // 34: kvasir.inference.v1.SnapshotOutcome.state:type_name -> kvasir.inference.v1.SnapshotState
+	69, // 35: kvasir.inference.v1.SnapshotOutcome.manifest:type_name -> kvasir.cachestore.v1.Digest
+	31, // 36: kvasir.inference.v1.ListTurnsResponse.turns:type_name -> kvasir.inference.v1.Turn
+	9,  // 37: kvasir.inference.v1.Turn.state:type_name -> kvasir.inference.v1.TurnState
+	67, // 38: kvasir.inference.v1.Turn.age:type_name -> google.protobuf.Duration
+	24, // 39: kvasir.inference.v1.CancelTurnResponse.finished:type_name -> kvasir.inference.v1.Finished
+	36, // 40: kvasir.inference.v1.ListHotMemoriesResponse.memories:type_name -> kvasir.inference.v1.HotMemory
+	14, // 41: kvasir.inference.v1.WarmRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	14, // 42: kvasir.inference.v1.WarmRequest.append_messages:type_name -> kvasir.inference.v1.MessageList
+	15, // 43: kvasir.inference.v1.WarmRequest.tools:type_name -> kvasir.inference.v1.Tool
+	4,  // 44: kvasir.inference.v1.WarmResponse.source:type_name -> kvasir.inference.v1.CacheSource
+	6,  // 45: kvasir.inference.v1.WarmResponse.miss:type_name -> kvasir.inference.v1.MissReason
+	5,  // 46: kvasir.inference.v1.WarmResponse.match:type_name -> kvasir.inference.v1.PrefixMatch
+	67, // 47: kvasir.inference.v1.WarmResponse.restore:type_name -> google.protobuf.Duration
+	67, // 48: kvasir.inference.v1.WarmResponse.prefill:type_name -> google.protobuf.Duration
+	14, // 49: kvasir.inference.v1.CountTokensRequest.messages:type_name -> kvasir.inference.v1.MessageList
+	15, // 50: kvasir.inference.v1.CountTokensRequest.tools:type_name -> kvasir.inference.v1.Tool
+	43, // 51: kvasir.inference.v1.LoadModelResponse.progress:type_name -> kvasir.inference.v1.LoadProgress
+	44, // 52: kvasir.inference.v1.LoadModelResponse.done:type_name -> kvasir.inference.v1.LoadedModel
+	10, // 53: kvasir.inference.v1.LoadProgress.stage:type_name -> kvasir.inference.v1.LoadStage
+	67, // 54: kvasir.inference.v1.LoadProgress.elapsed:type_name -> google.protobuf.Duration
+	52, // 55: kvasir.inference.v1.LoadedModel.model:type_name -> kvasir.inference.v1.Model
+	47, // 56: kvasir.inference.v1.LoadedModel.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	47, // 57: kvasir.inference.v1.UnloadModelResponse.left:type_name -> kvasir.inference.v1.MemoriesLeft
+	52, // 58: kvasir.inference.v1.ListModelsResponse.models:type_name -> kvasir.inference.v1.Model
+	52, // 59: kvasir.inference.v1.GetModelResponse.model:type_name -> kvasir.inference.v1.Model
+	70, // 60: kvasir.inference.v1.Model.kv_identity:type_name -> kvasir.cachestore.v1.KvIdentity
+	11, // 61: kvasir.inference.v1.Model.state:type_name -> kvasir.inference.v1.ModelState
+	55, // 62: kvasir.inference.v1.GetCapabilitiesResponse.limits:type_name -> kvasir.inference.v1.Limits
+	67, // 63: kvasir.inference.v1.GetStatsResponse.uptime:type_name -> google.protobuf.Duration
+	58, // 64: kvasir.inference.v1.GetStatsResponse.namespaces:type_name -> kvasir.inference.v1.NamespaceStats
+	59, // 65: kvasir.inference.v1.GetStatsResponse.engine:type_name -> kvasir.inference.v1.EngineStats
+	61, // 66: kvasir.inference.v1.NamespaceStats.turn_ends:type_name -> kvasir.inference.v1.NamespaceStats.TurnEndsEntry
+	62, // 67: kvasir.inference.v1.NamespaceStats.refusals:type_name -> kvasir.inference.v1.NamespaceStats.RefusalsEntry
+	63, // 68: kvasir.inference.v1.NamespaceStats.sources:type_name -> kvasir.inference.v1.NamespaceStats.SourcesEntry
+	64, // 69: kvasir.inference.v1.NamespaceStats.misses:type_name -> kvasir.inference.v1.NamespaceStats.MissesEntry
+	65, // 70: kvasir.inference.v1.NamespaceStats.publications:type_name -> kvasir.inference.v1.NamespaceStats.PublicationsEntry
+	12, // 71: kvasir.inference.v1.InferenceService.Generate:input_type -> kvasir.inference.v1.GenerateRequest
+	29, // 72: kvasir.inference.v1.InferenceService.ListTurns:input_type -> kvasir.inference.v1.ListTurnsRequest
+	32, // 73: kvasir.inference.v1.InferenceService.CancelTurn:input_type -> kvasir.inference.v1.CancelTurnRequest
+	34, // 74: kvasir.inference.v1.InferenceService.ListHotMemories:input_type -> kvasir.inference.v1.ListHotMemoriesRequest
+	37, // 75: kvasir.inference.v1.InferenceService.Warm:input_type -> kvasir.inference.v1.WarmRequest
+	39, // 76: kvasir.inference.v1.InferenceService.CountTokens:input_type -> kvasir.inference.v1.CountTokensRequest
+	48, // 77: kvasir.inference.v1.InferenceService.ListModels:input_type -> kvasir.inference.v1.ListModelsRequest
+	41, // 78: kvasir.inference.v1.InferenceService.LoadModel:input_type -> kvasir.inference.v1.LoadModelRequest
+	45, // 79: kvasir.inference.v1.InferenceService.UnloadModel:input_type -> kvasir.inference.v1.UnloadModelRequest
+	50, // 80: kvasir.inference.v1.InferenceService.GetModel:input_type -> kvasir.inference.v1.GetModelRequest
+	53, // 81: kvasir.inference.v1.InferenceService.GetCapabilities:input_type -> kvasir.inference.v1.GetCapabilitiesRequest
+	56, // 82: kvasir.inference.v1.InferenceService.GetStats:input_type -> kvasir.inference.v1.GetStatsRequest
+	17, // 83: kvasir.inference.v1.InferenceService.Generate:output_type -> kvasir.inference.v1.GenerateResponse
+	30, // 84: kvasir.inference.v1.InferenceService.ListTurns:output_type -> kvasir.inference.v1.ListTurnsResponse
+	33, // 85: kvasir.inference.v1.InferenceService.CancelTurn:output_type -> kvasir.inference.v1.CancelTurnResponse
+	35, // 86: kvasir.inference.v1.InferenceService.ListHotMemories:output_type -> kvasir.inference.v1.ListHotMemoriesResponse
+	38, // 87: kvasir.inference.v1.InferenceService.Warm:output_type -> kvasir.inference.v1.WarmResponse
+	40, // 88: kvasir.inference.v1.InferenceService.CountTokens:output_type -> kvasir.inference.v1.CountTokensResponse
+	49, // 89: kvasir.inference.v1.InferenceService.ListModels:output_type -> kvasir.inference.v1.ListModelsResponse
+	42, // 90: kvasir.inference.v1.InferenceService.LoadModel:output_type -> kvasir.inference.v1.LoadModelResponse
+	46, // 91: kvasir.inference.v1.InferenceService.UnloadModel:output_type -> kvasir.inference.v1.UnloadModelResponse
+	51, // 92: kvasir.inference.v1.InferenceService.GetModel:output_type -> kvasir.inference.v1.GetModelResponse
+	54, // 93: kvasir.inference.v1.InferenceService.GetCapabilities:output_type -> kvasir.inference.v1.GetCapabilitiesResponse
+	57, // 94: kvasir.inference.v1.InferenceService.GetStats:output_type -> kvasir.inference.v1.GetStatsResponse
+	83, // [83:95] is the sub-list for method output_type
+	71, // [71:83] is the sub-list for method input_type
+	71, // [71:71] is the sub-list for extension type_name
+	71, // [71:71] is the sub-list for extension extendee
+	0,  // [0:71] is the sub-list for field type_name
 }
 
 func init() { file_kvasir_inference_v1_inference_proto_init() }
@@ -5051,17 +5152,18 @@ func file_kvasir_inference_v1_inference_proto_init() {
 		(*GenerateResponse_PrefillProgress)(nil),
 		(*GenerateResponse_Delta)(nil),
 		(*GenerateResponse_Finished)(nil),
+		(*GenerateResponse_Moved)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[24].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[25].OneofWrappers = []any{
 		(*WarmRequest_Prompt)(nil),
 		(*WarmRequest_Messages)(nil),
 		(*WarmRequest_AppendMessages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[26].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[27].OneofWrappers = []any{
 		(*CountTokensRequest_Prompt)(nil),
 		(*CountTokensRequest_Messages)(nil),
 	}
-	file_kvasir_inference_v1_inference_proto_msgTypes[29].OneofWrappers = []any{
+	file_kvasir_inference_v1_inference_proto_msgTypes[30].OneofWrappers = []any{
 		(*LoadModelResponse_Progress)(nil),
 		(*LoadModelResponse_Done)(nil),
 	}
@@ -5071,7 +5173,7 @@ func file_kvasir_inference_v1_inference_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_kvasir_inference_v1_inference_proto_rawDesc), len(file_kvasir_inference_v1_inference_proto_rawDesc)),
 			NumEnums:      12,
-			NumMessages:   53,
+			NumMessages:   54,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -1,0 +1,240 @@
+"""Converts what passes between two engines to the wire's messages and back. What comes is checked field by field."""
+
+from collections.abc import Iterator
+
+from google.protobuf import duration_pb2
+from kvasir.cachestore.v1 import manifest_pb2
+from kvasir.errors import InvalidArgument
+from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import handover_pb2 as pb
+from kvasir.inference.v1 import inference_pb2
+from kvasir.names import check_request_id
+from kvasir.on_full import OnFullPolicy
+
+from inference_svc.edge import messages
+from inference_svc.engine.api import CarriedTurn, Timings
+from inference_svc.handover.giving import Given
+from inference_svc.handover.passing import Opening, Promise, Stand, Surroundings
+from inference_svc.model.prompting import Tokenized
+from inference_svc.turns.continuing import Continuation
+from inference_svc.turns.turn_data import Shortening, TurnRequest
+from inference_svc.turns.turn_state import BegunTurn
+
+FORMAT = 1
+FRAME_BYTES = 1 << 20
+_MOST_CALLER_CHARS = 256
+_CONTINUATIONS: dict[int, Continuation | None] = {
+    messages.write_continuation(each): each for each in (None, *Continuation)
+}
+_POLICIES = {getattr(inference_pb2, f"ON_FULL_POLICY_{policy.name}"): policy for policy in OnFullPolicy}
+_ROLES = frozenset({"system", "user", "assistant", "tool"})
+
+
+def write_opening(opening: Opening) -> pb.TakeTurnRequest:
+    begun, ours = opening.begun, opening.surroundings
+    assert isinstance(opening.origin, inference_pb2.GenerateRequest)
+    return pb.TakeTurnRequest(
+        opening=pb.TurnOpening(
+            format=FORMAT,
+            surroundings=pb.TurnSurroundings(
+                kv_identity_hash=ours.kv_identity_hash,
+                tokenizer_digest=ours.tokenizer_digest,
+                template_digest=ours.template_digest,
+                device=ours.device,
+                compute_type=ours.compute_type,
+                cell_tokens=ours.cell_tokens,
+                version=ours.version,
+            ),
+            request=opening.origin,
+            request_id=opening.request_id,
+            seed=begun.seed,
+            max_tokens=begun.max_tokens,
+            caller=opening.caller,
+            messages=begun.messages,
+            prompt_token_ids=begun.prompt.ids,
+            prompt_token_chars=begun.prompt.chars,
+            rewind_point_tokens=begun.rewind_point_tokens,  # type: ignore[arg-type]  # None leaves it out
+            parent_manifest=begun.parent_manifest.to_proto() if begun.parent_manifest is not None else None,
+            is_brought=begun.is_brought,
+            continuation=messages.write_continuation(begun.continuation),
+            shortened=begun.shortened,
+            shortening=messages.write_shortening(begun.shortening) if begun.shortening is not None else None,
+            age=messages.duration(begun.age_s),
+            first_token=None if begun.first_token_s is None else messages.duration(begun.first_token_s),
+            choices=opening.choices,
+        )
+    )
+
+
+def read_opening(message: pb.TurnOpening, *, is_trusted: bool) -> Opening:
+    """`is_trusted`: whether the KV counts as this store's own engines'. Raises InvalidArgument that names the field."""
+    if message.format != FORMAT:
+        raise InvalidArgument(f"opening.format: expected {FORMAT}, got {message.format}", field="opening.format")
+    theirs = message.surroundings
+    if len(message.caller) > _MOST_CALLER_CHARS:
+        raise InvalidArgument("opening.caller: expected the name of a credential", field="opening.caller")
+    if message.max_tokens < 1:
+        raise InvalidArgument("opening.max_tokens: expected 1 or more", field="opening.max_tokens")
+    if len(message.prompt_token_ids) != len(message.prompt_token_chars):
+        field = "opening.prompt_token_chars"
+        raise InvalidArgument(f"{field}: expected one for each token", field=field)
+    if any(said.role not in _ROLES for said in message.messages):
+        raise InvalidArgument("opening.messages: expected the roles of messages", field="opening.messages")
+    begun = BegunTurn(
+        seed=message.seed,
+        max_tokens=message.max_tokens,
+        prompt=Tokenized(tuple(message.prompt_token_ids), tuple(message.prompt_token_chars)),
+        rewind_point_tokens=message.rewind_point_tokens if message.HasField("rewind_point_tokens") else None,
+        messages=tuple(message.messages),
+        parent_manifest=_digest(message.parent_manifest) if message.HasField("parent_manifest") else None,
+        is_brought=message.is_brought or not is_trusted,
+        continuation=_continuation(message.continuation),
+        shortened=message.shortened if message.HasField("shortened") else None,
+        shortening=_shortening(message.shortening) if message.HasField("shortening") else None,
+        age_s=_seconds(message.age),
+        first_token_s=_seconds(message.first_token) if message.HasField("first_token") else None,
+    )
+    surroundings = Surroundings(
+        theirs.kv_identity_hash,
+        theirs.tokenizer_digest,
+        theirs.template_digest,
+        theirs.device,
+        theirs.compute_type,
+        theirs.cell_tokens,
+        theirs.version,
+    )
+    request_id = check_request_id(message.request_id)
+    return Opening(surroundings, message.request, request_id, message.caller, begun, tuple(message.choices))
+
+
+def read_request(opening: Opening, namespace: str, max_prompt_bytes: int) -> TurnRequest:
+    """The turn's request, checked as if its caller had sent it here. Raises InvalidArgument."""
+    assert isinstance(opening.origin, inference_pb2.GenerateRequest)
+    return messages.turn_request(
+        opening.origin,
+        namespace=namespace,
+        caller=opening.caller,
+        max_prompt_bytes=max_prompt_bytes,
+        new_request_id=lambda: opening.request_id,
+        new_seed=lambda: opening.begun.seed,
+    )
+
+
+def write_stand(stand: Stand, prompt_tokens: int) -> pb.TakeTurnRequest:
+    carried = stand.carried
+    return pb.TakeTurnRequest(
+        stand=pb.TurnStand(
+            choice=stand.choice,
+            reply_token_ids=carried.token_ids[prompt_tokens:],
+            computed_tokens=carried.computed,
+            cached_tokens=carried.cached,
+            shareable_tokens=carried.shareable,
+            sampler_key=carried.sampler_key,
+            rewind_points=carried.rewind_points,
+            groups=[pb.TurnGroup(window=window, first_block=first) for window, first in carried.first_blocks.items()],
+            told_chars=stand.told_chars,
+            spent=messages.write_timings(carried.spent),
+            files=stand.files,
+        )
+    )
+
+
+def read_stand(message: pb.TurnStand, prompt: Tokenized) -> Stand:
+    """What it says of tokens is checked by the engine."""
+    spent = message.spent
+    carried = CarriedTurn(
+        token_ids=(*prompt.ids, *message.reply_token_ids),
+        computed=message.computed_tokens,
+        cached=message.cached_tokens,
+        shareable=message.shareable_tokens,
+        sampler_key=tuple(message.sampler_key),
+        rewind_points=tuple(message.rewind_points),
+        first_blocks={int(group.window): int(group.first_block) for group in message.groups},
+        spent=Timings(
+            queue_s=_seconds(spent.queue),
+            restore_s=_seconds(spent.restore),
+            prefill_s=_seconds(spent.prefill),
+            first_token_s=_seconds(spent.first_token),
+            decode_s=_seconds(spent.decode),
+        ),
+    )
+    if message.files < 0:
+        raise InvalidArgument("stand.files: expected 0 or more", field="stand.files")
+    return Stand(message.choice, carried, message.told_chars, message.files)
+
+
+def write_file(choice: int, data: bytes) -> Iterator[pb.TakeTurnRequest]:
+    yield pb.TakeTurnRequest(file=pb.TurnFile(choice=choice, digest=Digest.of(data).to_proto()))
+    for start in range(0, len(data), FRAME_BYTES):
+        yield pb.TakeTurnRequest(frame=data[start : start + FRAME_BYTES])
+
+
+class ArrivingFile:
+    """A file whose frames come one by one. Raises InvalidArgument for other bytes than its digest's."""
+
+    def __init__(self, message: pb.TurnFile) -> None:
+        self.choice = message.choice
+        self.digest = _digest(message.digest)
+        self._data = bytearray()
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self._data) == self.digest.size_bytes
+
+    def add(self, frame: bytes) -> None:
+        if not frame or len(frame) > FRAME_BYTES or len(self._data) + len(frame) > self.digest.size_bytes:
+            raise InvalidArgument("frame: expected the bytes of the file that was announced", field="frame")
+        self._data += frame
+
+    def data(self) -> bytes:
+        data = bytes(self._data)
+        if Digest.of(data) != self.digest:
+            raise InvalidArgument("frame: these bytes have another digest", field="frame")
+        return data
+
+
+def _continuation(given: int) -> Continuation | None:
+    if given not in _CONTINUATIONS:
+        raise InvalidArgument("opening.continuation: expected one of the enum's", field="opening.continuation")
+    return _CONTINUATIONS[given]
+
+
+def _shortening(given: inference_pb2.Shortening) -> Shortening:
+    if given.policy not in _POLICIES:
+        raise InvalidArgument("opening.shortening.policy: expected one of the enum's", field="opening.shortening")
+    return Shortening(
+        _POLICIES[given.policy], given.dropped_messages, given.kept_messages, before_reply=given.before_reply
+    )
+
+
+def _digest(message: manifest_pb2.Digest) -> Digest:
+    try:
+        return Digest.from_proto(message)
+    except ValueError as error:
+        raise InvalidArgument(f"digest: {error}", field="digest") from None
+
+
+def _seconds(message: duration_pb2.Duration) -> float:
+    return max(message.seconds + message.nanos / 1e9, 0.0)
+
+
+def write_promise(promise: Promise) -> pb.TakeTurnResponse:
+    expires_in = messages.duration(promise.expires_s)
+    return pb.TakeTurnResponse(prepared=pb.TurnPrepared(resume_token=promise.resume_token, expires_in=expires_in))
+
+
+def read_promise(message: pb.TurnPrepared) -> Promise:
+    return Promise(message.resume_token, _seconds(message.expires_in))
+
+
+def commit() -> pb.TakeTurnRequest:
+    return pb.TakeTurnRequest(commit=pb.TurnCommit())
+
+
+def write_given(given: Given) -> pb.HandOverTurnResponse:
+    return pb.HandOverTurnResponse(
+        request_id=given.request_id,
+        gap=messages.duration(given.gap_s),
+        ahead_bytes=given.ahead_bytes,
+        tail_bytes=given.tail_bytes,
+    )

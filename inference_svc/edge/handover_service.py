@@ -1,0 +1,118 @@
+"""Hand-overs on the wire: takes turns from other engines, and gives turns away when a caller asks for it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER, Principal
+from kvasir.errors import InvalidArgument, NotFound
+from kvasir.inference.v1 import handover_pb2 as pb
+from kvasir.inference.v1 import handover_pb2_grpc
+from kvasir.server.interceptors import current_principal
+from kvasir.server.shared_room import SharedRoom
+
+from inference_svc.edge import handover_messages as wire
+from inference_svc.edge.service import check_serves
+from inference_svc.formats.reply_formats import ReplyFormats
+from inference_svc.handover.giving import Given
+from inference_svc.handover.resume_tokens import ResumeTokens
+from inference_svc.handover.taking import Taking
+from inference_svc.model.model_host import ModelHost
+from inference_svc.served_model import ServedModel
+from inference_svc.turns.turn_state import TurnState
+
+HANDOVER_SERVICE_NAME = "kvasir.inference.v1.HandOverService"
+HANDOVER_ROLES: Mapping[str, frozenset[str]] = {
+    f"/{HANDOVER_SERVICE_NAME}/TakeTurn": frozenset({ENGINE, PEER}),
+    f"/{HANDOVER_SERVICE_NAME}/HandOverTurn": frozenset({CLIENT, ADMIN}),
+}
+# A peer that sends nothing for so long is gone. Its turns hold room here meanwhile.
+_SILENCE_S = 30.0
+
+
+class HandOverService(handover_pb2_grpc.HandOverServiceServicer):  # type: ignore[misc]
+    """Turns that come and go between engines."""
+
+    def __init__(
+        self,
+        host: ModelHost[ServedModel],
+        formats: ReplyFormats,
+        room: SharedRoom,
+        tokens: ResumeTokens,
+        *,
+        max_prompt_bytes: int,
+        is_stopping: Callable[[], bool],
+    ) -> None:
+        """`room` counts the bytes of files that are not KV yet."""
+        self._host = host
+        self._formats = formats
+        self._room = room
+        self._tokens = tokens
+        self._max_prompt_bytes = max_prompt_bytes
+        self._is_stopping = is_stopping
+
+    async def TakeTurn(self, request_iterator: AsyncIterator[pb.TakeTurnRequest], context: Any) -> None:
+        check_serves(self._is_stopping)
+        parts, caller = aiter(request_iterator), current_principal()
+        taking = await self._opened(await _next(parts, "opening"), caller)
+        try:
+            await context.write(pb.TakeTurnResponse(opened=pb.TurnOpened()))
+            await _receive(parts, taking)
+            promise = await taking.prepare()
+            await context.write(wire.write_promise(promise))
+            await _next(parts, "commit")
+            # From here on the turns are this engine's, whatever becomes of the link.
+            await asyncio.shield(asyncio.create_task(taking.own(promise)))
+            await context.write(pb.TakeTurnResponse(taken=pb.TurnTaken()))
+        finally:
+            taking.close()
+
+    async def _opened(self, message: pb.TakeTurnRequest, caller: Principal) -> Taking:
+        opening = wire.read_opening(message.opening, is_trusted=ENGINE in caller.roles)
+        request = wire.read_request(opening, caller.namespace, self._max_prompt_bytes)
+        served = self._host.serving("")
+        await self._formats.check(caller.namespace, request.sampling.constraint, served.engine.grammars)
+        return Taking(served.turns, served.engine, self._room, self._tokens, opening, request, served.giver.version)
+
+    async def HandOverTurn(self, request: pb.HandOverTurnRequest, context: Any) -> pb.HandOverTurnResponse:
+        served = self._host.serving("")
+        turns = _named(request, served.turns.under_way(current_principal().namespace))
+        # It goes on when the caller goes away: a turn that is half given away is nobody's.
+        giving: asyncio.Task[Given] = asyncio.create_task(served.giver.give(turns, request.peer))
+        return wire.write_given(await asyncio.shield(giving))
+
+
+async def _receive(parts: AsyncIterator[pb.TakeTurnRequest], taking: Taking) -> None:
+    """Take files and stands until everything is here."""
+    while not taking.is_whole:
+        part = await _next(parts, "file", "stand")
+        if part.HasField("stand"):
+            taking.add_stand(wire.read_stand(part.stand, taking.prompt))
+            continue
+        file = wire.ArrivingFile(part.file)
+        await taking.hold(file.digest.size_bytes)
+        while not file.is_whole:
+            file.add((await _next(parts, "frame")).frame)
+        taking.add_file(file.choice, file.data())
+
+
+async def _next(parts: AsyncIterator[pb.TakeTurnRequest], *expected: str) -> pb.TakeTurnRequest:
+    """Raises InvalidArgument for another part, or none; TimeoutError for a peer that is silent."""
+    async with asyncio.timeout(_SILENCE_S):
+        part = await anext(parts, None)
+    kind = part.WhichOneof("part") if part is not None else None
+    if part is None or kind not in expected:
+        raise InvalidArgument(f"part: expected {' or '.join(expected)}, got {kind or 'nothing'}", field="part")
+    return part
+
+
+def _named(request: pb.HandOverTurnRequest, under_way: list[list[TurnState]]) -> list[TurnState]:
+    """The turns of the request, or of the agent, that are to go."""
+    by = request.WhichOneof("turn")
+    if by is None:
+        raise InvalidArgument("turn: expected agent_id or request_id", field="turn")
+    name = getattr(request, by)
+    for turns in under_way:
+        if getattr(turns[0].request, by) == name and any(turn.speaks for turn in turns):
+            return turns
+    raise NotFound(f"{by}: no turn of {name!r} speaks", reason="TURN_NOT_FOUND", field=by)

@@ -1,0 +1,281 @@
+"""Gives the turns of one request away to another engine, between two tokens.
+
+Full blocks go ahead while the turns speak. Then they are held, and what is left goes: the tail, and where each stands.
+The other engine says when it has everything; only then this engine gives the agent's line back, and then the turns.
+Until that last word every failure means that they go on here. After it they are never computed here again.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import structlog
+from kvasir.errors import Cancelled, DeadlineExceeded, FailedPrecondition, KvasirError, Unavailable
+from kvasir.formats.manifest import keeps_all_tokens
+
+from inference_svc.engine.api import HeldTurn
+from inference_svc.engine.engine import Engine
+from inference_svc.engine.reply_text import told_text
+from inference_svc.handover.passing import Opening, PeerLink, Promise, Stand, Surroundings
+from inference_svc.memory.copies import piece_blocks
+from inference_svc.memory.line_leases import LineLeases
+from inference_svc.memory.outcomes import Source
+from inference_svc.turns.turn_data import MessagesInput, TurnMoved
+from inference_svc.turns.turn_ending import is_brought
+from inference_svc.turns.turn_service import TurnService
+from inference_svc.turns.turn_state import BegunTurn, TurnState
+
+_LOG = structlog.get_logger(__name__)
+_SEEDS = 1 << 64
+# The other engine may take so long to make room. Meanwhile the turns stand still.
+_PREPARE_S = 5.0
+# The turns speak meanwhile.
+_AHEAD_S = 120.0
+_COMMIT_S = 5.0
+# A choice that waits for its room cannot be held yet.
+_HOLD_S, _HOLD_PAUSE_S = 2.0, 0.01
+_DRAIN_PAUSE_S = 0.02
+
+AnswerT = TypeVar("AnswerT")
+Links = Callable[[str, str], contextlib.AbstractAsyncContextManager[PeerLink]]
+
+
+@dataclass(slots=True)
+class Given:
+    """What giving a request's turns away took."""
+
+    request_id: str
+    peer: str
+    gap_s: float = 0.0
+    ahead_bytes: int = 0
+    tail_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TurnGiver:
+    """Gives turns of one engine away. On its event loop."""
+
+    engine: Engine
+    leases: Mapping[str, LineLeases]
+    links: Links
+    """By the peer's name and the namespace. Raises NotFound (PEER_UNKNOWN)."""
+    version: str
+    clock: Callable[[], float]
+
+    async def give(self, turns: Sequence[TurnState], peer: str) -> Given:
+        """Give all turns of one request away; returns once they are the peer's. Raises FailedPrecondition
+        (HANDOVER_NOT_NOW) and what the peer refuses: they go on here then. Raises Unavailable (HANDOVER_UNCERTAIN) if
+        the link broke at the last word: they have ended here then, with that error.
+        """
+        speaking = [turn for turn in turns if not turn.running.has_ended]
+        if not speaking or not all(turn.speaks for turn in speaking):
+            raise _not_now("the turn has not begun, or is ending")
+        given = Given(speaking[0].request.request_id, peer)
+        begun = await self._begun(speaking[0])
+        giving = _Giving(self, speaking, given)
+        async with self.links(peer, speaking[0].request.namespace) as link:
+            async with _within(_AHEAD_S):
+                await link.open(self._opening(speaking, begun))
+                await giving.send_ahead(link)
+            try:
+                async with _within(_PREPARE_S):
+                    promise = await giving.send_rest(link)
+                    await self._let_go(speaking[0])
+            except BaseException:
+                self._take_back(speaking)
+                raise
+            await giving.commit(link, promise)
+        given.gap_s = self.clock() - giving.held_s
+        _LOG.info(
+            "turn.given",
+            request_id=given.request_id,
+            peer=peer,
+            gap_ms=round(given.gap_s * 1e3),
+            ahead_bytes=given.ahead_bytes,
+            tail_bytes=given.tail_bytes,
+        )
+        return given
+
+    async def give_all(self, turns: TurnService, peer: str) -> None:
+        """Give away every request that speaks, and those that come to speak; until cancelled. What cannot go ends here
+        as always.
+        """
+        tried: set[int] = set()
+        async with asyncio.TaskGroup() as giving:
+            while True:
+                for request in turns.under_way():
+                    if id(request[0]) not in tried and all(turn.speaks for turn in request):
+                        tried.add(id(request[0]))
+                        giving.create_task(self._try(request, peer))
+                await asyncio.sleep(_DRAIN_PAUSE_S)
+
+    async def _try(self, turns: Sequence[TurnState], peer: str) -> None:
+        try:
+            await self.give(turns, peer)
+        except KvasirError as error:
+            _LOG.warning("turn.not_given", request_id=turns[0].request.request_id, peer=peer, reason=error.reason)
+
+    async def _begun(self, turn: TurnState) -> BegunTurn:
+        """Raises FailedPrecondition (HANDOVER_NOT_NOW) if the version that the turn extends is not in the store."""
+        plan, recollection, prepared = turn.plan, turn.recollection, turn.prepared
+        assert plan is not None
+        assert recollection is not None
+        assert prepared is not None
+        request, head = turn.request, recollection.head
+        memory = recollection.memory if recollection.kv_from is Source.HOT else None
+        if memory is not None and turn.is_kept:
+            publication = memory.publication
+            if publication.is_being_published and publication.task is not None:
+                await asyncio.wait({publication.task}, timeout=_PREPARE_S)
+            if not publication.is_head:
+                raise _not_now("the version that the turn extends is not in the store")
+            head = publication.head
+        return BegunTurn(
+            seed=(request.sampling.seed - request.choice) % _SEEDS,
+            max_tokens=plan.sampling.max_tokens,
+            prompt=prepared.tokens,
+            rewind_point_tokens=plan.rewind_point_tokens,
+            messages=turn.messages if isinstance(request.input, MessagesInput) else (),
+            parent_manifest=head.manifest if head is not None else None,
+            is_brought=turn.is_brought or is_brought(recollection, prepared),
+            continuation=turn.continuation,
+            shortened=turn.shortened,
+            shortening=turn.shortening,
+            age_s=self.clock() - turn.arrived,
+            first_token_s=None if turn.first_token_at is None else turn.first_token_at - turn.arrived,
+        )
+
+    def _opening(self, turns: Sequence[TurnState], begun: BegunTurn) -> Opening:
+        request = turns[0].request
+        surroundings = Surroundings.of(self.engine, self.version)
+        choices = tuple(turn.request.choice for turn in turns)
+        return Opening(surroundings, request.origin, request.request_id, request.caller, begun, choices)
+
+    def stand(self, turn: TurnState, held: HeldTurn) -> Stand:
+        assert turn.plan is not None
+        ends = frozenset((*self.engine.model.stop_token_ids, *turn.plan.sampling.stop_token_ids))
+        reply = held.carried.token_ids[len(turn.plan.token_ids) :]
+        told = told_text(self.engine.token_text, turn.plan.sampling, ends, reply)
+        return Stand(turn.request.choice, held.carried, len(told), len(held.files))
+
+    async def _let_go(self, turn: TurnState) -> None:
+        """Give the agent's line back: the other engine will take it."""
+        if (leases := self._leases_of(turn)) is not None:
+            await leases.hand_on(turn.request.agent_id)
+
+    def _take_back(self, turns: Sequence[TurnState]) -> None:
+        """The turns go on here."""
+        for turn in turns:
+            if turn.running.handle is not None:
+                turn.running.handle.release()
+        if (leases := self._leases_of(turns[0])) is not None:
+            leases.begin(turns[0].request.agent_id)
+
+    def _leases_of(self, turn: TurnState) -> LineLeases | None:
+        return self.leases.get(turn.request.namespace) if turn.is_kept else None
+
+
+@dataclass(slots=True)
+class _Giving:
+    """One request's turns on their way out."""
+
+    giver: TurnGiver
+    turns: Sequence[TurnState]
+    given: Given
+    held_s: float = 0.0  # since then no token is computed
+    _sent: dict[int, int] = field(default_factory=dict)  # by choice: blocks that went ahead
+
+    async def send_ahead(self, link: PeerLink) -> None:
+        """Send the full blocks that are there, while the turns speak."""
+        if not keeps_all_tokens(self.giver.engine.model.kv_identity):
+            return
+        most = piece_blocks(self.giver.engine.model.kv_bytes_per_token)
+        for turn in self.turns:
+            choice = turn.request.choice
+            while (handle := turn.running.handle) is not None:
+                files = await _answer(handle.full_blocks(self._sent.get(choice, 0), most))
+                for data in files:
+                    await link.send_file(choice, data)
+                self._sent[choice] = self._sent.get(choice, 0) + len(files)
+                self.given.ahead_bytes += sum(map(len, files))
+                if len(files) < most:
+                    break
+
+    async def send_rest(self, link: PeerLink) -> Promise:
+        """Hold the turns and send what is left; returns when the peer holds everything."""
+        self.held_s = self.giver.clock()
+        held = await asyncio.gather(*(self._held(turn) for turn in self.turns))
+        for turn, each in zip(self.turns, held, strict=True):
+            await link.send_stand(self.giver.stand(turn, each))
+            for data in each.files:
+                await link.send_file(turn.request.choice, data)
+            self.given.tail_bytes += sum(map(len, each.files))
+        promise = await link.prepared()
+        if any(turn.running.is_cancelled or turn.running.is_ending for turn in self.turns):
+            raise Cancelled("the turn was cancelled")
+        return promise
+
+    async def _held(self, turn: TurnState) -> HeldTurn:
+        give_up = self.giver.clock() + _HOLD_S
+        while (handle := turn.running.handle) is not None and turn.speaks:
+            held = await _answer(handle.hold(self._sent.get(turn.request.choice, 0)))
+            if held is not None:
+                return held
+            if self.giver.clock() > give_up:
+                break
+            await asyncio.sleep(_HOLD_PAUSE_S)
+        raise _not_now("the turn ended meanwhile, or waits for room")
+
+    async def commit(self, link: PeerLink, promise: Promise) -> None:
+        """The last word. From here on the turns are not this engine's, whatever the link does."""
+        peer, end = self.given.peer, None
+        try:
+            async with _within(_COMMIT_S):
+                await link.commit()
+        except BaseException as error:
+            _LOG.warning("turn.given_uncertainly", request_id=self.given.request_id, peer=peer)
+            end = Unavailable(
+                f"the link to {peer!r} broke when the turn was given away: it goes on there, or was lost; the resume "
+                "token says which, or the same request_id",
+                reason="HANDOVER_UNCERTAIN",
+                retry_after_s=1.0,
+                metadata={"peer": peer, "resume_token": promise.resume_token},
+            )
+            raise end from error
+        finally:
+            for turn in self.turns:
+                turn.is_given = True
+                if end is None and turn is self.turns[-1]:
+                    turn.running.tell(TurnMoved(peer, promise.resume_token, promise.expires_s))
+            for turn in self.turns:
+                turn.running.end(end)
+                if turn.running.handle is not None:
+                    turn.running.handle.give_away()
+            if (key := self.turns[0].key) is not None and self.turns[0].is_kept:
+                self.giver.engine.drop_hot(key)
+
+
+@contextlib.asynccontextmanager
+async def _within(seconds: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the other engine took longer than {seconds:g} s") from None
+
+
+async def _answer(asked: "Future[AnswerT]") -> AnswerT:
+    """The engine's answer. Raises Unavailable if it ends before."""
+    try:
+        return await asyncio.wrap_future(asked)
+    except asyncio.CancelledError:
+        if asked.cancelled():
+            raise Unavailable("the engine is shutting down") from None
+        raise
+
+
+def _not_now(why: str) -> FailedPrecondition:
+    return FailedPrecondition(f"the turn stays here: {why}", reason="HANDOVER_NOT_NOW")

@@ -1,0 +1,67 @@
+"""Replies whose rest is here because another engine began them: each waits for its reader, who brings a token.
+
+A token is unguessable, for one reader (namespace and credential), used once, and good for minutes. The turn does not
+depend on it: it goes on, and is remembered, also if nobody comes.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvasir.errors import NotFound
+
+from inference_svc.turns.choices import Choices
+
+LIVES_S = 300.0
+_MOST = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingReply:
+    """The rest of a reply, and who may read it."""
+
+    choices: Choices
+    request_id: str
+    namespace: str
+    caller: str
+    ends_s: float = 0.0
+
+
+class ResumeTokens:
+    """The tokens of one service, by text. On one event loop."""
+
+    def __init__(self, new_token: Callable[[], str], clock: Callable[[], float]) -> None:
+        """`new_token` gives at least 128 random bits; `clock` seconds, monotonic."""
+        self._new_token = new_token
+        self._clock = clock
+        self._waiting: dict[str, WaitingReply] = {}
+
+    def new(self) -> str:
+        """A token that names nothing yet."""
+        return self._new_token()
+
+    def offer(self, token: str, reply: WaitingReply) -> None:
+        """From now on the token gives this reply."""
+        self._forget_old()
+        self._waiting[token] = WaitingReply(
+            reply.choices, reply.request_id, reply.namespace, reply.caller, self._clock() + LIVES_S
+        )
+
+    def claim(self, token: str, namespace: str, caller: str) -> WaitingReply:
+        """The reply of a token, which is used up. Raises NotFound (RESUME_TOKEN_UNKNOWN), the same for every reason."""
+        self._forget_old()
+        reply = self._waiting.get(token)
+        if reply is None or (reply.namespace, reply.caller) != (namespace, caller):
+            raise NotFound(
+                "resume_token: no reply waits for this token and this caller; ask again with the turn's request_id",
+                reason="RESUME_TOKEN_UNKNOWN",
+                field="resume_token",
+            )
+        return self._waiting.pop(token)
+
+    def _forget_old(self) -> None:
+        """Those whose time is over, and the oldest of too many."""
+        now_s = self._clock()
+        for token in [token for token, reply in self._waiting.items() if reply.ends_s <= now_s]:
+            del self._waiting[token]
+        while len(self._waiting) >= _MOST:
+            del self._waiting[next(iter(self._waiting))]

@@ -1,0 +1,135 @@
+"""Hand-overs at random tokens, of every kind of turn, and the same while engines are killed, frozen and cut off.
+
+What a reader hears is compared with what it hears of the same turn that never moves. `Findings` says how often a turn
+moved, what differed, and how long readers waited.
+"""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvasir.clients import AioInferenceClient
+from kvasir.errors import KvasirError
+
+from tests.inference.handover.cases import CASES, ON, STORY
+from tests.inference.handover.two_engines import TwoEngines, hear
+
+TURNS: dict[str, dict[str, Any]] = {
+    **CASES,
+    "several": {"prompt": STORY, "sampling": {**ON, "temperature": 1.0, "seed": 21, "n": 3}},
+    "agent": {"prompt": STORY, "agent_id": "", "sampling": {**ON, "temperature": 0.7, "seed": 8}},
+}
+DISTURBANCES = ("cut", "kill source", "kill destination", "freeze destination")
+
+
+@dataclass
+class Findings:
+    """What a campaign found."""
+
+    moves: int = 0
+    ended_before: int = 0  # turns that were over when they were asked to move
+    problems: list[str] = field(default_factory=list)
+    gaps_s: list[float] = field(default_factory=list)
+    ends: Counter[str] = field(default_factory=Counter)  # of disturbed turns
+
+    def summary(self) -> str:
+        gaps = sorted(self.gaps_s) or [0.0]
+        return (
+            f"{self.moves} moves ({self.ended_before} turns had ended before), {len(self.problems)} problems; gap at "
+            f"the reader: median {gaps[len(gaps) // 2] * 1e3:.0f} ms, longest {gaps[-1] * 1e3:.0f} ms; disturbed: "
+            f"{dict(self.ends)}"
+        )
+
+
+@dataclass
+class Campaign:
+    """Moves turns between two engines, and checks what is heard."""
+
+    two: TwoEngines
+    dice: random.Random
+    findings: Findings = field(default_factory=Findings)
+    _stayed: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    _tokens: dict[str, int] = field(default_factory=dict)
+    _agents: int = 0
+
+    async def moves(self, count: int) -> None:
+        """So many moves of turns that nothing else disturbs."""
+        async with self.two.clients() as (a, b):
+            while self.findings.moves < count and len(self.findings.problems) < 5:
+                await self._one(*self.dice.choice([(a, b, "b"), (b, a, "a")]))
+
+    async def _one(self, source: AioInferenceClient, other: AioInferenceClient, peer: str) -> None:
+        name = self.dice.choice(list(TURNS))
+        turn = self._turn(name)
+        if name not in self._stayed:
+            stayed = await hear(other, **self._turn(name))
+            self._stayed[name] = stayed.told
+            self._tokens[name] = sum(len(each.token_ids) for each in stayed.reply.choices)
+        at = self.dice.randrange(1, max(self._tokens[name] - 8, 2))
+        heard = await hear(source, {at: (source, peer)}, **turn)
+        self.findings.moves += len(heard.moves)
+        self.findings.ended_before += not heard.moves
+        self.findings.gaps_s += heard.gaps_s
+        if heard.told != self._stayed[name]:
+            self.findings.problems.append(f"{name} at {at}: heard another reply")
+
+    async def disturbed(self, how: str) -> None:
+        """A move in whose midst something breaks: whoever asks again hears the same text, from one history."""
+        source, destination = self.two.a, self.two.b
+        turn = self._turn("agent")
+        async with self.two.clients() as (a, b):
+            a.peers["cut"] = b
+            whole = (await hear(b, **self._turn("agent"))).reply.text
+            breaking = asyncio.create_task(self._break(how))
+            try:
+                heard = await hear(a, {self.dice.randrange(1, 20): (a, "cut" if how == "cut" else "b")}, **turn)
+                end = "moved" if heard.moves else "stayed"
+                if heard.reply.text != whole:
+                    self.findings.problems.append(f"{how}: heard another reply")
+            except KvasirError as error:
+                end = error.reason
+            await breaking
+        for service in (source, destination):
+            if not service.is_running:
+                await asyncio.to_thread(service.start)
+        async with self.two.clients() as (a, b):
+            for engine in (b, a):
+                text, versions = await asked_again(engine, turn)
+                if (text, versions) != (whole, [1]):
+                    self.findings.problems.append(f"{how}, {end}: asked again, {versions}, the same: {text == whole}")
+        self.findings.ends[f"{how}: {end}"] += 1
+
+    async def _break(self, how: str) -> None:
+        """Break something at a random moment of the next move."""
+        if how == "cut":
+            self.two.link.cut_after(self.dice.randrange(40_000))
+            return
+        await asyncio.sleep(self.dice.uniform(0.0, 0.4))
+        if how == "kill source":
+            self.two.a.kill()
+        elif how == "kill destination":
+            self.two.b.kill()
+        else:
+            self.two.b.freeze()
+            await asyncio.sleep(8.0)
+            self.two.b.thaw()
+
+    def _turn(self, name: str) -> dict[str, Any]:
+        if name != "agent":
+            return TURNS[name]
+        self._agents += 1
+        agent = f"campaign {self._agents} {self.dice.random()}"
+        return {**TURNS[name], "agent_id": agent, "request_id": agent}
+
+
+async def asked_again(engine: AioInferenceClient, turn: dict[str, Any]) -> tuple[str, list[int]]:
+    """What a retry hears, and the agent's versions then."""
+    for _ in range(60):
+        try:
+            text = (await hear(engine, **turn)).reply.text
+            return text, [line.version for line in (await engine.get_agent(turn["agent_id"])).lines]
+        except KvasirError:  # a lease of the dead ends by itself
+            await asyncio.sleep(0.5)
+    return "", []

@@ -1,0 +1,144 @@
+"""The parts of a hand-over by themselves: what makes engines alike, tokens for readers, files on their way."""
+
+from dataclasses import replace
+from itertools import count
+from typing import Any, cast
+
+import pytest
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+from kvasir.formats.digest import Digest
+from kvasir.inference.v1 import handover_pb2 as pb
+from kvasir.inference.v1 import inference_pb2
+
+from inference_svc.config import ConfigError, EngineSettings, read_settings
+from inference_svc.edge import handover_messages as wire
+from inference_svc.engine.api import CarriedTurn, Timings
+from inference_svc.handover.passing import Opening, Stand, Surroundings
+from inference_svc.handover.resume_tokens import LIVES_S, ResumeTokens, WaitingReply
+from inference_svc.model.prompting import Tokenized
+from inference_svc.turns.choices import Choices
+from inference_svc.turns.continuing import Continuation
+from inference_svc.turns.turn_state import BegunTurn
+
+HERE = Surroundings("kv", "tokenizer", "template", "cpu", "float32", 256, "0.1")
+
+
+@pytest.mark.parametrize("name", ["kv_identity_hash", "template_digest", "device", "compute_type", "version"])
+def test_engines_that_differ_refuse_and_name_what_differs(name: str) -> None:
+    with pytest.raises(FailedPrecondition) as refused:
+        HERE.check_alike(replace(HERE, **{name: "another"}))
+    assert (refused.value.reason, refused.value.field) == ("HANDOVER_NOT_ALIKE", f"opening.surroundings.{name}")
+    HERE.check_alike(replace(HERE))
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def reply(caller: str = "ada") -> WaitingReply:
+    return WaitingReply(cast("Choices", object()), "request", "home", caller)
+
+
+def test_a_token_is_for_one_reader_once_and_for_minutes() -> None:
+    clock, names = Clock(), count()
+    tokens = ResumeTokens(lambda: f"token {next(names)}", clock)
+    mine, late = tokens.new(), tokens.new()
+    tokens.offer(mine, reply())
+    for namespace, caller in (("home", "ben"), ("away", "ada")):
+        with pytest.raises(NotFound):
+            tokens.claim(mine, namespace, caller)
+    assert tokens.claim(mine, "home", "ada").request_id == "request"
+    with pytest.raises(NotFound):
+        tokens.claim(mine, "home", "ada")
+    tokens.offer(late, reply())
+    clock.now_s = LIVES_S
+    with pytest.raises(NotFound):
+        tokens.claim(late, "home", "ada")
+
+
+def begun(**others: Any) -> BegunTurn:
+    plain: dict[str, Any] = {
+        "seed": 2**64 - 1,
+        "max_tokens": 9,
+        "prompt": Tokenized((5, 6), (2, 3)),
+        "rewind_point_tokens": None,
+        "messages": (),
+        "parent_manifest": Digest.of(b"parent"),
+        "is_brought": False,
+        "continuation": Continuation.EXTENDED,
+        "shortened": None,
+        "shortening": None,
+        "age_s": 1.5,
+        "first_token_s": None,
+    }
+    return BegunTurn(**(plain | others))
+
+
+def test_what_is_written_is_what_is_read() -> None:
+    opening = Opening(HERE, inference_pb2.GenerateRequest(prompt="hello"), "request", "ada", begun(), (0, 2))
+    sent = wire.write_opening(opening).opening
+    assert wire.read_opening(sent, is_trusted=True) == opening
+    assert wire.read_opening(sent, is_trusted=False).begun.is_brought
+    carried = CarriedTurn((5, 6, 7), 2, 1, 0, (1, 2**32 - 1), (2,), {0: 0, 512: 1}, Timings(queue_s=0.5))
+    stand = Stand(2, carried, 4, 3)
+    assert wire.read_stand(wire.write_stand(stand, 2).stand, opening.begun.prompt) == stand
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"format": 2}, "opening.format"),
+        ({"request_id": "\n"}, "request_id"),
+        ({"caller": "x" * 300}, "opening.caller"),
+        ({"prompt_token_chars": [1]}, "opening.prompt_token_chars"),
+        ({"continuation": 99}, "opening.continuation"),
+        ({"messages": [{"role": "emperor"}]}, "opening.messages"),
+        ({"max_tokens": 0}, "opening.max_tokens"),
+    ],
+)
+def test_an_opening_that_cannot_be_is_refused_by_field(change: dict[str, Any], field: str) -> None:
+    opening = Opening(HERE, inference_pb2.GenerateRequest(prompt="hello"), "request", "ada", begun(), (0,))
+    sent = wire.write_opening(opening).opening
+    for name in change:
+        sent.ClearField(name)
+    sent.MergeFrom(pb.TurnOpening(**change))
+    with pytest.raises(InvalidArgument) as refused:
+        wire.read_opening(sent, is_trusted=True)
+    assert refused.value.field == field
+
+
+def test_a_file_has_the_bytes_of_its_digest_or_is_refused() -> None:
+    data = bytes(range(256)) * 8192  # two frames
+    first, *frames = wire.write_file(1, data)
+    arriving = wire.ArrivingFile(first.file)
+    for part in frames:
+        assert not arriving.is_whole
+        arriving.add(part.frame)
+    assert (arriving.is_whole, arriving.data(), arriving.choice) == (True, data, 1)
+    wrong = wire.ArrivingFile(first.file)
+    wrong.add(frames[0].frame)
+    with pytest.raises(InvalidArgument):
+        wrong.add(frames[1].frame + b"x")
+    wrong.add(frames[1].frame[:-1] + b"x")
+    with pytest.raises(InvalidArgument):
+        wrong.data()
+    with pytest.raises(InvalidArgument):
+        wire.ArrivingFile(pb.TurnFile(digest={"hash": "../../etc", "size_bytes": 1}))
+
+
+def test_peers_are_named_in_the_configuration() -> None:
+    listen = ["--listen", "unix:/nowhere/s", "--peer", "b=unix:/nowhere/b", "--peer", "c=127.0.0.1:9"]
+    settings: EngineSettings = read_settings(
+        [*listen, "--peer-token-file", "c=/tokens/c", "--peer-token-file", "team/c=/tokens/team", "--drain-to", "c"]
+    )
+    assert settings.peer == {"b": "unix:/nowhere/b", "c": "127.0.0.1:9"}
+    assert {name: str(path) for name, path in settings.peer_tokens("c").items()} == {
+        "default": "/tokens/c",
+        "team": "/tokens/team",
+    }
+    for wrong in (["--drain-to", "nobody"], ["--peer", "nameless"]):
+        with pytest.raises(ConfigError):
+            read_settings([*listen, *wrong])
