@@ -100,12 +100,15 @@ hammer: install ## Many agents at once, each turn compared with the same turn al
 mutants: install ## Break the code once per mutant, see which test notices, write the tables; goes on where it was ended
 	$(BIN)/python -m tests.mutation $(MUTANTS)
 
-.PHONY: bench-http test-http-clients test-page
+.PHONY: bench-http test-http-clients test-page test-smg
 bench-http: install ## 200 streams through the gateway, then 500 readers who leave
 	$(BIN)/python -m tests.gateway.http_load $(HTTP)
 
 test-http-clients: install ## LangChain, LiteLLM, the AI SDK and curl before a gateway; installs them into out/
 	$(BIN)/python -m tests.gateway.clients out/http-clients
+
+test-smg: install ## SMG, the neighbour's own gateway, before an engine with --neighbour; installs it into out/
+	$(BIN)/python -m tests.gateway.smg out/smg
 
 .PHONY: lint-swift
 lint-swift: install ## Generate Swift's stubs into out/swift, where protoc-gen-swift is; says so where it is not
