@@ -37,6 +37,7 @@ from inference_svc.config import EngineSettings
 from inference_svc.model import kvasir_tiny
 from tests.cli.running import Begun, Cli, answers, eventually, in_process
 from tests.scraping import health, scrape
+from tests.trace_collector import collecting
 
 ROOT = Path(__file__).parent.parent.parent
 TURN_KEYS = {
@@ -259,7 +260,10 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
     cli = Cli(home)
     limits = ("--memory-gib", "0.25", "--context-tokens", "300", "--store-quota-gib", "0.001")
     limits += ("--keep-versions", "3", "--log-format", "json", "--log-level", "warning")
-    with cli.running("up", "--no-http", *limits) as up:
+    with (
+        collecting() as (collector, port),
+        cli.running("up", "--no-http", *limits, "--traces-to", f"http://127.0.0.1:{port}") as up,
+    ):
         wait_until_ready(home, up)
         assert cli.done("stats", "--json").value["engine"]["kv_memory_bytes"] == 1 << 28
         assert cli.done("models", "ls", "--json").value[0]["context_tokens"] == 300
@@ -269,6 +273,7 @@ def test_up_applies_the_limits_that_it_is_given() -> None:
             for n in range(9)
         ]
         assert turns[0]["snapshot"] == "committed"
+        eventually(lambda: collector.services == {"kvasir-engine", "kvasir-store"})
         assert cli.done("agents", "show", "agent 0", "--json").value["retained_versions"] == 3
         logged = [line for name in ("store", "engine") for line in Home(home).logs.joinpath(f"{name}.log").open()]
         assert not any('"level": "info"' in line for line in logged)

@@ -1,53 +1,24 @@
 """One trace through gateway, engine and store, received as a collector receives it; nothing of anybody's text in it."""
 
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import grpc
 import httpx2 as httpx
 import pytest
 from kvasir.address import AddressError, check_endpoint
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from tests.gateway.conftest import Front, running_front
 from tests.gateway.serving import MODEL
+from tests.trace_collector import Collector, collecting
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps what it is sent: spans by service and name."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self._lock = threading.Lock()
-        self._spans: list[tuple[str, Any]] = []
-
-    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802
-        with self._lock:
-            self.text += str(request)
-            for each in request.resource_spans:
-                [service] = [pair.value.string_value for pair in each.resource.attributes if pair.key == "service.name"]
-                self._spans += [(service, span) for scope in each.scope_spans for span in scope.spans]
-        return trace_service_pb2.ExportTraceServiceResponse()
-
-    def of(self, trace_id: str) -> dict[tuple[str, str], Any]:
-        with self._lock:
-            return {(service, span.name): span for service, span in self._spans if span.trace_id.hex() == trace_id}
-
-
 @pytest.fixture(scope="module")
 def collector() -> Iterator[tuple[Collector, int]]:
-    collector, server = Collector(), grpc.server(ThreadPoolExecutor(2))
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(collector, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    yield collector, port
-    server.stop(None)
+    with collecting() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
