@@ -39,7 +39,12 @@ class Peers:
         """A client of the peer; close it. Raises NotFound (PEER_UNKNOWN), FailedPrecondition (token, certificate)."""
         peer = self._settings.get(name)
         if peer is None:
-            raise NotFound(f"no peer {name!r} in this store's configuration", reason="PEER_UNKNOWN", field="peer")
+            raise NotFound(
+                f"no peer {name!r} in this store's configuration",
+                reason="PEER_UNKNOWN",
+                field="peer",
+                metadata={"peer": name},
+            )
         try:
             return AioStoreClient.connect(peer.address, token=peer.token(), tls=peer.tls, timeout_s=_ROUND_TRIP_S)
         except (CredentialFileError, InvalidArgument) as error:

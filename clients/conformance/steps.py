@@ -181,7 +181,7 @@ def a_rewind_is_a_new_version(program: Testee, world: World) -> None:
     reply = program.call("reply", agent_id="ada", append_messages=user("What is my name?"), max_tokens=4)
     assert (reply["parent_version"], reply["version"]) == (5, 6)
     assert reply["cached_tokens"] > 0
-    with refusal("NOT_FOUND", "VERSION_NOT_FOUND"):
+    with refusal("NOT_FOUND", "VERSION_NOT_FOUND", agent_id="ada"):
         program.call("rollback", agent_id="ada", version=99)
     with refusal("ABORTED", "HEAD_MOVED", head_version="6"):
         program.call("reply", agent_id="ada", append_messages=user("Hm?"), max_tokens=4, expected_version=3)
@@ -278,7 +278,7 @@ def an_agent_is_pulled_from_a_peer(program: Testee, world: World) -> None:
     pulled = program.call("pull", peer=PEER, agent_id="guest", local_agent_id="visitor")
     assert pulled == {"version": 1, "origin": "ORIGIN_PULL"}
     assert program.call("reply", agent_id="visitor", append_messages=user("Hi"), max_tokens=4)["cached_tokens"] > 0
-    with refusal("NOT_FOUND", "PEER_UNKNOWN"):
+    with refusal("NOT_FOUND", "PEER_UNKNOWN", peer="elsewhere"):
         program.call("pull", peer="elsewhere", agent_id="guest")
 
 
@@ -295,7 +295,7 @@ def refusals_name_the_field_and_the_reason(program: Testee, world: World) -> Non
         program.call("reply", prompt="Hello", max_tokens=0)
     with refusal("INVALID_ARGUMENT", "INVALID_FIELD", "agent_id"):
         program.call("reply", agent_id="a\nb", prompt="Hello")
-    with refusal("NOT_FOUND", "MODEL_NOT_FOUND"):
+    with refusal("NOT_FOUND", "MODEL_NOT_FOUND", model="no-such-model"):
         program.call("reply", model="no-such-model", prompt="Hello")
     with refusal("RESOURCE_EXHAUSTED", "CONTEXT_EXCEEDED"):
         program.call("reply", prompt="word " * 60_000)

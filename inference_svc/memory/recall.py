@@ -190,7 +190,10 @@ class Recall:
         store = self._stores.get(key.namespace)
         if store is None:
             raise NotFound(
-                f"base_version: version {version} is not kept", reason="VERSION_NOT_FOUND", field="base_version"
+                f"base_version: version {version} is not kept",
+                reason="VERSION_NOT_FOUND",
+                field="base_version",
+                metadata={"agent_id": key.agent_id},
             )
         try:
             head = await store.version(key.agent_id, self._engine.model.kv_identity_hash, version, budget)

@@ -203,6 +203,7 @@ class ModelHost(Generic[ServedT]):
                 f"model: {name[:120]!r} is not one of {', '.join(map(repr, self._models))}",
                 reason="MODEL_NOT_FOUND",
                 field="model",
+                metadata={"model": name[:120]},
             )
 
     async def _changing(self, work: Callable[[], Awaitable[MemoriesLeft]], target: str = "") -> MemoriesLeft:

@@ -156,7 +156,9 @@ def get_version(rows: Rows, line: Line, version: int | None) -> SnapshotVersion:
     found = find_version(rows, line.id, head_of(rows, line.id) if version is None else version)
     if found is None:
         [name] = rows.one("SELECT name FROM agents WHERE id = ?", line.agent_id) or ("",)
-        raise NotFound(f"agent {name!r} has no version {version}", reason="VERSION_NOT_FOUND")
+        raise NotFound(
+            f"agent {name!r} has no version {version}", reason="VERSION_NOT_FOUND", metadata={"agent_id": name}
+        )
     return found
 
 

@@ -122,7 +122,7 @@ const (
 	ErrorReason_ERROR_REASON_RESTORED_TOKENS_DIFFER ErrorReason = 53
 	// Inside the engine: the plan lacks what recurrent or window layers need. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_STATE_MISSING ErrorReason = 54
-	// No model of this name is configured. NOT_FOUND.
+	// No model of this name is configured. NOT_FOUND: model.
 	ErrorReason_ERROR_REASON_MODEL_NOT_FOUND ErrorReason = 60
 	// The model is configured, and not loaded. FAILED_PRECONDITION: loaded.
 	ErrorReason_ERROR_REASON_MODEL_NOT_LOADED ErrorReason = 61
@@ -192,7 +192,7 @@ const (
 	ErrorReason_ERROR_REASON_VERIFY_RUNNING ErrorReason = 109
 	// The disk's write budget of this day is spent, and the store was told to refuse then. RESOURCE_EXHAUSTED: written_bytes, asked_bytes.
 	ErrorReason_ERROR_REASON_WRITE_BUDGET_SPENT ErrorReason = 110
-	// No peer of this name is configured. NOT_FOUND.
+	// No peer of this name is configured. NOT_FOUND: peer.
 	ErrorReason_ERROR_REASON_PEER_UNKNOWN ErrorReason = 120
 	// The peer's configuration cannot be used. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_PEER_CONFIGURATION ErrorReason = 121
