@@ -224,7 +224,7 @@ const (
 	ErrorReason_ERROR_REASON_CLOSED ErrorReason = 147
 	// Nothing of the store can be brought back. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_NOTHING_TO_RECOVER ErrorReason = 148
-	// The store has no such namespace. FAILED_PRECONDITION.
+	// The store has no such namespace: FAILED_PRECONDITION; or no key of it: NOT_FOUND.
 	ErrorReason_ERROR_REASON_NAMESPACE_UNKNOWN ErrorReason = 149
 	// The namespace is sealed, and the store has no key that opens it. FAILED_PRECONDITION.
 	ErrorReason_ERROR_REASON_NAMESPACE_SEALED ErrorReason = 150
