@@ -20,10 +20,16 @@ def load(url: str, key: str, *options: str, code: int = 0) -> Any:
     return json.loads(ended.stdout)
 
 
+def conversations(front: Front) -> set[str]:
+    with front.house.client(front.keys["eve"]) as client:
+        return {agent.agent_id for agent in client.list_agents(name_prefix="conversation/").agents}
+
+
 def test_a_load_over_http_is_measured_as_one_over_grpc_and_leaves_no_memory(front: Front, tmp_path: Path) -> None:
     key_file = tmp_path / "key"
     key_file.touch(mode=0o600)
     key_file.write_text(front.keys["eve"])
+    before = conversations(front)  # those of tests that ran before
     found = load(front.gateway.url, "", "--model", MODEL, "--api-key-file", str(key_file))
     assert found["failures"] == {}
     assert found["phases"]["steady"] > 3
@@ -31,8 +37,7 @@ def test_a_load_over_http_is_measured_as_one_over_grpc_and_leaves_no_memory(fron
     assert found["gap_s"]["count"] > 0
     assert set(found["tokens_counted_by"]) == {"usage"}
     assert not found["prompt_tokens_are_guessed"]
-    with front.house.client(front.keys["eve"]) as client:
-        assert [agent.agent_id for agent in client.list_agents(name_prefix="conversation/").agents] == []
+    assert conversations(front) == before
 
 
 def test_a_refused_first_call_ends_the_load_with_the_servers_words(front: Front) -> None:
