@@ -32,6 +32,7 @@ from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
 
 from cachestore_svc import keys_program
+from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
 from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
 from cachestore_svc.edge.agent_service import AgentService
@@ -41,6 +42,7 @@ from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import RecoverReport
@@ -120,10 +122,11 @@ async def serve(settings: StoreSettings) -> None:
     began = time.monotonic()
     store = await asyncio.to_thread(open_store, settings)
     threads = StoreThreads()
-    collecting: asyncio.Task[None] | None = None
+    caring: list[asyncio.Task[None]] = []
     stop_page: Callable[[], None] | None = None
     try:
-        service, agents = _services(settings, store, threads, peers, edge.stopping)
+        repairs = Repairs(store, threads, peers, settings.stall_timeout_s)
+        service, agents = _services(settings, store, threads, peers, repairs, edge.stopping)
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
         if settings.metrics_listen:
@@ -132,13 +135,22 @@ async def serve(settings: StoreSettings) -> None:
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
-        collecting = asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s))
+        caring.append(asyncio.create_task(collect_regularly(store, threads, settings.gc_interval_s)))
+        if settings.scrub_bytes_per_s:
+            scrub = BackgroundScrub(
+                store,
+                threads,
+                repairs.repair,
+                bytes_per_s=settings.scrub_bytes_per_s,
+                every_s=settings.scrub_every_s,
+            )
+            caring.append(asyncio.create_task(scrub.run()))
         settle_garbage()
         await edge.run_until_stopped(settings.stop_grace_s)
     finally:
-        if collecting is not None:
-            collecting.cancel()
-            await asyncio.gather(collecting, return_exceptions=True)
+        for task in caring:
+            task.cancel()
+        await asyncio.gather(*caring, return_exceptions=True)
         if stop_page is not None:
             await asyncio.to_thread(stop_page)
         await asyncio.to_thread(traces.close)
@@ -149,7 +161,12 @@ async def serve(settings: StoreSettings) -> None:
 
 
 def _services(
-    settings: StoreSettings, store: Store, threads: StoreThreads, peers: Peers, stopping: asyncio.Event
+    settings: StoreSettings,
+    store: Store,
+    threads: StoreThreads,
+    peers: Peers,
+    repairs: Repairs,
+    stopping: asyncio.Event,
 ) -> tuple[CacheStoreService, AgentService]:
     reader = BlobReader(store, threads, SharedRoom(settings.read_buffer_bytes))
     transfers = Transfers(store, threads, reader, peers, settings.stall_timeout_s)
@@ -159,6 +176,8 @@ def _services(
         reader,
         transfers,
         peers,
+        repairs,
+        scrub_bytes_per_s=settings.scrub_bytes_per_s,
         max_blob_bytes=settings.max_blob_bytes,
         stall_timeout_s=settings.stall_timeout_s,
         stopping=stopping,
@@ -320,6 +339,8 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
     ("expires-after-s", float, "an agent that nobody used for so long is deleted; left out: it stays"),
     ("write-budget-bytes", int, "bytes of blobs that may be written in a day (UTC); left out: they are only counted"),
     ("write-budget-over", str, "tell (if left out), or refuse: what is done about writes beyond the budget"),
+    ("scrub-bytes-per-s", int, "how fast blobs are hashed again in the background; 0: never"),
+    ("scrub-every-s", float, "the rest between two such passes"),
     ("gc-interval-s", float, "garbage is collected this often"),
     ("stall-timeout-s", float, "a transfer without progress for this long is given up"),
     ("audit-file", Path, "where one JSON line says who did what that needs a privilege; see `kvasir audit`"),

@@ -70,6 +70,18 @@ class BlobStore:
             return WriteStatus(digest.size_bytes, is_complete=True)
         return WriteStatus(self._core.writers.received_bytes(namespace, digest), is_complete=False)
 
+    def kind_of(self, namespace: str, digest: Digest) -> BlobKind | None:
+        """How a listed blob's bytes are checked; None when there is none."""
+        self._core.check_open(namespace)
+        blob = self._find(namespace, digest)
+        if blob is None:
+            return None
+        return BlobKind.MANIFEST if blob.kind == BlobKind.MANIFEST else BlobKind.TENSORS
+
+    def count_repair(self, namespace: str) -> None:
+        """A damaged blob was written again, from a peer."""
+        self._core.counters.add(namespace, "blobs_repaired")
+
     def named_blobs(self, namespace: str, manifest: Digest, total_bytes: int) -> list[Digest]:
         """The blobs that a version's manifest names, in its order. Raises NotFound when no version holds it any more,
         and DataLoss (INDEX_DAMAGED) when with the manifest they are not `total_bytes`, which the version says."""

@@ -73,6 +73,11 @@ class StoreSettings(BaseSettings):
     write_budget_over: Literal["tell", "refuse"] = "tell"
     """What happens beyond the budget. tell: it is said. refuse: tensors are refused until midnight UTC; engines keep in
     memory what they cannot store, and lose it if they end before."""
+    scrub_bytes_per_s: Annotated[int, Field(ge=0)] = 8 * MIB
+    """How fast every blob is hashed again in the background. What is damaged is fetched from a peer that has it.
+    0: never."""
+    scrub_every_s: Annotated[float, Field(gt=0)] = 7 * 86_400.0
+    """The rest between two such passes."""
     event_history: Annotated[int, Field(ge=1)] = 10_000
     """Events kept per namespace for watchers that come back."""
     gc_interval_s: Annotated[float, Field(gt=0)] = 600.0

@@ -291,6 +291,20 @@ class VerifyProgress:
 
 
 @dataclass(frozen=True, slots=True)
+class ScrubState:
+    """How far the background scrub is: counts of the pass under way, or of the last one."""
+
+    began_unix_ms: int = 0
+    ended_unix_ms: int = 0  # 0 while a pass is under way
+    namespace: str = ""  # of the blob that was checked last, and the catalog's number of it
+    number: int = 0
+    blobs_checked: int = 0
+    bytes_checked: int = 0
+    blobs_damaged: int = 0
+    blobs_repaired: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class GcReport:
     blobs_marked: int = 0
     blobs_swept: int = 0

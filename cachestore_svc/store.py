@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from types import TracebackType
 from typing import Self
 
@@ -63,6 +64,7 @@ from cachestore_svc.sealing.keys import MasterKey
 from cachestore_svc.sealing.sealed_form import RandomBytes
 from cachestore_svc.upkeep import check, collecting, expiring, statistics
 from cachestore_svc.upkeep.expiring import ExpiryReport
+from cachestore_svc.upkeep.scrubbing import Scrubbing
 
 # A line's time of last use is written at most this often.
 _USE_RESOLUTION_MS = 1000
@@ -357,6 +359,11 @@ class Store(LeaseStore):
             return view.whole_blobs(namespace) if agent_id is None else view.held_digests(namespace, agent_id)
 
         return check.verify(self._core, namespace, self._read(namespace, work))
+
+    @cached_property
+    def scrubbing(self) -> Scrubbing:
+        """Where the scrub in the background is."""
+        return Scrubbing(self._core)
 
     def scrub(self) -> Iterator[VerifyProgress]:
         """`verify` for every namespace in turn. Those that are shut are left out: without a key their bytes prove

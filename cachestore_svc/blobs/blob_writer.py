@@ -46,6 +46,9 @@ class BlobWriter(Protocol):
         bytes are only missing) and ResourceExhausted.
         """
 
+    def abandon(self) -> None:
+        """Remove the part: its bytes are not to be trusted."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(
@@ -163,6 +166,9 @@ class StoredBlob:
         pass
 
     def finish(self) -> None:
+        pass
+
+    def abandon(self) -> None:
         pass
 
     def __enter__(self) -> Self:

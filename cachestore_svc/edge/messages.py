@@ -258,6 +258,18 @@ def write_stats(stats: records.Stats, *, shows_disk: bool) -> pb.GetStatsRespons
     )
 
 
+def write_scrub(state: records.ScrubState, bytes_per_s: int) -> pb.ScrubStatus:
+    return pb.ScrubStatus(
+        began_at=write_time(state.began_unix_ms),
+        ended_at=write_time(state.ended_unix_ms) if state.ended_unix_ms else None,
+        blobs_checked=state.blobs_checked,
+        bytes_checked=state.bytes_checked,
+        blobs_damaged=state.blobs_damaged,
+        blobs_repaired=state.blobs_repaired,
+        bytes_per_s=bytes_per_s,
+    )
+
+
 def write_usage(stats: records.Stats) -> pb.GetUsageResponse:
     return pb.GetUsageResponse(
         agent_count=stats.agent_count,

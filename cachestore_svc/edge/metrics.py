@@ -52,6 +52,9 @@ class StoreNumbers:
         yield gauge(
             "kvasir_store_write_budget_bytes", "What may be written in a day; 0: it is only counted.", budget_bytes
         )
+        ended_s = self._store.scrubbing.state.ended_unix_ms / 1000
+        about = "When the last pass of the background scrub ended, in Unix seconds; 0 while one is under way."
+        yield gauge("kvasir_store_scrub_ended_seconds", about, ended_s)
         counted = dict(self._store.counted())
         moved = {word: counted.pop(name, 0) for name, word in _MOVED_BYTES.items()}
         yield counter("kvasir_store_moved_bytes", "Bytes of blobs that were read and written.", moved, "direction")

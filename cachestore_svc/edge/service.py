@@ -23,6 +23,7 @@ from cachestore_svc.edge.store_calls import StoreCalls, caller_namespace
 from cachestore_svc.moving.inbound import BlobIntake, Stored
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.streams import Streams
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.records import (
@@ -47,7 +48,9 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         reader: BlobReader,
         transfers: Transfers,
         peers: Peers,
+        repairs: Repairs,
         *,
+        scrub_bytes_per_s: int,
         max_blob_bytes: int,
         stall_timeout_s: float,
         stopping: asyncio.Event,
@@ -56,6 +59,8 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         self._reader = reader
         self._transfers = transfers
         self._peers = peers
+        self._repairs = repairs
+        self._scrub_bytes_per_s = scrub_bytes_per_s
         self._max_blob_bytes = max_blob_bytes
         self._streams = Streams(stall_timeout_s)
         self._stopping = stopping
@@ -236,7 +241,9 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
         try:
             steps = await self._run(self._store.verify, agent_id)
             while (step := await self._threads.run(namespace, next, steps, None)) is not None:
+                repaired = [digest for digest in step.damaged if await self._repairs.repair(namespace, digest)]
                 response = pb.VerifyBlobsResponse(
+                    repaired=[digest.to_proto() for digest in repaired],
                     blobs_checked=step.blobs_checked,
                     blobs_total=step.blobs_total,
                     damaged=[digest.to_proto() for digest in step.damaged],
@@ -267,7 +274,11 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         stats = await self._run(self._store.stats)
-        return messages.write_stats(stats, shows_disk=ADMIN in current_principal().roles)
+        is_admin = ADMIN in current_principal().roles
+        answer = messages.write_stats(stats, shows_disk=is_admin)
+        if is_admin:
+            answer.scrub.CopyFrom(messages.write_scrub(self._store.scrubbing.state, self._scrub_bytes_per_s))
+        return answer
 
     async def _wait_or_stop(self, happened: asyncio.Event) -> None:
         """Wait for an event. Raises Unavailable when the service stops."""

@@ -170,6 +170,9 @@ class CatalogView(Protocol):
     def damaged_blobs(self, namespace: str) -> list[Digest]:
         """Every blob in quarantine."""
 
+    def blobs_after(self, namespace: str, number: int, limit: int) -> list[tuple[int, Digest]]:
+        """Blobs behind one by the catalog's number, with their own; those in quarantine too."""
+
     def bound_blobs(self, namespace: str, kv_hash: str, block_hashes: Sequence[str]) -> dict[str, BlobEntry]:
         """Blobs by those of the block hashes that are bound to one which is whole and was not brought."""
 

@@ -115,6 +115,15 @@ def whole_blobs(rows: Rows, namespace: str) -> list[Digest]:
     return [Digest(*row) for row in found]
 
 
+def blobs_after(rows: Rows, namespace: str, number: int, limit: int) -> list[tuple[int, Digest]]:
+    """Blobs of the namespace behind one, with their own numbers; those in quarantine too."""
+    found = rows.all(
+        "SELECT id, hash, size_bytes FROM blobs WHERE namespace_id = ? AND id > ? ORDER BY id LIMIT ?",
+        *(find_namespace(rows, namespace), number, limit),
+    )
+    return [(int(blob_id), Digest(hash_, size)) for blob_id, hash_, size in found]
+
+
 def all_hashes(rows: Rows) -> set[str]:
     """Hashes of the blobs of every namespace, damaged ones too."""
     return {str(hash_) for (hash_,) in rows.all("SELECT hash FROM blobs")}

@@ -29,6 +29,7 @@ class SqliteTransaction(Rows):
     all_hashes = blobs.all_hashes
     whole_blobs = blobs.whole_blobs
     damaged_blobs = blobs.damaged_blobs
+    blobs_after = blobs.blobs_after
     add_blob = blobs.add_blob
     promise = blobs.promise
     set_damaged = blobs.set_damaged

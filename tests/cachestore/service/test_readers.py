@@ -23,6 +23,7 @@ from cachestore_svc.edge.roles import ALLOWED_ROLES, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
+from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -61,6 +62,8 @@ async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int 
         reader,
         Transfers(store, threads, reader, Peers({}), 2.0),
         Peers({}),
+        Repairs(store, threads, Peers({}), 2.0),
+        scrub_bytes_per_s=0,
         max_blob_bytes=64 * MIB,
         stall_timeout_s=2.0,
         stopping=edge.stopping,

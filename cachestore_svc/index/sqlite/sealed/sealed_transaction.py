@@ -98,6 +98,9 @@ class SealedTransaction(SqliteTransaction):
     def damaged_blobs(self, namespace: str) -> list[Digest]:
         return self._opened(super().damaged_blobs(namespace))
 
+    def blobs_after(self, namespace: str, number: int, limit: int) -> list[tuple[int, Digest]]:
+        return self._opened_after(super().blobs_after(namespace, number, limit))
+
     def add_blob(self, namespace: str, digest: Digest, facts: BlobFacts, now_unix_ms: int) -> bool:
         return super().add_blob(namespace, self._names.digest(digest), seal_blob(self._names, facts), now_unix_ms)
 

@@ -59,6 +59,16 @@ def scrub_row(scrub: pb.ScrubStatus) -> dict[str, Any]:
     return row | {"began_at": iso(scrub.began_at), "ended_at": iso(scrub.ended_at)}
 
 
+def scrub_text(row: dict[str, Any]) -> str:
+    """The same for people."""
+    if not row["bytes_per_s"]:
+        return "the background scrub is off"
+    found = f"{row['blobs_checked']} blobs ({size(row['bytes_checked'])}) hashed again, {row['blobs_damaged']} damaged"
+    found += f", {row['blobs_repaired']} of them repaired" if row["blobs_damaged"] else ""
+    when = f"since {row['began_at']}" if not row["ended_at"] else f"until {row['ended_at']}"
+    return f"{found}, {when}"
+
+
 def origin(value: "pb.Origin") -> str:
     return pb.Origin.Name(value).removeprefix("ORIGIN_").lower()
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from kvasir.cli.agents import store_client
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import DAMAGED, NOT_FOUND
-from kvasir.cli.rows import size, stats_row
+from kvasir.cli.rows import scrub_row, scrub_text, size, stats_row
 from kvasir.cli.showing.progress import counting_progress
 from kvasir.errors import FailedPrecondition, KvasirError, NotFound
 from kvasir.formats.digest import Digest
@@ -118,21 +118,39 @@ def _run_with_progress(caller: Caller, argv: list[str]) -> tuple[int, str, str]:
 def scrub(
     context: typer.Context,
     agent: Annotated[str, typer.Argument(help="Only this agent's blobs. Left out: all blobs.", metavar="AGENT")] = "",
+    status: Annotated[bool, typer.Option("--status", help="Only say how far the store's own scrub is.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Hash every stored blob again. Damaged blobs are quarantined and named; engines compute them again."""
+    """Hash every stored blob again, at once; the store itself does so slowly, about once a week.
+
+    Damaged blobs are quarantined and named. What a peer has is fetched from it; engines compute the rest again.
+    """
     caller = caller_of(context, as_json)
+    if status:
+        _tell_scrub(caller)
+        return
     damaged: list[Digest] = []
+    repaired: list[str] = []
     checked = 0
     with store_client(caller) as client, counting_progress(caller, "blobs") as on_progress:
         for report in client.verify_blobs(agent):
             checked = report.blobs_checked
             on_progress(report.blobs_checked, report.blobs_total)
             damaged += [Digest.from_proto(digest) for digest in report.damaged]
-    value = {"blobs_checked": checked, "damaged": [digest.hash for digest in damaged]}
-    caller.result(value, lambda out: _show_scrub(out, checked, damaged))
-    if damaged:
+            repaired += [digest.hash for digest in report.repaired]
+    value = {"blobs_checked": checked, "damaged": [digest.hash for digest in damaged], "repaired": repaired}
+    caller.result(value, lambda out: _show_scrub(out, checked, damaged, repaired))
+    if len(damaged) > len(repaired):
         raise typer.Exit(DAMAGED)
+
+
+def _tell_scrub(caller: Caller) -> None:
+    with store_client(caller) as client:
+        stats = client.get_stats()
+    if not stats.HasField("scrub"):
+        raise FailedPrecondition("the scrub of all namespaces is told to administrators only", reason="ROLE_REQUIRED")
+    row = scrub_row(stats.scrub)
+    caller.result(row, lambda out: out.print(scrub_text(row)))
 
 
 @app.command("gc")
@@ -188,10 +206,11 @@ def _show_recovered(out: Console, report: dict[str, Any]) -> None:
     out.print(f"the old index is kept: {', '.join(report['kept']) or 'there was none'}")
 
 
-def _show_scrub(out: Console, checked: int, damaged: list[Digest]) -> None:
+def _show_scrub(out: Console, checked: int, damaged: list[Digest], repaired: list[str]) -> None:
     out.print(f"{checked} blobs checked, {len(damaged)} damaged")
     for digest in damaged:
-        out.print(f"  {digest.hash} ({size(digest.size_bytes)})")
+        done = ", repaired from a peer" if digest.hash in repaired else ""
+        out.print(f"  {digest.hash} ({size(digest.size_bytes)}){done}")
 
 
 def _stats_table(row: dict[str, Any]) -> Table:

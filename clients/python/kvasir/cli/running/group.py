@@ -12,7 +12,7 @@ from rich.table import Table
 
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.failures import UNREACHABLE, WrongUsage
-from kvasir.cli.rows import size
+from kvasir.cli.rows import scrub_text, size, stats_row
 from kvasir.cli.running.health import (
     ENGINE_SERVICE,
     PATIENCE_S,
@@ -106,8 +106,8 @@ def status(context: typer.Context, as_json: JsonOption = False) -> None:
         raise typer.Exit(UNREACHABLE)
 
 
-def _disk(caller: Caller) -> dict[str, int]:
-    """What the store wrote today, and may write; nothing if it does not say soon."""
+def _disk(caller: Caller) -> dict[str, Any]:
+    """What the store wrote today and may write, and how far its scrub is; nothing if it does not say soon."""
     endpoint = caller.store
     with contextlib.suppress(KvasirError, ValueError, OSError):
         client = StoreClient.connect(
@@ -115,7 +115,8 @@ def _disk(caller: Caller) -> dict[str, int]:
         )
         with client:
             stats = client.get_stats()
-        return {"written_today_bytes": stats.written_today_bytes, "write_budget_bytes": stats.write_budget_bytes}
+        numbers = stats_row(stats)
+        return {name: numbers[name] for name in ("written_today_bytes", "write_budget_bytes", "scrub")}
     return {}
 
 
@@ -172,6 +173,8 @@ def _show_status(out: Console, value: dict[str, Any]) -> None:
         of_budget = f" of a budget of {size(budget)}" if budget else ""
         spent = ": the budget is spent" if budget and disk["written_today_bytes"] >= budget else ""
         out.print(f"disk: {size(disk['written_today_bytes'])} written today (UTC){of_budget}{spent}")
+        if disk["scrub"]:
+            out.print(f"scrub: {scrub_text(disk['scrub'])}")
     if value["token_file"]:
         out.print(f"token: {value['token_file']}")
     out.print(f"logs: {value['logs']}")

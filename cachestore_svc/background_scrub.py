@@ -1,0 +1,89 @@
+"""Drives the scrub of a running store: slowly enough that nobody notices, with a peer's help for what is damaged."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+from kvasir.errors import KvasirError, Unavailable
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.index.catalog import HOUSE
+from cachestore_svc.store import Store
+from cachestore_svc.threads import StoreThreads
+from cachestore_svc.upkeep.scrubbing import ToScrub
+
+_SAVE_EVERY_S = 30.0
+# After a failure, and while no pass is due.
+_REST_S = 60.0
+_TRIES = 3
+
+Repair = Callable[[str, Digest], Awaitable[bool]]
+
+
+class BackgroundScrub:
+    """One pass after the other, each `every_s` after the end of the last one, at `bytes_per_s`."""
+
+    def __init__(
+        self, store: Store, threads: StoreThreads, repair: Repair, *, bytes_per_s: int, every_s: float
+    ) -> None:
+        """`repair(namespace, digest)`: whether a damaged blob is whole again."""
+        self._scrubbing = store.scrubbing
+        self._threads = threads
+        self._repair = repair
+        self._bytes_per_s = bytes_per_s
+        self._every_s = every_s
+        self._log = structlog.get_logger("cachestore")
+
+    async def run(self) -> None:
+        """Never ends by itself. When it is cancelled, it notes where it is."""
+        await self._threads.run(HOUSE, self._scrubbing.load)
+        while True:
+            try:
+                await self._pass_when_due()
+            except KvasirError as error:
+                # A disk that fails or is full now: the pass goes on where it was.
+                self._log.warning("scrub.paused", reason=error.reason)
+                await asyncio.sleep(_REST_S)
+            except Exception:  # noqa: BLE001  a bug of ours must not end it for good
+                self._log.exception("scrub.failed")
+                await asyncio.sleep(_REST_S)
+
+    async def _pass_when_due(self) -> None:
+        if due_in_s := self._scrubbing.due_in_s(self._every_s):
+            await asyncio.sleep(min(due_in_s, _REST_S))
+            return
+        if self._scrubbing.state.ended_unix_ms:
+            await self._threads.run(HOUSE, self._scrubbing.begin)
+            self._log.info("scrub.began")
+        saved_s = asyncio.get_running_loop().time()
+        try:
+            while blobs := await self._threads.run(HOUSE, self._scrubbing.next):
+                for blob in blobs:
+                    if not await self._is_whole(blob):
+                        self._log.error("scrub.damaged", namespace=blob.namespace)
+                        if await self._repair(blob.namespace, blob.digest):
+                            self._scrubbing.repaired()
+                    await asyncio.sleep(blob.digest.size_bytes / self._bytes_per_s)
+                now_s = asyncio.get_running_loop().time()
+                if now_s - saved_s > _SAVE_EVERY_S:
+                    await self._threads.run(HOUSE, self._scrubbing.save)
+                    saved_s = now_s
+        except asyncio.CancelledError:
+            await self._threads.run(HOUSE, self._scrubbing.save)
+            raise
+        self._tell_end()
+
+    async def _is_whole(self, blob: ToScrub) -> bool:
+        for _ in range(_TRIES):
+            try:
+                return await self._threads.run(HOUSE, self._scrubbing.is_whole, blob)
+            except Unavailable as error:
+                self._log.warning("scrub.paused", reason=error.reason)
+                await asyncio.sleep(_REST_S)
+        return self._scrubbing.skip(blob)
+
+    def _tell_end(self) -> None:
+        state = self._scrubbing.state
+        self._log.info(
+            "scrub.done", blobs=state.blobs_checked, damaged=state.blobs_damaged, repaired=state.blobs_repaired
+        )

@@ -1,0 +1,73 @@
+"""Damaged blobs, fetched again from a peer that has them: verified as any write, so a lying peer changes nothing."""
+
+import asyncio
+import contextlib
+
+import structlog
+from kvasir.clients import AioStoreClient
+from kvasir.errors import InvalidArgument, KvasirError, Unavailable
+from kvasir.formats.digest import Digest
+
+from cachestore_svc.moving.peers import Peers, errors_of_peer
+from cachestore_svc.records import BlobKind
+from cachestore_svc.store import BlobWriter, Store
+from cachestore_svc.threads import StoreThreads
+
+
+class Repairs:
+    """Asks the peers of a namespace, in the order of their names."""
+
+    def __init__(self, store: Store, threads: StoreThreads, peers: Peers, stall_timeout_s: float) -> None:
+        self._store = store
+        self._threads = threads
+        self._peers = peers
+        self._stall_timeout_s = stall_timeout_s
+
+    async def repair(self, namespace: str, digest: Digest) -> bool:
+        """Whether the quarantined blob is whole again."""
+        kind = await self._threads.run(namespace, self._store.kind_of, namespace, digest)
+        if kind is None:
+            return False
+        for name in self._peers.names:
+            try:
+                async with self._peers.connect(name) as remote:
+                    with errors_of_peer(name):
+                        await self._fetch(remote, namespace, digest, kind)
+            except KvasirError as error:
+                structlog.get_logger("cachestore").info("repair.failed", peer=name, reason=error.reason)
+            else:
+                self._store.count_repair(namespace)
+                structlog.get_logger("cachestore").info("repair.done", peer=name, namespace=namespace)
+                return True
+        return False
+
+    async def _fetch(self, remote: AioStoreClient, namespace: str, digest: Digest, kind: BlobKind) -> None:
+        """Raises what the peer answers, and InvalidArgument for bytes that are not the digest's."""
+        try:
+            await self._fetch_rest(remote, namespace, digest, kind)
+        except InvalidArgument:
+            # The part that was here may have been the wrong one. It is gone now.
+            await self._fetch_rest(remote, namespace, digest, kind)
+
+    async def _fetch_rest(self, remote: AioStoreClient, namespace: str, digest: Digest, kind: BlobKind) -> None:
+        with contextlib.ExitStack() as exits:
+            writer = await self._threads.run(
+                namespace, lambda: exits.enter_context(self._store.open_writer(namespace, digest, kind))
+            )
+            # What a peer sends in vain must not be what an honest writer goes on with.
+            exits.callback(writer.abandon)
+            try:
+                if writer.received_bytes < digest.size_bytes:
+                    await self._write_frames(remote, namespace, digest, writer)
+                await self._threads.run(namespace, writer.finish)
+            except TimeoutError:
+                raise Unavailable("it was silent for too long") from None
+
+    async def _write_frames(self, remote: AioStoreClient, namespace: str, digest: Digest, writer: BlobWriter) -> None:
+        async with contextlib.aclosing(remote.read_frames([digest], writer.received_bytes)) as frames:
+            while True:
+                async with asyncio.timeout(self._stall_timeout_s):
+                    frame = await anext(frames, None)
+                if frame is None:
+                    return
+                await self._threads.run(namespace, writer.write, frame.offset, frame.data)
