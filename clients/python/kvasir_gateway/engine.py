@@ -160,7 +160,7 @@ class EngineLink:
         states = {model.state for model in models}
         if states & {pb.MODEL_STATE_LOADING, pb.MODEL_STATE_RETIRING}:
             return _unwell("MODEL_CHANGING", "the engine's model is being changed", store=True)
-        if models and pb.MODEL_STATE_ASLEEP not in states:
+        if models and not states & {pb.MODEL_STATE_ASLEEP, pb.MODEL_STATE_LOADED}:  # loaded between the two calls
             return _unwell("MODEL_NOT_LOADED", "the engine has no model loaded", store=True)
         return Wellness((), {"engine": True, "store": True})
 
