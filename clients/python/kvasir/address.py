@@ -35,6 +35,14 @@ class Address:
         except ValueError:
             return self.host == "localhost"
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether it means all addresses of a machine: something can listen there, and nobody can dial it."""
+        try:
+            return ipaddress.ip_address(self.host).is_unspecified
+        except ValueError:
+            return False
+
     def __str__(self) -> str:
         """As gRPC wants it."""
         if self.socket_path is not None:

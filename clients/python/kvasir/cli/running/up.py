@@ -8,7 +8,6 @@ them has ended. What a killed `kvasir up` left is ended first.
 import asyncio
 import contextlib
 import fcntl
-import ipaddress
 import json
 import os
 import secrets
@@ -492,11 +491,4 @@ def make_credentials(home: Home) -> None:
 def from_here(address: str) -> str:
     """How a program on this machine reaches a service that listens at `address`."""
     parsed = parse_address(address)
-    return f"localhost:{parsed.port}" if _is_everywhere(parsed.host) else address
-
-
-def _is_everywhere(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return False
+    return f"localhost:{parsed.port}" if parsed.is_everywhere else address

@@ -263,6 +263,15 @@ const (
 	ErrorReason_ERROR_REASON_HANDOVER_NOT_NOW ErrorReason = 194
 	// No reply waits for this token and this caller. NOT_FOUND: resume_token.
 	ErrorReason_ERROR_REASON_RESUME_TOKEN_UNKNOWN ErrorReason = 195
+	// The other side proved no knowledge of the code: it was wrong, or a machine is in the middle. PERMISSION_DENIED:
+	// guesses_left.
+	ErrorReason_ERROR_REASON_PAIRING_REFUSED ErrorReason = 210
+	// No code is valid any more: it was used, is too old, or was guessed too often. FAILED_PRECONDITION.
+	ErrorReason_ERROR_REASON_PAIRING_OVER ErrorReason = 211
+	// A step of the exchange is malformed or out of turn. INVALID_ARGUMENT.
+	ErrorReason_ERROR_REASON_PAIRING_MALFORMED ErrorReason = 212
+	// The caller was one of the peers when its call began, and was removed meanwhile. UNAUTHENTICATED.
+	ErrorReason_ERROR_REASON_CREDENTIAL_REVOKED ErrorReason = 213
 )
 
 // Enum value maps for ErrorReason.
@@ -384,6 +393,10 @@ var (
 		193: "ERROR_REASON_HANDOVER_UNCERTAIN",
 		194: "ERROR_REASON_HANDOVER_NOT_NOW",
 		195: "ERROR_REASON_RESUME_TOKEN_UNKNOWN",
+		210: "ERROR_REASON_PAIRING_REFUSED",
+		211: "ERROR_REASON_PAIRING_OVER",
+		212: "ERROR_REASON_PAIRING_MALFORMED",
+		213: "ERROR_REASON_CREDENTIAL_REVOKED",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":             0,
@@ -502,6 +515,10 @@ var (
 		"ERROR_REASON_HANDOVER_UNCERTAIN":      193,
 		"ERROR_REASON_HANDOVER_NOT_NOW":        194,
 		"ERROR_REASON_RESUME_TOKEN_UNKNOWN":    195,
+		"ERROR_REASON_PAIRING_REFUSED":         210,
+		"ERROR_REASON_PAIRING_OVER":            211,
+		"ERROR_REASON_PAIRING_MALFORMED":       212,
+		"ERROR_REASON_CREDENTIAL_REVOKED":      213,
 	}
 )
 
@@ -536,7 +553,7 @@ var File_kvasir_common_v1_error_reason_proto protoreflect.FileDescriptor
 
 const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"\n" +
-	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xad\x1e\n" +
+	"#kvasir/common/v1/error_reason.proto\x12\x10kvasir.common.v1*\xbb\x1f\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12\x1e\n" +
 	"\x1aERROR_REASON_INVALID_FIELD\x10\x01\x12\x1b\n" +
@@ -654,7 +671,11 @@ const file_kvasir_common_v1_error_reason_proto_rawDesc = "" +
 	"$ERROR_REASON_HANDOVER_PARENT_DIFFERS\x10\xc0\x01\x12$\n" +
 	"\x1fERROR_REASON_HANDOVER_UNCERTAIN\x10\xc1\x01\x12\"\n" +
 	"\x1dERROR_REASON_HANDOVER_NOT_NOW\x10\xc2\x01\x12&\n" +
-	"!ERROR_REASON_RESUME_TOKEN_UNKNOWN\x10\xc3\x01Bk\n" +
+	"!ERROR_REASON_RESUME_TOKEN_UNKNOWN\x10\xc3\x01\x12!\n" +
+	"\x1cERROR_REASON_PAIRING_REFUSED\x10\xd2\x01\x12\x1e\n" +
+	"\x19ERROR_REASON_PAIRING_OVER\x10\xd3\x01\x12#\n" +
+	"\x1eERROR_REASON_PAIRING_MALFORMED\x10\xd4\x01\x12$\n" +
+	"\x1fERROR_REASON_CREDENTIAL_REVOKED\x10\xd5\x01Bk\n" +
 	"\x14org.kvasir.common.v1P\x01Z/kvasir.org/client/gen/kvasir/common/v1;commonv1\xaa\x02\x10Kvasir.Common.V1\xba\x02\fKvasirCommonb\x06proto3"
 
 var (
