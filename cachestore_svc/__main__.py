@@ -1,5 +1,7 @@
 """The cache store's program: `serve` it, or look after its data with `check`, `scrub`, `gc`, `recover` and `keys`.
 
+`pair` and `peers` make it known to other stores; they are in `pairing_program`.
+
 This is the composition root: the clock, randomness and configuration are taken here and passed on.
 """
 
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import structlog
 from kvasir.address import AddressError
-from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2_grpc
 from kvasir.errors import KvasirError
 from kvasir.formats.digest import Digest
 from kvasir.server.audit import Audit, AuditFile
@@ -31,19 +33,21 @@ from kvasir.server.shared_room import SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.server.wellness import Ailment, Wellness
 
-from cachestore_svc import keys_program
+from cachestore_svc import keys_program, pairing_program
 from cachestore_svc.background_scrub import BackgroundScrub
 from cachestore_svc.blobs.disk import Disk
-from cachestore_svc.config import ConfigError, StoreSettings, read_peers, read_settings
+from cachestore_svc.config import ConfigError, StoreSettings, read_settings
 from cachestore_svc.edge.agent_service import AgentService
 from cachestore_svc.edge.metrics import StoreNumbers
-from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, PRIVILEGED, SERVICE_NAME
+from cachestore_svc.edge.peer_service import PeerService
+from cachestore_svc.edge.roles import AGENT_SERVICE_NAME, ALLOWED_ROLES, PEER_SERVICE_NAME, PRIVILEGED, SERVICE_NAME
 from cachestore_svc.edge.service import CacheStoreService
 from cachestore_svc.index.catalog import HOUSE
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
+from cachestore_svc.pairing.peers_file import read_peers
 from cachestore_svc.passed_time import ClockReading
 from cachestore_svc.records import RecoverReport
 from cachestore_svc.recovery import recovering
@@ -66,6 +70,9 @@ OK, FOUND_PROBLEMS, CANNOT_RUN, NO_STORE = 0, 1, 2, 5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] and arguments[0] in pairing_program.COMMANDS:
+        return pairing_program.main(arguments)
     options = vars(_parser().parse_args(arguments))
     command, as_json = options.pop("command"), options.pop("json", False)
     repair, dry_run = options.pop("repair", False), options.pop("dry_run", False)
@@ -107,18 +114,20 @@ def open_store(settings: StoreSettings, *, sweeps: bool = True) -> Store:
 async def serve(settings: StoreSettings) -> None:
     """Serve until SIGTERM or SIGINT. Raises RefusedToStart, ConfigError, and what Store.open raises."""
     log = structlog.get_logger("cachestore")
-    peers = Peers(read_peers(settings.peers_file))
+    peers = Peers(lambda: read_peers(settings.peers_file))
     # It begins no trace: its callers do.
     traces = Traces(settings.traces_to, "store", roots=())
     audit = Audit("store", AuditFile(settings.audit_file) if settings.audit_file else None, PRIVILEGED)
     edge = EdgeServer(
         settings.listening(),
-        [SERVICE_NAME, AGENT_SERVICE_NAME],
+        [SERVICE_NAME, AGENT_SERVICE_NAME, PEER_SERVICE_NAME],
         ALLOWED_ROLES,
         new_request_id=lambda: secrets.token_hex(8),
         traces=traces,
         audit=audit,
+        caller_of_certificate=peers.principal_of,
     )
+    peer_service = PeerService(peers, edge)
     began = time.monotonic()
     store = await asyncio.to_thread(open_store, settings)
     threads = StoreThreads()
@@ -129,9 +138,11 @@ async def serve(settings: StoreSettings) -> None:
         service, agents = _services(settings, store, threads, peers, repairs, edge.stopping)
         edge.add(cachestore_pb2_grpc.add_CacheStoreServiceServicer_to_server, service)
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
+        edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)
         if settings.metrics_listen:
             stop_page = _page(store, threads, edge.rpcs, audit).serve(settings.metrics_listen)
         await edge.start()
+        await peer_service.settle()
         await edge.set_ready(True)
         print(f"listening on {edge.address}", flush=True)
         log.info("store.started", address=edge.address, ms=round((time.monotonic() - began) * 1000))
@@ -351,7 +362,10 @@ _SERVE_OPTIONS: tuple[tuple[str, Callable[[str], object], str], ...] = (
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cachestore_svc", description="The cache store of Kvasir.")
+    parser = argparse.ArgumentParser(
+        prog="cachestore_svc",
+        description="The cache store of Kvasir. `pair` and `peers` (each with --help) make it known to other stores.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     shared = argparse.ArgumentParser(add_help=False)
     # The settings that belong in a supervisor's command line; every field can also be set by KVASIR_STORE_… .

@@ -1,18 +1,14 @@
 """Configuration of the cache store: options of the command line, then KVASIR_STORE_… of the environment, then defaults.
 
-Peers come from a file of their own (TOML), because they are a list: name, address, and how each is known.
+Peers come from a file of their own, because they are a list: `pairing/peers_file.py`.
 """
 
-import stat
-import tomllib
 from pathlib import Path
 from typing import Annotated, Literal
 
-from kvasir.address import Address, check_endpoint, check_operators_address, parse_address
-from kvasir.clients import Tls
-from kvasir.credentials import CredentialFileError, read_token
+from kvasir.address import check_endpoint, check_operators_address
 from kvasir.server.serving import Listening
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from cachestore_svc.records import MIB, StoreConfig
@@ -42,7 +38,7 @@ class StoreSettings(BaseSettings):
     tls_client_ca_file: Path | None = None
     """PEM certificates of clients that may connect at all (mutual TLS)."""
     peers_file: Path | None = None
-    """Other stores that agents may be pulled from."""
+    """Other stores: which agents may be pulled from them, and which may read here. Absent: none yet."""
     seal_key_file: Path | None = None
     """The master key that opens sealed namespaces: 64 hex digits, readable by its owner only. Not beside the data."""
     seal_keychain: str = ""
@@ -139,77 +135,16 @@ class StoreSettings(BaseSettings):
         )
 
 
-class PeerSettings(BaseModel):
-    """One [[peer]] of the peers file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-    """How PullAgent names it."""
-    address: str
-    """host:port or unix:/path."""
-    token_file: Path | None = None
-    """This store's token there (role peer); its credential there also says which namespace is read."""
-    ca_file: Path | None = None
-    """PEM: the peer's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
-    server_name: str = ""
-    """The name in its certificate, when that is not the host of the address."""
-    cert_file: Path | None = None
-    """This store's certificate and key, for a peer that asks (mutual TLS)."""
-    key_file: Path | None = None
-
-    @property
-    def tls(self) -> Tls | None:
-        if self.ca_file is None:
-            return None
-        return Tls(self.ca_file, self.server_name, self.cert_file, self.key_file)
-
-    def token(self) -> str | None:
-        """Read when needed, so that a renewed token needs no restart. Raises CredentialFileError."""
-        return None if self.token_file is None else read_token(self.token_file)
-
-
 def read_settings(arguments: dict[str, object]) -> StoreSettings:
     """Settings from the command line's arguments (those given) over the environment. Raises ConfigError."""
     try:
         return StoreSettings(**{name: value for name, value in arguments.items() if value is not None})  # type: ignore[arg-type]
     except ValidationError as error:
-        raise ConfigError(_in_words(error)) from None
+        raise ConfigError(in_words(error)) from None
 
 
-def read_peers(path: Path | None) -> dict[str, PeerSettings]:
-    """Peers by name. Raises ConfigError: malformed, doubled, writable by others, or an address without protection."""
-    if path is None:
-        return {}
-    try:
-        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ConfigError(f"{path}: others can write it and so choose peers; run: chmod 600 {path}")
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
-        if set(document) - {"peer"}:
-            raise ConfigError(f"{path}: expected [[peer]] tables and nothing else")
-        peers = [PeerSettings.model_validate(entry) for entry in document.get("peer", [])]
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {_in_words(error)}") from None
-    except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise ConfigError(f"{path}: {error}") from None
-    for peer in peers:
-        _check_peer(path, peer)
-    if len({peer.name for peer in peers}) != len(peers):
-        raise ConfigError(f"{path}: two peers have the same name")
-    return {peer.name: peer for peer in peers}
-
-
-def _check_peer(path: Path, peer: PeerSettings) -> None:
-    try:
-        address: Address = parse_address(peer.address)
-        peer.token()
-    except (ValueError, CredentialFileError) as error:
-        raise ConfigError(f"{path}: peer {peer.name}: {error}") from None
-    if peer.ca_file is None and not address.is_loopback:
-        raise ConfigError(f"{path}: peer {peer.name}: {address} is another machine: give ca_file, which pins it")
-
-
-def _in_words(error: ValidationError) -> str:
+def in_words(error: ValidationError) -> str:
+    """Which fields are wrong, and what was expected."""
     return "; ".join(
         f"{'.'.join(str(part) for part in item['loc'])}: {item['msg'].removeprefix('Value error, ')}"
         for item in error.errors()

@@ -117,6 +117,7 @@ IMPORTS = (
     Wall(
         ("httpx2",), (f"{SDK}/bench/load_http.py",), "a client over HTTP is measured with, and nothing else needs one"
     ),
+    Wall(("spake2",), ("cachestore_svc/pairing/exchange.py",), "a code is used in one place, which is read as a whole"),
     Wall(("pydantic_settings",), ("*/config.py",), "the environment is read in one place"),
     Wall(("cachestore_svc",), ("cachestore_svc/*",), "the services never import each other, and nobody imports them"),
     Wall(("inference_svc",), ("inference_svc/*",), "the services never import each other, and nobody imports them"),
@@ -362,8 +363,9 @@ ROOMS = {
         "bench": "engine model kv text",
     },
     "cachestore_svc": {
-        "edge": "store moving index threads lease_waiting records",
-        "moving": "store index threads lease_waiting config records",
+        "edge": "store moving pairing index threads lease_waiting config records",
+        "moving": "store pairing index threads lease_waiting records",
+        "pairing": "config",
         "upkeep": "recovery core index blobs journal manifests passed_time records",
         "recovery": "core index blobs journal manifests records sealing",
         "index": "journal blobs manifests records limits sealing",

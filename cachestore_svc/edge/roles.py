@@ -7,6 +7,7 @@ from kvasir.credentials import ADMIN, CLIENT, ENGINE, PEER
 
 SERVICE_NAME = "kvasir.cachestore.v1.CacheStoreService"
 AGENT_SERVICE_NAME = "kvasir.cachestore.v1.AgentService"
+PEER_SERVICE_NAME = "kvasir.cachestore.v1.PeerService"
 
 _EVERYBODY = {ENGINE, CLIENT, PEER, ADMIN}
 # A peer reads what it was given the token for, and nothing else: it neither writes nor prolongs lives.
@@ -46,11 +47,9 @@ AGENT_ROLES: dict[str, set[str]] = {
     "ExportAgent": _FOR_PEOPLE,
     "ImportAgent": _FOR_PEOPLE,
 }
-ALLOWED_ROLES = {
-    f"/{service}/{name}": frozenset(roles)
-    for service, table in ((SERVICE_NAME, ROLES), (AGENT_SERVICE_NAME, AGENT_ROLES))
-    for name, roles in table.items()
-}
+PEER_ROLES: dict[str, set[str]] = {"ReloadPeers": {ADMIN}}
+_TABLES = ((SERVICE_NAME, ROLES), (AGENT_SERVICE_NAME, AGENT_ROLES), (PEER_SERVICE_NAME, PEER_ROLES))
+ALLOWED_ROLES = {f"/{service}/{name}": frozenset(roles) for service, table in _TABLES for name, roles in table.items()}
 
 # What is asked all the time and changes no memory. Every other call is told in the audit, and so are all of a peer.
 _EVERYDAY = {

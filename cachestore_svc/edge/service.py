@@ -269,7 +269,7 @@ class CacheStoreService(StoreCalls, cachestore_pb2_grpc.CacheStoreServiceService
             max_digests_per_request=MAX_DIGESTS_PER_REQUEST,
             namespace=caller.namespace,
             roles=sorted(caller.roles),
-            peers=self._peers.names if caller.roles & PEOPLE else (),
+            peers=self._peers.names(caller.namespace) if caller.roles & PEOPLE else (),
         )
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

@@ -1,13 +1,13 @@
-"""Other stores, by the names that the configuration gives them: how they are reached, and what their errors mean.
+"""Other stores, by the names that this store gives them: how they are reached, who they are, what their errors mean.
 
 No RPC takes a host. A peer's refusal of *us* must not look like a refusal of our caller, so errors are rewritten.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from kvasir.clients import AioStoreClient
-from kvasir.credentials import CredentialFileError
+from kvasir.credentials import PEER, CredentialFileError, Principal
 from kvasir.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -20,35 +20,97 @@ from kvasir.errors import (
     Unavailable,
 )
 
-from cachestore_svc.config import PeerSettings
+from cachestore_svc.pairing.identity import pin_of_pem
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 
 _ROUND_TRIP_S = 10.0
+# What a paired peer's calls are counted and logged under. No credential of the credential file has such a name.
+_PRINCIPAL_PREFIX = "peer:"
 
 
 class Peers:
-    """The peers of the configuration."""
+    """The book of peers as it was last read: a store's address book, and its list of who may come in."""
 
-    def __init__(self, settings: Mapping[str, PeerSettings]) -> None:
-        self._settings = dict(settings)
+    def __init__(self, read: Callable[[], PeerBook]) -> None:
+        """Raises what `read` raises."""
+        self._read = read
+        self._take(read())
 
     @property
-    def names(self) -> list[str]:
-        return sorted(self._settings)
+    def book(self) -> PeerBook:
+        return self._book
 
-    def connect(self, name: str) -> AioStoreClient:
-        """A client of the peer; close it. Raises NotFound (PEER_UNKNOWN), FailedPrecondition (token, certificate)."""
-        peer = self._settings.get(name)
-        if peer is None:
+    def reload(self) -> set[str]:
+        """Read the book again; returns the paired peers that lost a right by it.
+
+        Raises what `read` raises; then the old book stays.
+        """
+        before = {peer.name: peer for peer in self._book.paired}
+        self._take(self._read())
+        after = self._book.peers
+        return {name for name, peer in before.items() if name not in after or not _keeps_all(peer, after[name])}
+
+    def names(self, namespace: str) -> list[str]:
+        """The peers that callers of this namespace may name, in order."""
+        return sorted(name for name, peer in self._book.peers.items() if peer.serves(namespace))
+
+    def connect(self, name: str, namespace: str) -> AioStoreClient:
+        """A client of the peer, for a caller of this namespace; close it.
+
+        Raises NotFound (PEER_UNKNOWN), FailedPrecondition (PEER_CONFIGURATION: token, certificate, no address).
+        """
+        peer = self._book.peers.get(name)
+        if peer is None or not peer.serves(namespace):
             raise NotFound(
                 f"no peer {name!r} in this store's configuration",
                 reason="PEER_UNKNOWN",
                 field="peer",
                 metadata={"peer": name},
             )
+        if not peer.address:
+            raise FailedPrecondition(
+                f"peer {name}: it listens to no other machine: pair again, with --listen there",
+                reason="PEER_CONFIGURATION",
+            )
         try:
-            return AioStoreClient.connect(peer.address, token=peer.token(), tls=peer.tls, timeout_s=_ROUND_TRIP_S)
+            tls, token = peer.tls(self._book.identity), peer.token()
+            client = AioStoreClient.connect(peer.address, token=token, tls=tls, timeout_s=_ROUND_TRIP_S)
         except (CredentialFileError, InvalidArgument) as error:
             raise FailedPrecondition(f"peer {name}: {error}", reason="PEER_CONFIGURATION") from None
+        return client.in_namespace(namespace) if peer.is_paired else client
+
+    # --- paired peers as callers ---
+
+    def principal_of(self, certificate_pem: bytes, namespace: str) -> Principal | None:
+        """The paired peer that shows this certificate, in a namespace that it was paired for; else None."""
+        try:
+            peer = self._by_pin.get(pin_of_pem(certificate_pem))
+        except ValueError:
+            return None
+        if peer is None or namespace not in peer.namespaces:
+            return None
+        return Principal(_PRINCIPAL_PREFIX + peer.name, namespace, frozenset({PEER}))
+
+    def certificates_pem(self) -> bytes:
+        """The certificates of those who may come in, and this store's own: TLS wants one, and its key is here alone."""
+        own = b"" if self._book.identity is None else self._book.identity.certificate.pem
+        return own + b"".join(self._pems)
+
+    def _take(self, book: PeerBook) -> None:
+        paired = [(peer, peer.pinned) for peer in book.paired]
+        by_pin: dict[str, PeerSettings] = {certificate.pin: peer for peer, certificate in paired}
+        self._book, self._by_pin = book, by_pin
+        self._pems = [certificate.pem for _, certificate in paired]
+
+
+def _keeps_all(before: PeerSettings, after: PeerSettings) -> bool:
+    return before.certificate == after.certificate and set(before.namespaces) <= set(after.namespaces)
+
+
+def peer_name(caller: Principal) -> str | None:
+    """The paired peer that this caller is, by the name in this store's book; None for callers with a token."""
+    is_peer = caller.roles == {PEER} and caller.name.startswith(_PRINCIPAL_PREFIX)
+    return caller.name.removeprefix(_PRINCIPAL_PREFIX) if is_peer else None
 
 
 @contextmanager

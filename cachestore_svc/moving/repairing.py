@@ -28,9 +28,9 @@ class Repairs:
         kind = await self._threads.run(namespace, self._store.kind_of, namespace, digest)
         if kind is None:
             return False
-        for name in self._peers.names:
+        for name in self._peers.names(namespace):
             try:
-                async with self._peers.connect(name) as remote:
+                async with self._peers.connect(name, namespace) as remote:
                     with errors_of_peer(name):
                         await self._fetch(remote, namespace, digest, kind)
             except KvasirError as error:

@@ -106,7 +106,7 @@ class Transfers:
 
         Yields progress, and last the version here. Raises NotFound, AlreadyExists, Unavailable, DataLoss.
         """
-        async with self._peers.connect(order.peer) as remote, AsyncExitStack() as room:
+        async with self._peers.connect(order.peer, order.namespace) as remote, AsyncExitStack() as room:
             async with self.manifests.parsing(order.namespace, MAX_MANIFEST_BYTES):
                 offered = await self._take_offer(remote, order, room)
             ours = await self._head(order.namespace, order.local_agent_id, offered.kv_identity_hash)

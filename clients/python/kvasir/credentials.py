@@ -169,8 +169,9 @@ def _credential(entry: object, where: str) -> Credential:
     if not isinstance(entry, dict) or set(entry) != {"name", "token_blake3", "roles", "namespace"}:
         raise CredentialFileError(f"{where}: expected exactly name, token_blake3, roles and namespace")
     name, token_hash, roles, namespace = (entry[key] for key in ("name", "token_blake3", "roles", "namespace"))
-    if not isinstance(name, str) or not name or not name.isprintable():
-        raise CredentialFileError(f"{where}: name: expected printable text")
+    # "peer:" begins the names of paired stores, which have no token.
+    if not isinstance(name, str) or not name or not name.isprintable() or name.startswith("peer:"):
+        raise CredentialFileError(f'{where}: name: expected printable text that does not begin with "peer:"')
     if not isinstance(token_hash, str) or not is_hash(token_hash):
         raise CredentialFileError(f"{where}: token_blake3: expected 64 lower-case hex digits")
     if not isinstance(roles, list) or not roles or not ROLES.issuperset(map(str, roles)):

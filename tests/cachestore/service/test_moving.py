@@ -9,10 +9,10 @@ from kvasir.formats.archive import pack
 from kvasir.formats.digest import Digest
 from kvasir.server.shared_room import SharedRoom
 
-from cachestore_svc.config import PeerSettings
 from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.transfer import Progress, PullOrder, Transfers
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings
 from cachestore_svc.records import BlobKind, SnapshotVersion
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 def transfers(store: Store, address: str = "unix:/nowhere") -> Transfers:
     threads = StoreThreads()
-    peers = Peers({"mac": PeerSettings(name="mac", address=address)})
+    peers = Peers(lambda: PeerBook({"mac": PeerSettings(name="mac", address=address)}))
     return Transfers(store, threads, BlobReader(store, threads, SharedRoom(MIB)), peers, 5.0)
 
 

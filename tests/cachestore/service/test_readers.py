@@ -25,6 +25,7 @@ from cachestore_svc.moving.outbound import BlobReader
 from cachestore_svc.moving.peers import Peers
 from cachestore_svc.moving.repairing import Repairs
 from cachestore_svc.moving.transfer import Transfers
+from cachestore_svc.pairing.peers_file import PeerBook
 from cachestore_svc.store import Store
 from cachestore_svc.threads import StoreThreads
 from tests.cachestore.core.lab import NS, Lab, write_all
@@ -60,9 +61,9 @@ async def served(root: Path, store: Store, budget_bytes: int, window_bytes: int 
         store,
         threads,
         reader,
-        Transfers(store, threads, reader, Peers({}), 2.0),
-        Peers({}),
-        Repairs(store, threads, Peers({}), 2.0),
+        Transfers(store, threads, reader, Peers(PeerBook), 2.0),
+        Peers(PeerBook),
+        Repairs(store, threads, Peers(PeerBook), 2.0),
         scrub_bytes_per_s=0,
         max_blob_bytes=64 * MIB,
         stall_timeout_s=2.0,

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 import kvasir
-from kvasir.cli import agents, bench, doctor, engine, failures, keys, store
+from kvasir.cli import agents, bench, doctor, engine, failures, keys, pairing, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
 from kvasir.cli.running import audit, group, up
@@ -33,8 +33,10 @@ app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
 app.command("stats")(engine.stats)
+app.command("pair")(pairing.pair)
 app.add_typer(engine.models, name="models")
 app.add_typer(agents.app, name="agents")
+app.add_typer(pairing.app, name="peers")
 app.add_typer(store.app, name="store")
 app.add_typer(keys.app, name="keys")
 app.add_typer(bench.app, name="bench")

@@ -5,7 +5,7 @@ They import gRPC and the generated messages, but neither MLX nor SQL nor the com
 
 from kvasir.clients.aio.inference_client import AioInferenceClient
 from kvasir.clients.aio.store_client import AioStoreClient
-from kvasir.clients.channel import Tls
+from kvasir.clients.channel import PinnedTls, Tls
 from kvasir.clients.generate_options import GenerateOptions
 from kvasir.clients.inference_client import InferenceClient
 from kvasir.clients.inference_client_turns import Choice, Reply
@@ -18,6 +18,7 @@ __all__ = [
     "Choice",
     "GenerateOptions",
     "InferenceClient",
+    "PinnedTls",
     "Reply",
     "StoreClient",
     "Tls",

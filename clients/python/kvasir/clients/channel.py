@@ -6,7 +6,7 @@ retries reads only, because repeating them changes nothing.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from kvasir.address import AddressError, parse_address
 from kvasir.cachestore.v1 import cachestore_pb2_grpc
 from kvasir.errors import InvalidArgument, Unauthenticated
 
-Metadata = tuple[tuple[str, str], ...]
+Metadata = tuple[tuple[str, str | bytes], ...]
 
 _MAX_MESSAGE_BYTES = 4 << 20
 
@@ -36,7 +36,21 @@ class Tls:
     key_file: Path | None = None
 
 
-def aio_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> grpc.aio.Channel:
+@dataclass(frozen=True, slots=True)
+class PinnedTls:
+    """Mutual TLS between two that have pinned each other's certificate. All are PEM."""
+
+    server_certificate: bytes
+    # The name in it.
+    server_name: str
+    certificate: bytes
+    key: bytes = field(repr=False)
+
+
+AnyTls = Tls | PinnedTls
+
+
+def aio_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) -> grpc.aio.Channel:
     """A channel of grpc.aio. `safe_reads` are "package.Service/Rpc" that may be repeated. Raises InvalidArgument."""
     target, options = _target(address, tls), _options(tls, safe_reads)
     if tls is None:
@@ -44,7 +58,7 @@ def aio_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> grp
     return grpc.aio.secure_channel(target, _credentials(tls), options)
 
 
-def sync_channel(address: str, tls: Tls | None, safe_reads: Sequence[str]) -> grpc.Channel:
+def sync_channel(address: str, tls: AnyTls | None, safe_reads: Sequence[str]) -> grpc.Channel:
     """As aio_channel, for blocking calls."""
     target, options = _target(address, tls), _options(tls, safe_reads)
     if tls is None:
@@ -70,7 +84,7 @@ def bearer(token: str) -> Metadata:
     return (("authorization", f"Bearer {token}"),)
 
 
-def _target(address: str, tls: Tls | None) -> str:
+def _target(address: str, tls: AnyTls | None) -> str:
     try:
         parsed = parse_address(address)
     except AddressError as error:
@@ -80,7 +94,9 @@ def _target(address: str, tls: Tls | None) -> str:
     return str(parsed)
 
 
-def _credentials(tls: Tls) -> grpc.ChannelCredentials:
+def _credentials(tls: AnyTls) -> grpc.ChannelCredentials:
+    if isinstance(tls, PinnedTls):
+        return grpc.ssl_channel_credentials(tls.server_certificate, tls.key, tls.certificate)
     try:
         return grpc.ssl_channel_credentials(
             root_certificates=tls.ca_file.read_bytes(),
@@ -91,7 +107,7 @@ def _credentials(tls: Tls) -> grpc.ChannelCredentials:
         raise InvalidArgument(f"tls: {error.filename}: {error.strerror}", field="tls") from None
 
 
-def _options(tls: Tls | None, safe_reads: Sequence[str]) -> list[tuple[str, str | int]]:
+def _options(tls: AnyTls | None, safe_reads: Sequence[str]) -> list[tuple[str, str | int]]:
     options: list[tuple[str, str | int]] = [
         ("grpc.max_receive_message_length", _MAX_MESSAGE_BYTES),
         # The service refuses a message that is too large, with its own numbers.

@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar, cast
 
 import grpc
 
-from kvasir.call_context import onward
+from kvasir.call_context import NAMESPACE_KEY, onward
 from kvasir.clients.channel import Metadata, bearer
 from kvasir.errors import Unavailable
 from kvasir.status import from_rpc_error
@@ -40,6 +40,11 @@ class ServiceClient:
         other._metadata = bearer(token)
         other._owns_channel = False
         return other
+
+    def in_namespace(self, namespace: str) -> Self:
+        """This client, whose calls name a namespace: to a store that knows the caller by a pinned certificate."""
+        self._metadata += ((NAMESPACE_KEY, namespace.encode()),)
+        return self
 
     def close(self) -> None:
         if self._owns_channel:

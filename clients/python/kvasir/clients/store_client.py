@@ -14,10 +14,10 @@ import grpc
 from google.protobuf import duration_pb2
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2, pairing_pb2_grpc
 from kvasir.clients.agent_client import AgentClient
 from kvasir.clients.blob_transfers import BlobTransfers
-from kvasir.clients.channel import Tls, sync_channel, with_agents
+from kvasir.clients.channel import AnyTls, both, sync_channel, with_agents
 from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
 
@@ -32,6 +32,7 @@ class StoreClient(BlobTransfers, AgentClient):
         self, channel: grpc.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
+        stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s, max_cuts)
 
     @classmethod
@@ -40,7 +41,7 @@ class StoreClient(BlobTransfers, AgentClient):
         address: str,
         *,
         token: str | None = None,
-        tls: Tls | None = None,
+        tls: AnyTls | None = None,
         timeout_s: float = 10.0,
         retry_reads: bool = True,
         max_cuts: int = 5,
@@ -193,6 +194,10 @@ class StoreClient(BlobTransfers, AgentClient):
 
     def get_stats(self) -> pb.GetStatsResponse:
         return self._call(pb.GetStatsResponse, pb.GetStatsRequest())
+
+    def reload_peers(self, *, timeout_s: float | None = None) -> pairing_pb2.ReloadPeersResponse:
+        """Let the store read its file of peers again (admin role). Raises FailedPrecondition if the file is wrong."""
+        return self._call(pairing_pb2.ReloadPeersResponse, pairing_pb2.ReloadPeersRequest(), timeout_s)
 
 
 def _duration(seconds: float | None) -> duration_pb2.Duration | None:

@@ -22,13 +22,14 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from kvasir import errors
-from kvasir.call_context import REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
-from kvasir.credentials import OWNER, Credentials, Principal
+from kvasir.call_context import NAMESPACE_KEY, REQUEST_ID_KEY, TRACE_KEY, call_name, name_call
+from kvasir.credentials import DEFAULT_NAMESPACE, OWNER, Credentials, Principal
 from kvasir.server.arriving import UNREADABLE, Arriving, Doorstep, begun
 from kvasir.server.audit import Audit, current_deed
 from kvasir.server.fair_shares import Shares
 from kvasir.server.log_errors import StrangersLines, places
 from kvasir.server.rpc_counts import RpcCounts
+from kvasir.server.running_calls import RunningCalls
 from kvasir.server.shared_room import Place, SharedRoom
 from kvasir.server.traces import Traces
 from kvasir.status import abort, answer_to
@@ -61,6 +62,9 @@ _ANSWERING_S = 0.05
 # The same for a stream, which may last for hours.
 _BEGINNING_S = 0.02
 _MAX_UNCOLLECTED_BYTES = 32 << 20
+
+# The caller that shows this certificate (PEM) and names this namespace, or None.
+CallerOfCertificate = Callable[[bytes, str], Principal | None]
 
 _principal: contextvars.ContextVar[Principal] = contextvars.ContextVar("kvasir_principal")
 
@@ -174,11 +178,17 @@ class Authentication(_Interceptor):
     """
 
     def __init__(
-        self, credentials: Credentials | None, allowed_roles: Mapping[str, frozenset[str]], max_message_bytes: int
+        self,
+        credentials: Credentials | None,
+        allowed_roles: Mapping[str, frozenset[str]],
+        max_message_bytes: int,
+        caller_of_certificate: CallerOfCertificate | None = None,
     ) -> None:
         """Call it on the event loop that serves. `max_message_bytes` is the largest message that gRPC takes."""
         super().__init__()
         self._credentials = credentials
+        self._caller_of_certificate = caller_of_certificate
+        self._calls = RunningCalls()
         self._allowed_roles = allowed_roles
         self._running: Counter[str] = Counter()
         self.calls = Shares(MAX_CALLS)
@@ -194,10 +204,10 @@ class Authentication(_Interceptor):
     def _wrap(self, method: str, handler: Any) -> Any:
         @asynccontextmanager
         async def guard(context: Any) -> AsyncIterator[None]:
-            caller = self._caller(context.peer(), context.invocation_metadata() or ())
+            caller = self._caller(context)
             current_deed().caller = caller
             self._check_role(method, caller)
-            with self._counted(caller):
+            with self._counted(caller), self._calls.running(caller):
                 _principal.set(caller)
                 yield
 
@@ -209,6 +219,10 @@ class Authentication(_Interceptor):
             return _guarded(handler, guard, partial(self._all_in_time, bounds_each=bounds_each))
         answering_s = _BEGINNING_S if handler.response_streaming else _ANSWERING_S
         return _guarded(handler, guard, partial(self._begun, answering_s=answering_s))
+
+    def end_calls(self, is_over: Callable[[Principal], bool]) -> int:
+        """End the running calls of callers whose right is over, with UNAUTHENTICATED; returns how many."""
+        return self._calls.end(is_over)
 
     @asynccontextmanager
     async def _all_in_time(self, requests: Any, *, bounds_each: bool) -> AsyncIterator[Any]:
@@ -240,11 +254,14 @@ class Authentication(_Interceptor):
             self._running[caller.name] -= 1
             self.calls.give_back(caller.namespace, 1)
 
-    def _caller(self, peer: str, metadata: Any) -> Principal:
+    def _caller(self, context: Any) -> Principal:
+        metadata = context.invocation_metadata() or ()
+        if self._caller_of_certificate is not None and (caller := self._certified(context, metadata)) is not None:
+            return caller
         presented = [value for key, value in metadata if key == "authorization"]
         if not presented:
             # The socket's mode lets only its owner connect.
-            if peer.startswith("unix:"):
+            if context.peer().startswith("unix:"):
                 return OWNER
             raise errors.Unauthenticated("no credential: send `authorization: Bearer <token>`", reason="NO_CREDENTIAL")
         text = presented[0]
@@ -255,6 +272,18 @@ class Authentication(_Interceptor):
         if caller is None:
             raise errors.Unauthenticated("the token is not one of this service's credentials")
         return caller
+
+    def _certified(self, context: Any, metadata: Any) -> Principal | None:
+        """The caller whose certificate TLS has checked; None where it showed none, or one that is not pinned."""
+        certificates = context.auth_context().get("x509_pem_cert", ())
+        if self._caller_of_certificate is None or len(certificates) != 1:
+            return None
+        named = [value for key, value in metadata if key == NAMESPACE_KEY]
+        try:
+            namespace = named[0].decode() if len(named) == 1 else DEFAULT_NAMESPACE
+        except UnicodeDecodeError:
+            return None
+        return self._caller_of_certificate(certificates[0], namespace)
 
     def _check_role(self, method: str, caller: Principal) -> None:
         if method.startswith(_COMMON_SERVICES):

@@ -5,7 +5,8 @@ TLS and a credential file. Otherwise it does not start, and says what to do. The
 could make grow: message and metadata size, streams, idle time. It stops gracefully on SIGTERM and SIGINT.
 
 gRPC hands calls over in the order of arrival, before the caller is known. So a crowd at an address delays every caller
-there, and a store can have a second address for its engines, with a gRPC server of its own.
+there, and a store can have a second address for its engines, with a gRPC server of its own. Paired stores come in by a
+door of their own: mutual TLS, whose certificates change while it is open.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ import signal
 import socket
 import stat
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2
 from kvasir.address import Address, AddressError, parse_address
 from kvasir.credentials import CredentialFileError, Credentials, read_credentials, read_private_text
 from kvasir.server.audit import Audit
-from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, Errors
+from kvasir.server.interceptors import MAX_RPCS_PER_PRINCIPAL, Authentication, CallerOfCertificate, Errors
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.traces import Traces
 
@@ -89,6 +90,18 @@ class Listening:
     second_address: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class MutualTls:
+    """A door for those who show a certificate: where it is, the certificate and key (PEM) that it shows, and the
+    certificates (PEM) of who may come in, asked again for every connection.
+    """
+
+    address: str  # HOST:PORT
+    certificate: bytes
+    key: bytes = field(repr=False)
+    clients: Callable[[], bytes]
+
+
 class EdgeServer:
     """A service under Kvasir's rules: add() its servicer, then start() and run_until_stopped().
 
@@ -106,27 +119,25 @@ class EdgeServer:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         traces: Traces | None = None,
         audit: Audit | None = None,
+        caller_of_certificate: CallerOfCertificate | None = None,
     ) -> None:
         """Raises RefusedToStart when `listening` is not allowed. Made inside the event loop that will run it.
 
         `max_message_bytes`: the largest request; gRPC itself refuses a larger one (RESOURCE_EXHAUSTED) unread.
+        `caller_of_certificate`: who shows a certificate at the door that open_door() opens.
         """
         self._listening = listening
         self._service_names = tuple(service_names)
         self._address, credentials = check_listening(listening)
         self._second_path = _second_path(listening, self._address)
-        self.authentication = Authentication(credentials, allowed_roles, max_message_bytes)
+        self.authentication = Authentication(credentials, allowed_roles, max_message_bytes, caller_of_certificate)
         self.rpcs = RpcCounts()
-        errors = Errors(new_request_id, self.rpcs, traces or Traces(), audit or Audit())
-        self._servers = [
-            grpc.aio.server(
-                interceptors=(errors, self.authentication),
-                options=(*_OPTIONS, ("grpc.max_receive_message_length", max_message_bytes)),
-                maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
-            )
-            for _ in range(1 if self._second_path is None else 2)
-        ]
+        self._errors = Errors(new_request_id, self.rpcs, traces or Traces(), audit or Audit())
+        self._max_message_bytes = max_message_bytes
+        self._services: list[tuple[Callable[[Any, grpc.aio.Server], None], Any]] = []
+        self._servers = [self._new_server() for _ in range(1 if self._second_path is None else 2)]
         self.grpc = self._servers[0]
+        self._door: grpc.aio.Server | None = None
         self._health = health.aio.HealthServicer()
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
         for server in self._servers:
@@ -138,6 +149,7 @@ class EdgeServer:
 
     def add(self, register: Callable[[Any, grpc.aio.Server], None], servicer: Any) -> None:
         """Serve it at every address. `register`: the generated `add_…Servicer_to_server`."""
+        self._services.append((register, servicer))
         for server in self._servers:
             register(servicer, server)
 
@@ -173,14 +185,49 @@ class EdgeServer:
             await self._health.enter_graceful_shutdown()
             await self._close(grace_s)
 
+    async def open_door(self, tls: MutualTls) -> str:
+        """Serve at one more address, to clients that show a certificate; returns the address. One door at a time.
+
+        Raises RefusedToStart if the address is taken; then the rest goes on.
+        """
+        await self.close_door()
+        server = self._new_server()
+        for register, servicer in self._services:
+            register(servicer, server)
+
+        def today() -> Any:
+            return grpc.ssl_server_certificate_configuration([(tls.key, tls.certificate)], tls.clients())
+
+        credentials = grpc.dynamic_ssl_server_credentials(today(), today, require_client_authentication=True)
+        try:
+            port = server.add_secure_port(tls.address, credentials)
+        except RuntimeError:
+            raise RefusedToStart(f"cannot listen on {tls.address}: is another process there?") from None
+        await server.start()
+        self._door = server
+        return str(Address(host=parse_address(tls.address).host, port=port))
+
+    async def close_door(self, grace_s: float = 1.0) -> None:
+        """End the connections at the door, if there is one; calls that are ending may end within the grace."""
+        door, self._door = self._door, None
+        if door is not None:
+            await door.stop(grace_s)
+
     def stop(self) -> None:
         """Ask for a graceful stop. Safe to repeat."""
         self.stopping.set()
 
     async def _close(self, grace_s: float) -> None:
-        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers), self.close_door(grace_s))
         while self._sockets:
             self._sockets.pop().unlink(missing_ok=True)
+
+    def _new_server(self) -> grpc.aio.Server:
+        return grpc.aio.server(
+            interceptors=(self._errors, self.authentication),
+            options=(*_OPTIONS, ("grpc.max_receive_message_length", self._max_message_bytes)),
+            maximum_concurrent_rpcs=MAX_RPCS_AT_ALL,
+        )
 
     def _bind(self) -> None:
         if self._address.socket_path is None:

@@ -30,7 +30,7 @@ class StoreProcess:
     engine_listen: str = ""  # a second address, for its engine
     audit_file: Path | None = None
     credentials_file: Path | None = None
-    peers_file: Path | None = None  # read if it exists
+    peers_file: Path | None = None  # also before there is one: `kvasir pair` makes it
     options: tuple[str, ...] = ()  # of the service, beside these
     metrics_listen: str = ""  # HOST:PORT of loopback
     tls_cert_file: Path | None = None
@@ -43,7 +43,7 @@ class StoreProcess:
             *_option("--engine-listen", self.engine_listen),
             *_option("--audit-file", self.audit_file),
             *_option("--credentials-file", self.credentials_file),
-            *_option("--peers-file", self.peers_file if self.peers_file and self.peers_file.exists() else None),
+            *_option("--peers-file", self.peers_file),
             *_option("--tls-cert-file", self.tls_cert_file),
             *_option("--tls-key-file", self.tls_key_file),
             *_option("--metrics-listen", self.metrics_listen),

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar, cast
 import grpc
 import grpc.aio
 
-from kvasir.call_context import onward
+from kvasir.call_context import NAMESPACE_KEY, onward
 from kvasir.clients.channel import Metadata, bearer
 from kvasir.errors import Unavailable
 from kvasir.status import from_rpc_error
@@ -41,6 +41,11 @@ class AioServiceClient:
         other._metadata = bearer(token)
         other._owns_channel = False
         return other
+
+    def in_namespace(self, namespace: str) -> Self:
+        """This client, whose calls name a namespace: to a store that knows the caller by a pinned certificate."""
+        self._metadata += ((NAMESPACE_KEY, namespace.encode()),)
+        return self
 
     async def close(self) -> None:
         if self._owns_channel:

@@ -15,10 +15,10 @@ import grpc.aio
 from google.protobuf import duration_pb2
 
 from kvasir.cachestore.v1 import cachestore_pb2 as pb
-from kvasir.cachestore.v1 import cachestore_pb2_grpc
+from kvasir.cachestore.v1 import cachestore_pb2_grpc, pairing_pb2, pairing_pb2_grpc
 from kvasir.clients.aio.agent_client import AioAgentClient
 from kvasir.clients.aio.blob_transfers import AioBlobTransfers
-from kvasir.clients.channel import Tls, aio_channel, with_agents
+from kvasir.clients.channel import AnyTls, aio_channel, both, with_agents
 from kvasir.clients.store_client_transfers import READS, manifest_digest
 from kvasir.formats.digest import Digest
 
@@ -33,6 +33,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         self, channel: grpc.aio.Channel, *, token: str | None = None, timeout_s: float = 10.0, max_cuts: int = 5
     ) -> None:
         stub = with_agents(cachestore_pb2_grpc.CacheStoreServiceStub(channel), channel)  # type: ignore[no-untyped-call]
+        stub = both(stub, pairing_pb2_grpc.PeerServiceStub(channel))  # type: ignore[no-untyped-call]
         super().__init__(channel, stub, token, timeout_s, max_cuts)
 
     @classmethod
@@ -41,7 +42,7 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
         address: str,
         *,
         token: str | None = None,
-        tls: Tls | None = None,
+        tls: AnyTls | None = None,
         timeout_s: float = 10.0,
         retry_reads: bool = True,
         max_cuts: int = 5,
@@ -196,6 +197,10 @@ class AioStoreClient(AioBlobTransfers, AioAgentClient):
 
     async def get_stats(self) -> pb.GetStatsResponse:
         return await self._call(pb.GetStatsResponse, pb.GetStatsRequest())
+
+    async def reload_peers(self, *, timeout_s: float | None = None) -> pairing_pb2.ReloadPeersResponse:
+        """Let the store read its file of peers again (admin role). Raises FailedPrecondition if the file is wrong."""
+        return await self._call(pairing_pb2.ReloadPeersResponse, pairing_pb2.ReloadPeersRequest(), timeout_s)
 
 
 def _duration(seconds: float | None) -> duration_pb2.Duration | None:

@@ -1,0 +1,62 @@
+"""Peers over gRPC: the door for paired stores, and the RPC that lets a running store read its file of peers again."""
+
+from typing import Any
+
+import structlog
+from kvasir.cachestore.v1 import pairing_pb2 as pb
+from kvasir.cachestore.v1 import pairing_pb2_grpc
+from kvasir.errors import FailedPrecondition
+from kvasir.server.serving import EdgeServer, MutualTls, RefusedToStart
+
+from cachestore_svc.config import ConfigError
+from cachestore_svc.edge.store_calls import caller_namespace
+from cachestore_svc.moving.peers import Peers, peer_name
+
+_LOG = structlog.get_logger("cachestore")
+
+
+class PeerService(pairing_pb2_grpc.PeerServiceServicer):
+    """The peers of one store while it runs. Add it to the edge, then settle() once that has started."""
+
+    def __init__(self, peers: Peers, edge: EdgeServer) -> None:
+        self._peers = peers
+        self._edge = edge
+        self._opened = ""  # the address that was asked for
+        self.address = ""  # where paired peers are listened to
+
+    async def ReloadPeers(self, request: pb.ReloadPeersRequest, context: Any) -> pb.ReloadPeersResponse:
+        try:
+            ended = await self.reload()
+        except ConfigError as error:
+            raise FailedPrecondition(str(error), reason="PEER_CONFIGURATION") from None
+        names = self._peers.names(caller_namespace())
+        return pb.ReloadPeersResponse(peers=names, ended_calls=ended, address=self.address)
+
+    async def reload(self) -> int:
+        """Read the file of peers again, end the calls of removed peers, open or close the door; returns how many calls
+        ended. Raises ConfigError for a file that is wrong: then all stays as it is."""
+        lost = self._peers.reload()
+        ended = self._edge.authentication.end_calls(lambda caller: peer_name(caller) in lost)
+        await self.settle()
+        _LOG.info("peers.reloaded", peers=len(self._peers.book.peers), ended_calls=ended, address=self.address)
+        return ended
+
+    async def settle(self) -> None:
+        """Open the door where the book says, and none without paired peers. A taken address is logged, not raised: the
+        store serves its own machine all the same."""
+        book = self._peers.book
+        wanted = book.listen if book.paired else ""
+        if wanted == self._opened:
+            return
+        await self._edge.close_door()
+        self._opened = self.address = ""
+        if not wanted or book.identity is None:
+            return
+        tls = MutualTls(wanted, book.identity.certificate.pem, book.identity.key_pem, self._peers.certificates_pem)
+        try:
+            self.address = await self._edge.open_door(tls)
+        except RefusedToStart as error:
+            _LOG.error("peers.cannot_listen", address=wanted, problem=str(error))
+        else:
+            self._opened = wanted
+            _LOG.info("peers.listening", address=self.address)

@@ -1,0 +1,223 @@
+"""The file of peers (TOML): by hand with addresses, tokens and certificates, or by pairing with pinned certificates.
+
+A change is read, made and written under a lock; the new file (0600) takes the place of the old one in one step, so that
+a reader sees the one or the other. Comments of a file that was written by hand are not kept by a change.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import stat
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+from kvasir.address import Address, parse_address
+from kvasir.clients import PinnedTls, Tls
+from kvasir.credentials import CredentialFileError, read_token, write_private_text
+from kvasir.errors import InvalidArgument
+from kvasir.names import check_namespace
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from cachestore_svc.config import ConfigError, in_words
+from cachestore_svc.pairing.identity import SERVER_NAME, Certificate, Identity, identity_file, read_identity
+
+_HEAD = "# Written by `kvasir pair` and `kvasir peers`, which keep no comments. Only its owner may write it.\n"
+MAX_PEERS = 64
+
+
+class PeerSettings(BaseModel):
+    """One [[peer]]: paired if it has a certificate, else written by hand."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+    """How PullAgent names it."""
+    address: str = ""
+    """host:port or unix:/path. Empty, of a paired one: it may pull from here, and nobody pulls from it."""
+    token_file: Path | None = None
+    """This store's token there (role peer); its credential there also says which namespace is read."""
+    ca_file: Path | None = None
+    """PEM: the peer's own certificate, which pins it, or the authority that signed it. Needed beyond this machine."""
+    server_name: str = ""
+    """The name in its certificate, when that is not the host of the address."""
+    cert_file: Path | None = None
+    """This store's certificate and key, for a peer that asks (mutual TLS)."""
+    key_file: Path | None = None
+    certificate: str = ""
+    """A paired peer's certificate (base64 of DER): who shows its key is this peer, and nothing else is."""
+    namespaces: tuple[str, ...] = ()
+    """Of a paired peer: what it may read here, and who may name it here."""
+    paired_at: str = ""
+    """When, in UTC."""
+
+    @field_validator("namespaces")
+    @classmethod
+    def _are_namespaces(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        try:
+            return tuple(check_namespace(namespace) for namespace in given)
+        except InvalidArgument as error:
+            raise ValueError(error.message) from None
+
+    @property
+    def is_paired(self) -> bool:
+        return bool(self.certificate)
+
+    @property
+    def pinned(self) -> Certificate:
+        """Of a paired peer. Raises InvalidArgument."""
+        return Certificate.of_text(self.certificate, "certificate")
+
+    def tls(self, identity: Identity | None) -> Tls | PinnedTls | None:
+        """How it is reached: over which TLS. A paired peer needs `identity`."""
+        if self.is_paired and identity is not None:
+            return PinnedTls(self.pinned.pem, SERVER_NAME, identity.certificate.pem, identity.key_pem)
+        if self.ca_file is None:
+            return None
+        return Tls(self.ca_file, self.server_name, self.cert_file, self.key_file)
+
+    def token(self) -> str | None:
+        """Read when needed, so that a renewed token needs no restart. Raises CredentialFileError."""
+        return None if self.token_file is None else read_token(self.token_file)
+
+    def serves(self, namespace: str) -> bool:
+        """Whether callers of this namespace may name it. One that was written by hand serves all."""
+        return not self.is_paired or namespace in self.namespaces
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBook:
+    """What the file says: the peers by name, where this store listens to paired ones ("" before the first pairing),
+    and, when there are paired ones, this store's own identity."""
+
+    peers: Mapping[str, PeerSettings] = field(default_factory=lambda: MappingProxyType({}))
+    listen: str = ""
+    identity: Identity | None = None
+
+    @property
+    def paired(self) -> list[PeerSettings]:
+        return [peer for peer in self.peers.values() if peer.is_paired]
+
+    def with_peer(self, peer: PeerSettings) -> "PeerBook":
+        """With it added, in the place of one that has the same key. Raises InvalidArgument: too many."""
+        is_same = [name for name, each in self.peers.items() if each.is_paired and each.certificate == peer.certificate]
+        kept = {name: each for name, each in self.peers.items() if name not in (*is_same, peer.name)}
+        if len(kept) >= MAX_PEERS:
+            raise InvalidArgument(f"peers: this store has {len(kept)} of at most {MAX_PEERS}", field="peers")
+        return replace(self, peers={**kept, peer.name: peer})
+
+    def without(self, name: str) -> "PeerBook":
+        return replace(self, peers={each: peer for each, peer in self.peers.items() if each != name})
+
+    def free_name(self, wanted: str, certificate: Certificate) -> str:
+        """The name that a peer with this certificate has here, or one like the wanted that nobody has."""
+        for name, peer in self.peers.items():
+            if peer.is_paired and peer.pinned.pin == certificate.pin:
+                return name
+        numbered = (wanted[: 64 - len(end)] + end for end in ("", *(f"-{n}" for n in range(2, MAX_PEERS + 2))))
+        return next(name for name in numbered if name not in self.peers)
+
+
+def read_peers(path: Path | None) -> PeerBook:
+    """The book of peers; empty without a file. Raises ConfigError: malformed, doubled, writable by others, or an
+    address without protection."""
+    if path is None or not path.exists():
+        return PeerBook()
+    try:
+        if path.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ConfigError(f"{path}: others can write it and so choose peers; run: chmod 600 {path}")
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        if set(document) - {"peer", "listen"}:
+            raise ConfigError(f"{path}: expected [[peer]] tables, `listen` and nothing else")
+        peers = [PeerSettings.model_validate(entry) for entry in document.get("peer", [])]
+        listen = str(parse_address(document["listen"])) if "listen" in document else ""
+    except ValidationError as error:
+        raise ConfigError(f"{path}: {in_words(error)}") from None
+    except ConfigError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: {error}") from None
+    for peer in peers:
+        _check_peer(path, peer)
+    _check_alone(path, peers)
+    return PeerBook({peer.name: peer for peer in peers}, listen, _identity(path, peers))
+
+
+def _check_alone(path: Path, peers: list[PeerSettings]) -> None:
+    if len({peer.name for peer in peers}) != len(peers):
+        raise ConfigError(f"{path}: two peers have the same name")
+    pins = [peer.pinned.pin for peer in peers if peer.is_paired]
+    if len(set(pins)) != len(pins):
+        raise ConfigError(f"{path}: two peers have the same certificate")
+
+
+def _identity(path: Path, peers: list[PeerSettings]) -> Identity | None:
+    if not any(peer.is_paired for peer in peers):
+        return None
+    try:
+        return read_identity(identity_file(path))
+    except (CredentialFileError, InvalidArgument) as error:
+        raise ConfigError(f"paired peers know this store by its key: {error}") from None
+
+
+def _check_peer(path: Path, peer: PeerSettings) -> None:
+    try:
+        if peer.is_paired:
+            _ = peer.pinned
+        if peer.is_paired and not peer.address:
+            return
+        address: Address = parse_address(peer.address)
+        peer.token()
+    except (ValueError, CredentialFileError, InvalidArgument) as error:
+        raise ConfigError(f"{path}: peer {peer.name}: {error}") from None
+    if peer.ca_file is None and not peer.is_paired and not address.is_loopback:
+        raise ConfigError(f"{path}: peer {peer.name}: {address} is another machine: give ca_file, which pins it")
+
+
+def change_peers(path: Path, change: Callable[[PeerBook], PeerBook]) -> PeerBook:
+    """Write what `change` makes of the book that is there. Raises ConfigError, and what `change` raises."""
+    with _locked(path):
+        book = change(read_peers(path))
+        new = path.with_name(path.name + ".new")
+        new.unlink(missing_ok=True)
+        write_private_text(new, _text(book))
+        new.replace(path)
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    return book
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process changes the file at a time. The lock is beside it, because the file itself is replaced."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _text(book: PeerBook) -> str:
+    lines = [_HEAD]
+    if book.listen:
+        lines.append(f"listen = {_toml(book.listen)}\n")
+    for name in sorted(book.peers):
+        lines.append("[[peer]]")
+        given = book.peers[name].model_dump(mode="json", exclude_defaults=True)
+        lines += [f"{key} = {_toml(value)}" for key, value in given.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _toml(value: object) -> str:
+    """A string or a list of strings: JSON's are TOML's, but for DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,335 @@
+"""The program behind `kvasir pair` and `kvasir peers`: it pairs, and changes the file of peers; JSON lines on stdout.
+
+It works beside a running store and without one. A running one is asked to read the file again, before the other side
+hears that it is done: then each can call the other at once.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import datetime
+import json
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvasir.address import parse_address
+from kvasir.clients import AioStoreClient, Tls
+from kvasir.credentials import DEFAULT_NAMESPACE, CredentialFileError, read_token
+from kvasir.errors import (
+    DeadlineExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    KvasirError,
+    NotFound,
+    PermissionDenied,
+    Unavailable,
+)
+from kvasir.names import check_namespace
+from kvasir.server.serving import RefusedToStart
+
+from cachestore_svc.config import ConfigError
+from cachestore_svc.edge.pairing_service import ATTEMPT_S, HostSide, join, listening
+from cachestore_svc.pairing.codes import check_peer_address, line_of, new_code, read_code_or_line
+from cachestore_svc.pairing.exchange import LIFETIME_S, PEER_NAME, Card, Hosting, Invitation, Joining
+from cachestore_svc.pairing.identity import Identity, identity_file, read_or_make_identity
+from cachestore_svc.pairing.peers_file import PeerBook, PeerSettings, change_peers, read_peers
+
+COMMANDS = ("pair", "peers")
+# Where `kvasir pair` waits if nothing else does, so that on one machine the code is enough.
+PAIRING_PORT = 8643
+_LOOPBACK = "127.0.0.1"
+_ASK_STORE_S = 5.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command. The last line has the result, or {"error": …} with the error's type."""
+    options = _parser().parse_args(arguments)
+    try:
+        if options.command == "pair":
+            asyncio.run(_pair(options))
+        else:
+            _say(asyncio.run(_peers(options)))
+    except KeyboardInterrupt:
+        return 130
+    except KvasirError as error:
+        return _say_error(error)
+    except (ConfigError, RefusedToStart, CredentialFileError) as error:
+        return _say_error(FailedPrecondition(str(error), reason="PEER_CONFIGURATION"))
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """This store's side of a pairing: what it is, what it grants, and how a running one is reached."""
+
+    peers_file: Path
+    identity: Identity
+    name: str
+    namespaces: tuple[str, ...]
+    known_as: str  # what the other will be called here; "": what it calls itself
+    listen: str  # where paired peers are listened to
+    store: "RunningStore"
+
+    def card(self, is_same_machine: bool) -> Card:
+        """What the other side is told. An address of loopback is told on this machine only."""
+        is_reached = is_same_machine or not parse_address(self.listen).is_loopback
+        return Card(self.name, self.identity.certificate, self.listen if is_reached else "")
+
+    async def pin(self, other: Card) -> dict[str, Any]:
+        """Make the other side a peer, and let a running store know; returns what people are told."""
+        if other.certificate.pin == self.identity.certificate.pin:
+            raise InvalidArgument("this is this store itself: pair it with another", field="card.certificate")
+        made: list[PeerSettings] = []
+
+        def add(book: PeerBook) -> PeerBook:
+            peer = PeerSettings(
+                name=book.free_name(self.known_as or other.name, other.certificate),
+                address=other.address,
+                certificate=other.certificate.text,
+                namespaces=self.namespaces,
+                paired_at=_utc(time.time),
+            )
+            made[:] = [peer]
+            return replace(book.with_peer(peer), listen=self.listen)
+
+        await asyncio.to_thread(change_peers, self.peers_file, add)
+        return {**_row(made[0]), "our_address": self.listen, "store": await self.store.told()}
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStore:
+    """The store of this home, which may run or not."""
+
+    address: str = ""
+    token_file: Path | None = None
+    ca_file: Path | None = None
+
+    async def told(self) -> dict[str, Any]:
+        """Let it read the file of peers; says whether it runs, where it listens to peers, how many calls it ended."""
+        if not self.address:
+            return {"is_running": False}
+        token = None if self.token_file is None else read_token(self.token_file)
+        tls = None if self.ca_file is None else Tls(self.ca_file)
+        try:
+            async with AioStoreClient.connect(self.address, token=token, tls=tls, retry_reads=False) as client:
+                answer = await client.reload_peers(timeout_s=_ASK_STORE_S)
+        except (Unavailable, DeadlineExceeded):
+            return {"is_running": False}
+        return {"is_running": True, "address": answer.address, "ended_calls": answer.ended_calls}
+
+
+async def _pair(options: argparse.Namespace) -> None:
+    own = await asyncio.to_thread(_own, options)
+    if options.code:
+        await _join(own, *read_code_or_line(options.code), options.at)
+    else:
+        await _wait(own, options.lifetime_s)
+
+
+def _own(options: argparse.Namespace) -> Own:
+    if PEER_NAME.fullmatch(options.name) is None:
+        raise InvalidArgument("name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
+    if options.known_as and PEER_NAME.fullmatch(options.known_as) is None:
+        raise InvalidArgument("as: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="as")
+    namespaces = tuple(check_namespace(each) for each in options.namespace or [DEFAULT_NAMESPACE])
+    listen = _listen(options.listen, read_peers(options.peers_file).listen)
+    identity = read_or_make_identity(identity_file(options.peers_file))
+    return Own(options.peers_file, identity, options.name, namespaces, options.known_as, listen, _store(options))
+
+
+def _store(options: argparse.Namespace) -> RunningStore:
+    return RunningStore(options.store, options.store_token_file, options.store_ca_file)
+
+
+def _listen(asked: str, known: str) -> str:
+    """Where peers will be listened to: what was asked for, else what is known, else loopback; a port is chosen once."""
+    if not asked:
+        return known or f"{_LOOPBACK}:{_free_port(_LOOPBACK)}"
+    try:
+        return check_peer_address(asked, "listen")
+    except InvalidArgument:
+        host = parse_address(check_peer_address(f"{asked}:1", "listen")).host
+    known_address = parse_address(known) if known else None
+    if known_address is not None and known_address.host == host:
+        return known
+    return str(parse_address(f"{_bracketed(host)}:{_free_port(host)}"))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _free_port(host: str) -> int:
+    try:
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.bind(address)
+            port: int = probe.getsockname()[1]
+    except OSError as error:
+        text = f"listen: {host} is no address of this machine: {error.strerror or error}"
+        raise InvalidArgument(text, field="listen") from None
+    return port
+
+
+# --- the side that shows the code ---
+
+
+async def _wait(own: Own, lifetime_s: float) -> None:
+    """Show a code and wait. Raises DeadlineExceeded (too late), PermissionDenied (guessed too often)."""
+    invitation = Invitation(new_code(secrets.token_bytes), time.monotonic, lifetime_s)
+    changed, paired = asyncio.Event(), list[dict[str, Any]]()
+
+    async def pin(joiner: Card) -> None:
+        paired.append(await own.pin(joiner))
+        changed.set()
+
+    def refused(peer: str, error: KvasirError) -> None:
+        _say({"event": "refused", "from": peer, "reason": error.reason, "message": error.message})
+        changed.set()
+
+    host = parse_address(own.listen)
+    side = HostSide(
+        lambda: Hosting(invitation, own.identity, secrets.token_bytes),
+        own.card(is_same_machine=host.is_loopback),
+        pin,
+        refused,
+    )
+    async with _door(host.host, side) as address:
+        line = line_of(invitation.code, address)
+        _say({"event": "waiting", "code": invitation.code, "line": line, "address": address, "seconds": lifetime_s})
+        while not paired and not invitation.is_over:
+            await _next(changed, invitation.seconds_left)
+        if invitation.is_used and not paired:  # its exchange is under way
+            await _next(changed, ATTEMPT_S)
+    # The listener is closed, and has told the joiner.
+    if paired:
+        _say({"event": "paired", **paired[0]})
+        return
+    if invitation.guesses_left <= 0:
+        raise PermissionDenied("the code was guessed too often: somebody may be trying", reason="PAIRING_REFUSED")
+    if invitation.is_used:
+        raise Unavailable("the other side left in the middle: begin again", reason="STREAM_CUT")
+    raise DeadlineExceeded(f"nobody took the code within {lifetime_s:g} s")
+
+
+async def _next(changed: asyncio.Event, within_s: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(changed.wait(), within_s)
+    changed.clear()
+
+
+@asynccontextmanager
+async def _door(host: str, side: HostSide) -> AsyncIterator[str]:
+    """The listener at the usual port, or at any other where that is taken."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            address = await stack.enter_async_context(listening(f"{_bracketed(host)}:{PAIRING_PORT}", side))
+        except RefusedToStart:
+            address = await stack.enter_async_context(listening(f"{_bracketed(host)}:0", side))
+        yield address
+
+
+# --- the side that takes the code ---
+
+
+async def _join(own: Own, code: str, address: str, at: str) -> None:
+    address = at or address or f"{_LOOPBACK}:{PAIRING_PORT}"
+    parsed = parse_address(check_peer_address(address, "at"))
+    run = Joining(code, own.identity, secrets.token_bytes)
+    host = await join(str(parsed), run, own.card(is_same_machine=parsed.is_loopback))
+    _say({"event": "paired", **await own.pin(host)})
+
+
+# --- peers ---
+
+
+async def _peers(options: argparse.Namespace) -> dict[str, Any]:
+    if options.action == "ls":
+        book = await asyncio.to_thread(read_peers, options.peers_file)
+        return {"peers": [_row(book.peers[name]) for name in sorted(book.peers)], "listen": book.listen}
+    change = _without(options.name) if options.action == "rm" else _renamed(options.name, options.new_name)
+    await asyncio.to_thread(change_peers, options.peers_file, change)
+    return {"name": options.name, "store": await _store(options).told()}
+
+
+def _without(name: str) -> Callable[[PeerBook], PeerBook]:
+    def change(book: PeerBook) -> PeerBook:
+        _check_known(book, name)
+        return book.without(name)
+
+    return change
+
+
+def _renamed(name: str, new_name: str) -> Callable[[PeerBook], PeerBook]:
+    def change(book: PeerBook) -> PeerBook:
+        _check_known(book, name)
+        if PEER_NAME.fullmatch(new_name) is None:
+            raise InvalidArgument("new name: expected 1 to 64 of A-Z a-z 0-9 . _ -", field="name")
+        if new_name in book.peers:
+            raise InvalidArgument(f"new name: there is a peer {new_name!r} already", field="name")
+        renamed = book.peers[name].model_copy(update={"name": new_name})
+        return replace(book, peers={**book.without(name).peers, new_name: renamed})
+
+    return change
+
+
+def _check_known(book: PeerBook, name: str) -> None:
+    if name not in book.peers:
+        raise NotFound(f"no peer {name!r}; there are: {', '.join(sorted(book.peers)) or 'none'}", reason="PEER_UNKNOWN")
+
+
+def _row(peer: PeerSettings) -> dict[str, Any]:
+    return {
+        "name": peer.name,
+        "role": "peer",
+        "address": peer.address,
+        "namespaces": list(peer.namespaces),
+        "is_paired": peer.is_paired,
+        "paired_at": peer.paired_at,
+        "pin": peer.pinned.pin if peer.is_paired else "",
+    }
+
+
+def _utc(clock: Callable[[], float]) -> str:
+    return datetime.datetime.fromtimestamp(clock(), datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _say(line: dict[str, Any]) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def _say_error(error: KvasirError) -> int:
+    told = {"kind": type(error).__name__, "message": error.message, "reason": error.reason, "field": error.field}
+    _say({"error": {**told, "metadata": error.metadata}})
+    return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cachestore_svc")
+    commands = parser.add_subparsers(dest="command", required=True)
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--peers-file", type=Path, required=True, help="the file of peers; the identity is beside it")
+    shared.add_argument("--store", default="", help="the address of the store that uses the file, if it may run")
+    shared.add_argument("--store-token-file", type=Path, help="an admin's token there")
+    shared.add_argument("--store-ca-file", type=Path, help="its certificate")
+    pair = commands.add_parser("pair", parents=[shared], help="make two stores know each other")
+    pair.add_argument("code", nargs="?", default="", help="a code or line; left out: show one and wait")
+    pair.add_argument("--at", default="", help="HOST:PORT where the code was shown")
+    pair.add_argument("--name", required=True, help="what this store calls itself")
+    pair.add_argument("--as", dest="known_as", default="", help="what the other is called here")
+    pair.add_argument("--namespace", action="append", help="what the other may read here; repeatable")
+    pair.add_argument("--listen", default="", help="HOST or HOST:PORT where paired stores are listened to")
+    pair.add_argument("--lifetime-s", type=float, default=LIFETIME_S, help="how long the code is valid")
+    peers = commands.add_parser("peers", help="the peers of a store").add_subparsers(dest="action", required=True)
+    peers.add_parser("ls", parents=[shared], help="list them")
+    peers.add_parser("rm", parents=[shared], help="remove one").add_argument("name")
+    rename = peers.add_parser("rename", parents=[shared], help="call one otherwise")
+    rename.add_argument("name")
+    rename.add_argument("new_name")
+    return parser

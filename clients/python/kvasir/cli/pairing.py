@@ -1,0 +1,194 @@
+"""`kvasir pair` and `kvasir peers …`: two Macs come to know each other, and what this one knows of others.
+
+The work is done by the store's own program (`python -m cachestore_svc pair`), beside the running store.
+"""
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvasir import errors
+from kvasir.cli.caller import Caller, JsonOption, caller_of
+from kvasir.cli.running.checks import check_installed
+from kvasir.cli.showing.terminal import visible
+
+app = typer.Typer(help="Other Macs that this one is paired with.", no_args_is_help=True)
+PeerArgument = Annotated[str, typer.Argument(help="The peer's name here.", metavar="PEER")]
+
+
+def pair(
+    context: typer.Context,
+    code: Annotated[
+        str,
+        typer.Argument(
+            help="The code or the line that the other Mac shows. Left out: show one here, and wait.", metavar="CODE"
+        ),
+    ] = "",
+    at: Annotated[
+        str,
+        typer.Option(help="HOST:PORT that the other Mac shows; the line has it, and on one machine it is known."),
+    ] = "",
+    listen: Annotated[
+        str,
+        typer.Option(
+            help="This Mac's own name or address in the network, as studio.local, where paired Macs may reach its "
+            "store. Left out: 127.0.0.1, so that nobody beyond this machine can.",
+            metavar="HOST[:PORT]",
+        ),
+    ] = "",
+    name: Annotated[str, typer.Option(help="What this Mac calls itself. Left out: its host name.")] = "",
+    as_: Annotated[
+        str, typer.Option("--as", help="What the other Mac is called here. Left out: what it calls itself.")
+    ] = "",
+    namespace: Annotated[
+        list[str] | None,
+        typer.Option(help="A namespace that the other Mac may read here. May be repeated. Left out: default."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(min=0.01, max=60, help="How long the code is valid.")] = 10,
+    as_json: JsonOption = False,
+) -> None:
+    """Make this Mac and another known to each other: one shows a code, the other takes it.
+
+    Both keep the other's certificate. From then on their stores speak TLS with those two certificates and nothing else,
+    and each may read the agents of the namespaces that the other one gives it.
+
+    --json: an object on each line: waiting (code, line, address), refused (from, reason), paired (name, pin, address).
+    """
+    caller = caller_of(context, as_json)
+    caller.home.make()
+    words = [*([code] if code else []), *_given("--at", at), *_given("--listen", listen), *_given("--as", as_)]
+    words += ["--name", name or _host_name(), "--lifetime-s", str(minutes * 60)]
+    words += [word for each in namespace or () for word in ("--namespace", each)]
+    with _program(caller, "pair", *words) as lines:
+        for line in lines:
+            if caller.as_json:
+                caller.line(line)
+            else:
+                _show_step(caller, line)
+
+
+def _show_step(caller: Caller, line: dict[str, Any]) -> None:
+    match line["event"]:
+        case "waiting":
+            caller.out.print(f"Code: {line['code']}")
+            caller.out.print(f"Line: {line['line']}")
+            host = line["address"].rpartition(":")[0]
+            where = "on this machine only" if host == "127.0.0.1" else f"at {line['address']}"
+            caller.say(
+                f"On the other Mac, say `kvasir pair CODE --at {line['address']}` or paste the line after "
+                f"`kvasir pair`. Waiting {where} for {line['seconds'] / 60:g} minutes; the code is good for one use."
+            )
+        case "refused":
+            caller.note(f"refused {visible(line['from'])}: {visible(line['message'])}")
+        case "paired":
+            _show_paired(caller, line)
+
+
+def _show_paired(caller: Caller, line: dict[str, Any]) -> None:
+    peer, store = line["name"], line["store"]
+    caller.out.print(f"Paired with {peer} (key {line['pin'][:16]}…); it may read here: {', '.join(line['namespaces'])}")
+    if line["address"]:
+        caller.say(f"`kvasir agents pull {peer} AGENT` copies an agent from there.")
+    else:
+        caller.say(f"{peer} lets nobody pull from it: pair again, with --listen there.")
+    if not store["is_running"]:
+        caller.say("The store does not run; it will know when it starts.")
+    elif not store["address"]:
+        caller.say(f"The store cannot listen on {line['our_address']}: `kvasir logs` says why.")
+
+
+@app.command("ls")
+def ls(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the peers of this home's store."""
+    caller = caller_of(context, as_json)
+    answer = _only(caller, "peers", "ls")
+    caller.result(answer, lambda out: _show_peers(out, answer["peers"]))
+
+
+@app.command("rm")
+def rm(context: typer.Context, peer: PeerArgument, as_json: JsonOption = False) -> None:
+    """Remove a peer. Its running calls end at once, and its key opens nothing here any more."""
+    caller = caller_of(context, as_json)
+    answer = _only(caller, "peers", "rm", peer)
+    ended = answer["store"].get("ended_calls", 0)
+    text = f"{peer} is removed" + (f"; {ended} running calls were ended" if ended else "")
+    caller.result(answer, lambda out: out.print(text))
+
+
+@app.command("rename")
+def rename(
+    context: typer.Context,
+    peer: PeerArgument,
+    new_name: Annotated[str, typer.Argument(help="Its new name here.", metavar="NEW-NAME")],
+    as_json: JsonOption = False,
+) -> None:
+    """Call a peer otherwise here. It stays paired; its running calls end and begin again."""
+    caller = caller_of(context, as_json)
+    answer = _only(caller, "peers", "rename", peer, new_name)
+    caller.result(answer | {"name": new_name}, lambda out: out.print(f"{peer} is called {new_name} now"))
+
+
+def _show_peers(out: Console, peers: list[dict[str, Any]]) -> None:
+    table = Table("name", "role", "address", "namespaces", "key", "paired at", box=None, pad_edge=False)
+    for peer in peers:
+        namespaces = ", ".join(peer["namespaces"]) if peer["is_paired"] else "those of its token"
+        key = f"{peer['pin'][:16]}…" if peer["is_paired"] else "by hand"
+        table.add_row(
+            peer["name"], peer["role"], peer["address"] or "listens to nobody", namespaces, key, peer["paired_at"]
+        )
+    out.print(table if peers else "no peers; `kvasir pair` makes one")
+
+
+def _host_name() -> str:
+    """The first part of the host's name, of the letters that a peer's name may have."""
+    first = socket.gethostname().partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]", "-", first).strip("-_")[:64] or "mac"
+
+
+def _given(option: str, value: str) -> list[str]:
+    return [option, value] if value else []
+
+
+def _only(caller: Caller, *words: str) -> dict[str, Any]:
+    """The one answer of the program."""
+    with _program(caller, *words) as lines:
+        return next(lines)
+
+
+@contextmanager
+def _program(caller: Caller, *words: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The lines of the store's program, as they come. Raises its refusal."""
+    check_installed()
+    store = caller.store
+    argv = [sys.executable, "-m", "cachestore_svc", *words, "--peers-file", str(caller.home.peers_file)]
+    argv += ["--store", store.address, *_given("--store-token-file", str(store.token_file or ""))]
+    argv += _given("--store-ca-file", str(store.ca_file or ""))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
+        try:
+            yield _lines(program)
+        except BaseException:
+            program.terminate()
+            raise
+
+
+def _lines(program: "subprocess.Popen[str]") -> Iterator[dict[str, Any]]:
+    assert program.stdout is not None
+    assert program.stderr is not None
+    for text in program.stdout:
+        line: dict[str, Any] = json.loads(text)
+        if (told := line.get("error")) is not None:
+            kind = getattr(errors, told.pop("kind"), errors.FailedPrecondition)
+            raise kind(told.pop("message"), **told)
+        yield line
+    if program.wait() != 0:
+        last = program.stderr.read().strip().splitlines()[-1:] or [f"exit code {program.returncode}"]
+        raise errors.FailedPrecondition(f"the store's program failed: {last[0]}", reason="COMMAND_FAILED")

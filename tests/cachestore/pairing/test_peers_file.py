@@ -1,0 +1,130 @@
+"""The file of peers: what a change writes is read back, whole or not at all, and never by halves."""
+
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+from kvasir.credentials import write_private_text
+from kvasir.errors import FailedPrecondition, InvalidArgument, NotFound
+
+from cachestore_svc.config import ConfigError
+from cachestore_svc.moving.peers import Peers, peer_name
+from cachestore_svc.pairing.identity import identity_file, new_identity, read_identity, read_or_make_identity
+from cachestore_svc.pairing.peers_file import MAX_PEERS, PeerBook, PeerSettings, change_peers, read_peers
+
+ADA, BOB = new_identity(), new_identity()
+PAIRED = f'[[peer]]\nname = "{{}}"\ncertificate = "{ADA.certificate.text}"\n'
+
+
+def paired(name: str, identity: object = ADA, **others: object) -> PeerSettings:
+    text = identity.certificate.text  # type: ignore[attr-defined]
+    return PeerSettings(name=name, certificate=text, **{"address": "h:1", "namespaces": ("default",), **others})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    read_or_make_identity(identity_file(tmp_path / "peers.toml"))
+    return tmp_path / "peers.toml"
+
+
+def add(file: Path, *peers: PeerSettings) -> PeerBook:
+    for peer in peers:
+        change_peers(file, lambda book, peer=peer: book.with_peer(peer))  # type: ignore[misc]
+    return read_peers(file)
+
+
+def test_a_change_is_read_back_beside_what_was_written_by_hand(file: Path) -> None:
+    token = file.with_name("t")
+    write_private_text(token, "x" * 32)
+    write_private_text(file, f'# mine\n[[peer]]\nname = "old"\naddress = "127.0.0.1:1"\ntoken_file = "{token}"\n')
+    peer = paired("studio", namespaces=('a "b" \\ ü 😀', "default"), paired_at="2026-01-01T00:00:00Z")
+    book = add(file, peer)
+    assert book.peers == {"old": PeerSettings(name="old", address="127.0.0.1:1", token_file=token), "studio": peer}
+    assert book.identity == read_identity(identity_file(file))
+    assert stat.S_IMODE(file.stat().st_mode) == stat.S_IMODE(identity_file(file).stat().st_mode) == 0o600
+
+
+def test_one_key_is_one_peer_and_a_name_is_given_once(file: Path) -> None:
+    book = add(file, paired("studio"), paired("moved", address="h:2"))
+    assert [(peer.name, peer.address) for peer in book.peers.values()] == [("moved", "h:2")]
+    assert book.free_name("other", ADA.certificate) == "moved"
+    assert book.free_name("moved", BOB.certificate) == "moved-2"
+    assert len(book.free_name("m" * 64, BOB.certificate)) == 64
+
+
+def test_two_programs_that_change_it_at_once_both_do(file: Path) -> None:
+    peers = [PeerSettings(name=f"p{n}", address="127.0.0.1:1") for n in range(MAX_PEERS)]
+    threads = [threading.Thread(target=add, args=(file, *peers[n::4])) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(read_peers(file).peers) == {peer.name for peer in peers}
+    with pytest.raises(InvalidArgument, match="at most"):
+        add(file, paired("one-more"))
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ('[[peer]]\nname = "a"\ncertificate = "AAAA"\n', "certificate"),
+        (PAIRED.format("a") + 'namespaces = ["a\\u0000"]\n', "namespace"),
+        (PAIRED.format("a") + PAIRED.format("b"), "same certificate"),
+        ('listen = "nowhere"\n', "nowhere"),
+        ("listen = 3\n", "peers.toml"),
+        ('[[peer]]\nname = "a"\n', "address"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_and_the_old_book_stays(file: Path, text: str, wanted: str) -> None:
+    add(file, paired("studio"))
+    peers = Peers(lambda: read_peers(file))
+    file.unlink()
+    write_private_text(file, text)
+    with pytest.raises(ConfigError, match=wanted):
+        peers.reload()
+    assert peers.names("default") == ["studio"]
+
+
+def test_paired_peers_without_this_stores_key_are_refused(file: Path) -> None:
+    add(file, paired("studio"))
+    for break_it in (lambda path: path.chmod(0o644), lambda path: path.unlink()):
+        break_it(identity_file(file))
+        with pytest.raises(ConfigError, match="by its key"):
+            read_peers(file)
+
+
+def test_a_certificate_is_a_peer_by_its_key_in_the_namespaces_that_it_was_given(file: Path) -> None:
+    add(file, paired("studio", namespaces=("default", "work")))
+    peers = Peers(lambda: read_peers(file))
+    for namespace in ("default", "work"):
+        caller = peers.principal_of(ADA.certificate.pem, namespace)
+        assert caller is not None
+        assert (peer_name(caller), caller.namespace, caller.roles) == ("studio", namespace, {"peer"})
+    assert peers.principal_of(ADA.certificate.pem, "secret") is None
+    assert peers.principal_of(BOB.certificate.pem, "default") is None
+    assert peers.principal_of(b"-----BEGIN CERTIFICATE-----", "default") is None
+
+
+def test_a_namespace_names_its_own_peers_only(file: Path) -> None:
+    add(file, paired("studio"), paired("silent", BOB, address=""), PeerSettings(name="old", address="127.0.0.1:1"))
+    peers = Peers(lambda: read_peers(file))
+    assert peers.names("default") == ["old", "silent", "studio"]
+    assert peers.names("work") == ["old"]
+    with pytest.raises(NotFound):
+        peers.connect("studio", "work")
+    with pytest.raises(FailedPrecondition, match="listens to no other"):
+        peers.connect("silent", "default")
+
+
+def test_a_reload_tells_who_lost_a_right(file: Path) -> None:
+    add(file, paired("kept"), paired("other", BOB, namespaces=("a", "b")))
+    peers = Peers(lambda: read_peers(file))
+    assert peers.reload() == set()
+    add(file, paired("other", BOB, namespaces=("a",)))
+    assert peers.reload() == {"other"}
+    change_peers(file, lambda book: book.without("kept"))
+    assert peers.reload() == {"kept"}
+    # Another key under an old name is another peer.
+    change_peers(file, lambda book: book.without("other").with_peer(paired("other", namespaces=("a",))))
+    assert peers.reload() == {"other"}
