@@ -281,7 +281,8 @@ def _renamed(name: str, new_name: str) -> Callable[[PeerBook], PeerBook]:
 
 def _check_known(book: PeerBook, name: str) -> None:
     if name not in book.peers:
-        raise NotFound(f"no peer {name!r}; there are: {', '.join(sorted(book.peers)) or 'none'}", reason="PEER_UNKNOWN")
+        there = ", ".join(sorted(book.peers)) or "none"
+        raise NotFound(f"no peer {name!r}; there are: {there}", reason="PEER_UNKNOWN", metadata={"peer": name})
 
 
 def _row(peer: PeerSettings) -> dict[str, Any]:
