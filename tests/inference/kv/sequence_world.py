@@ -78,6 +78,24 @@ class Member:
     points: list[int] = field(default_factory=list)
 
 
+class _PerhapsNoRoom:
+    """No generator: the frames of Python's own around one keep an error, and with it sequences that nobody has."""
+
+    def __init__(self, acts: Counter[str]) -> None:
+        self._acts = acts
+        self._had_room = [True]
+
+    def __enter__(self) -> list[bool]:
+        return self._had_room
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
+        if kind is not ResourceExhausted:
+            return False
+        self._acts["no room"] += 1
+        self._had_room.clear()
+        return True
+
+
 class SequenceWorld:
     """All sequences of one pool, and the batch that some are in."""
 
@@ -401,15 +419,9 @@ class SequenceWorld:
         after = [np.array(array[mx.array(pages)]) for array in self.pool.arrays] if pages else []
         assert all(np.array_equal(one, other) for one, other in zip(before, after, strict=True))
 
-    @contextmanager
-    def _perhaps_no_room(self) -> Iterator[list[bool]]:
+    def _perhaps_no_room(self) -> "_PerhapsNoRoom":
         """Gives a list that is empty afterwards if there was no room in the pool."""
-        had_room = [True]
-        try:
-            yield had_room
-        except ResourceExhausted:
-            self.acts["no room"] += 1
-            had_room.clear()
+        return _PerhapsNoRoom(self.acts)
 
     def _loaded(self, load: KvLoad) -> SequenceKV | None:
         """What comes of a load, while others decode between its pieces; None without room, or if it is given up."""
