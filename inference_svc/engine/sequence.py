@@ -216,14 +216,14 @@ class Sequence:
     def prompt_rewind_point(self) -> int:
         """Prompt tokens after which the memory must have a rewind point; 0 for none.
 
-        Windows can go on from wherever their blocks are, so theirs is an edge of the grid, which others may share.
+        Windows can go on from wherever their blocks are, so theirs is the prompt's last border of a block: up to there
+        others may share it, and a pass over it would write only what a window sees at the pass's end.
         """
         if not self._model.has_rewind_points:
             return 0
         asked = self.plan.rewind_point_tokens
         point = self.prompt_tokens - 1 if asked is None else min(asked, self.prompt_tokens - 1)
-        cell_tokens = self._model.cell_tokens
-        return point if self._model.has_states else point // cell_tokens * cell_tokens
+        return point if self._model.has_states else point // BLOCK_TOKENS * BLOCK_TOKENS
 
     @property
     def is_at_rewind_point(self) -> bool:

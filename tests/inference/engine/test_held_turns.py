@@ -141,7 +141,17 @@ def assert_same(moved: Turn, expected: Turn) -> None:
     assert moved.files == expected.files
 
 
-@pytest.mark.parametrize("cut", [(Tokens, 1), (Tokens, 23), (Prefilled, 2)], ids=["first", "later", "prompt"])
+ONE_CELL = pytest.mark.cpu_only("a GPU computes this prompt in one cell")
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param((Tokens, 1), id="first"),
+        pytest.param((Tokens, 23), id="later"),
+        pytest.param((Prefilled, 2), id="prompt", marks=ONE_CELL),
+    ],
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_other_engine_goes_on_with_the_very_next_token(
     two: Two, stayed: Callable[[str], Turn], name: str, cut: tuple[type[Event], int]

@@ -125,7 +125,10 @@ Encode = Callable[[RotatedCodec, mx.array], EncodedRows]
 Decode = Callable[[RotatedCodec, EncodedRows, mx.Dtype], mx.array]
 
 
-@pytest.mark.parametrize("liar", ["encode", "decode", "both"])
+ENCODES = pytest.mark.cpu_only("on a GPU a kernel encodes; tests/inference/kv/attention/test_in_place.py is about it")
+
+
+@pytest.mark.parametrize("liar", [pytest.param("encode", marks=ENCODES), "decode", "both"])
 def test_a_rotation_that_is_said_and_not_done_is_not_reported_as_applied(
     liar: str, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
