@@ -260,11 +260,10 @@ class TurnFlow:
         (HANDOVER_PARENT_DIFFERS) if the agent's newest version is not the one that the turn extends.
         """
         begun, request = taken.begun, turn.request
-        recollection = await self._parent(turn, begun)
-        turn.parent_version = recollection.head.version if recollection.head is not None else 0
+        await self._recall_parent(turn, begun)
         turn.messages, turn.continuation = begun.messages, begun.continuation
         turn.shortened, turn.shortening = begun.shortened, begun.shortening
-        turn.recollection, turn.is_brought = recollection, begun.is_brought
+        turn.is_brought = begun.is_brought
         text, turn.dialogue = await prompt_text(self._prompting, request, begun.messages)
         if sum(begun.prompt.chars) != len(text):
             raise errors.InvalidArgument(
@@ -276,12 +275,16 @@ class TurnFlow:
         )
         plan = replace(plan, sampling=replace(plan.sampling, max_tokens=begun.max_tokens))
         prepared, ended = await self._plans.run(turn, prepared, plan)
-        await self._end(turn, recollection, prepared, ended)
+        assert turn.recollection is not None
+        await self._end(turn, turn.recollection, prepared, ended)
 
-    async def _parent(self, turn: TurnState, begun: BegunTurn) -> Recollection:
-        """The version that the turn extends, as this engine's store has it. Its memory is not read: the KV is here."""
+    async def _recall_parent(self, turn: TurnState, begun: BegunTurn) -> None:
+        """Find the version that the turn extends, as this engine's store has it. Its memory is not read: the KV is
+        here.
+        """
         if turn.key is None:
-            return NOTHING_REMEMBERED
+            turn.recollection = NOTHING_REMEMBERED
+            return
         found = await self._recall.newest(turn.key, self._budget())
         if found.head is None:
             raise errors.Unavailable(
@@ -296,20 +299,24 @@ class TurnFlow:
                 reason="HANDOVER_PARENT_DIFFERS",
                 field="opening.parent_manifest",
             )
-        return Recollection(None, Source.COLD, found.head, on_full=found.on_full)
+        turn.recollection = Recollection(None, Source.COLD, found.head, on_full=found.on_full)
+        turn.parent_version = found.head.version
 
     async def own(self, turn: TurnState) -> None:
         """The other engine has given a ready turn away: take its agent's line, and let it compute. Raises Unavailable
-        (AGENT_HELD_ELSEWHERE) if a third has the line; the turn is over then.
+        (AGENT_HELD_ELSEWHERE) if a third has the line, and FailedPrecondition (HANDOVER_PARENT_DIFFERS) if the line
+        went on since the turn was prepared; the turn is over then.
         """
-        leases = self._leases_for(turn)
-        if leases is not None:
-            try:
+        assert turn.taken is not None
+        try:
+            if (leases := self._leases_for(turn)) is not None:
                 await leases.obtain(turn.request.agent_id, _HANDED_ON_WAIT_S)
-            except errors.KvasirError as error:
-                if error.reason == "AGENT_HELD_ELSEWHERE":
-                    turn.running.cancel(error)
-                    raise
+            await self._recall_parent(turn, turn.taken.begun)
+        except errors.KvasirError as error:
+            # If the store is away, its compare-and-swap decides at the end, as for any turn.
+            if error.reason in ("AGENT_HELD_ELSEWHERE", "HANDOVER_PARENT_DIFFERS"):
+                turn.running.cancel(error)
+                raise
         if turn.running.handle is not None:
             turn.running.handle.release()
 

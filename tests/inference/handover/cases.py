@@ -11,7 +11,7 @@ from tools.kvasir_tiny.tools import schema
 _SHOP = schema("shop_price")["function"]
 TOOLS = [pb.Tool(name=_SHOP["name"], description=_SHOP["description"], parameters_json=json.dumps(_SHOP["parameters"]))]
 # More than two blocks, so that some go ahead.
-STORY = "Ada keeps a lamp, a rope and a map in her bag. Ben walks to the harbour and counts the ships. " * 24
+STORY = "Ada keeps a lamp, a rope and a map in her bag. Ben walks to the harbour and counts the ships. " * 14
 # Without its end token kvasir-tiny speaks on.
 _END = json.loads((kvasir_tiny.path() / "config.json").read_text())["eos_token_id"]
 ON = {"logit_bias": dict.fromkeys([_END] if isinstance(_END, int) else _END, -100.0), "max_tokens": 70}
