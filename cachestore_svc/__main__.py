@@ -27,6 +27,7 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.reloading import Reloading
 from kvasir.server.rpc_counts import RpcCounts
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.shared_room import SharedRoom
@@ -128,6 +129,10 @@ async def serve(settings: StoreSettings) -> None:
         caller_of_certificate=peers.principal_of,
     )
     peer_service = PeerService(peers, edge)
+    reloading = Reloading(audit)
+    reloading.add("credentials", edge.reload_credentials)
+    reloading.add("peers", peer_service.reload)
+    reloading.on_hangup()
     began = time.monotonic()
     store = await asyncio.to_thread(open_store, settings)
     threads = StoreThreads()
@@ -140,7 +145,7 @@ async def serve(settings: StoreSettings) -> None:
         edge.add(cachestore_pb2_grpc.add_AgentServiceServicer_to_server, agents)
         edge.add(pairing_pb2_grpc.add_PeerServiceServicer_to_server, peer_service)
         if settings.metrics_listen:
-            stop_page = _page(store, threads, edge.rpcs, audit).serve(settings.metrics_listen)
+            stop_page = _page(store, threads, edge.rpcs, audit, reloading).serve(settings.metrics_listen)
         await edge.start()
         await peer_service.settle()
         await edge.set_ready(True)
@@ -196,11 +201,11 @@ def _services(
     return service, AgentService(store, threads, transfers, stall_timeout_s=settings.stall_timeout_s)
 
 
-def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit) -> OperatorPage:
+def _page(store: Store, threads: StoreThreads, rpcs: RpcCounts, audit: Audit, reloading: Reloading) -> OperatorPage:
     async def wellness() -> Wellness:
         try:
             ailments = await threads.run(HOUSE, store.ailments)
-            return Wellness(ailments, {"audit": audit.counts, "written": await threads.run(HOUSE, store.written)})
+            return Wellness(ailments, {**reloading.facts, "written": await threads.run(HOUSE, store.written)})
         except KvasirError as error:
             return Wellness([Ailment(error.reason, error.message)])
 

@@ -21,6 +21,7 @@ from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.interceptors import settle_garbage
 from kvasir.server.logs import configure_logs
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.reloading import Reloading
 from kvasir.server.serving import EdgeServer, RefusedToStart, run
 from kvasir.server.traces import Traces
 
@@ -94,6 +95,9 @@ async def serve(settings: EngineSettings) -> None:
         traces=traces,
         audit=audit,
     )
+    reloading = Reloading(audit)
+    reloading.add("credentials", server.reload_credentials)
+    reloading.on_hangup()
     stores = _stores(settings)
     owner = LeaseOwner(settings.state_dir, lambda: f"engine-{secrets.token_hex(8)}")
     stats = ServiceStats(time.monotonic())
@@ -121,7 +125,7 @@ async def serve(settings: EngineSettings) -> None:
         for store in stores.values():
             stack.push_async_callback(store.close)
         if settings.metrics_listen:
-            wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values(), audit))
+            wellness = asked_of_loop(asyncio.get_running_loop(), lambda: wellness_of(host, stores.values(), reloading))
             about = About("engine", _PROTOCOL, lambda: host.served.engine.device if host.served is not None else "")
             page = OperatorPage(about, lambda: numbers_of(status(), server.rpcs, audit), wellness)
             stack.callback(page.serve(settings.metrics_listen))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Collection
 
-from kvasir.server.audit import Audit
+from kvasir.server.reloading import Reloading
 from kvasir.server.wellness import Ailment, Wellness
 
 from inference_svc.memory.remote_cache import RemoteCache
@@ -14,14 +14,17 @@ from inference_svc.served_model import ServedModel
 _HANGS_AFTER_S = 60.0
 
 
-async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], audit: Audit) -> Wellness:
+async def wellness_of(host: ModelHost[ServedModel], stores: Collection[RemoteCache], reloading: Reloading) -> Wellness:
     """Asks the stores anew. On the event loop."""
     answers = await asyncio.gather(*(store.answers() for store in stores))
     ailments = [*_of_model(host)]
     if not all(answers):
         away = f"the cache store does not answer for {answers.count(False)} of {len(answers)} namespaces"
         ailments.append(Ailment("STORE_UNREACHABLE", f"{away}: memories are neither read nor stored"))
-    return Wellness(ailments, {"model": host.loaded, "model_sleeps": host.sleeps, "audit": audit.counts})
+    return Wellness(
+        ailments,
+        {"model": host.loaded, "model_sleeps": host.sleeps, **reloading.facts},
+    )
 
 
 def _of_model(host: ModelHost[ServedModel]) -> list[Ailment]:

@@ -340,6 +340,21 @@ def test_a_home_of_the_background_is_taken_over_after_a_kill_and_goes_down() -> 
         shutil.rmtree(home)
 
 
+def test_reload_is_heard_by_each_service_and_told_in_the_audit(cli: Cli) -> None:
+    told = cli.done("reload", "--json").value
+    assert {name: (line["outcome"], line["parts"]) for name, line in told.items()} == {
+        "store": ("allowed", "credentials peers"),
+        "engine": ("allowed", "credentials"),
+        "http": ("allowed", "credentials"),
+    }
+    cli.done("agents", "ls")
+    lines = [json.loads(line) for line in cli.done("audit", "--since", "1h", "--json").out.splitlines()]
+    assert {line["service"] for line in lines if line["what"] == "reload"} == {"store", "engine", "http"}
+    assert "reload" in cli.done("audit").out
+    assert cli.done("audit", "--agent", "nobody").out == "nothing is told\n"
+    assert cli("audit", "--since", "later").code == 2
+
+
 def test_status_says_where_the_metrics_of_each_are(cli: Cli) -> None:
     eventually(lambda: cli("status", "--json").code == 0)
     rows = {row["name"]: row for row in cli.done("status", "--json").value["services"]}

@@ -66,6 +66,11 @@ class Credentials:
                 found = entry.principal
         return found
 
+    def lost_in(self, new: "Credentials") -> frozenset[Principal]:
+        """Callers whose token is none of the new entries, or means another caller there."""
+        kept = set(new._entries)
+        return frozenset(entry.principal for entry in self._entries if entry not in kept)
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -29,6 +29,7 @@ from kvasir.credentials import (
 from kvasir.errors import InvalidArgument, KvasirError
 from kvasir.server.audit import Audit, AuditFile
 from kvasir.server.operator_page import About, OperatorPage, asked_of_loop
+from kvasir.server.reloading import Reloading
 from kvasir.server.traces import Traces
 
 from kvasir_gateway.answering import Turns
@@ -109,6 +110,10 @@ async def serve(options: Options) -> int:
     engine = EngineLink.connect(options.engine, token=token, tls=tls)
     audit = Audit("http", AuditFile(options.audit_file) if options.audit_file is not None else None)
     gate = Gate(credentials, hosts=options.hosts, origins=options.origins, audit=audit)
+    reloading = Reloading(audit)
+    if options.credentials_file is not None:
+        reloading.add("credentials", partial(_reload_keys, gate, options.credentials_file))
+    reloading.on_hangup()
     sessions = Sessions(gate, now=time.time, new_secret=partial(secrets.token_urlsafe, 32))
     history = History(time.time)
     around = Surroundings(
@@ -143,6 +148,11 @@ async def serve(options: Options) -> int:
         times = around.numbers.written
         told = (times.count, 1000 * times.at_most_s(0.5), 1000 * times.at_most_s(0.99))
         _log.info("gateway.stopped events=%d written_within_ms_p50=%.3g p99=%.3g", *told)
+    return 0
+
+
+async def _reload_keys(gate: Gate, file: Path) -> int:
+    gate.take(await asyncio.to_thread(read_credentials, file))
     return 0
 
 

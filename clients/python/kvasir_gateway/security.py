@@ -54,6 +54,10 @@ class Gate:
         self._hosts = frozenset(host.lower() for host in hosts)
         self.origins = frozenset(origin.lower() for origin in origins)
 
+    def take(self, credentials: Credentials) -> None:
+        """From now on these keys hold. The engine ends the turns of the others."""
+        self._credentials = credentials
+
     @property
     def has_keys(self) -> bool:
         """Whether callers must show a key."""

@@ -10,7 +10,7 @@ import kvasir
 from kvasir.cli import agents, bench, doctor, engine, failures, keys, pairing, store
 from kvasir.cli.caller import Caller, JsonOption, caller_of
 from kvasir.cli.demo import demo
-from kvasir.cli.running import audit, group, up
+from kvasir.cli.running import audit, group, reload, up
 from kvasir.cli.running.home import DEFAULT_HOME
 from kvasir.cli.scenarios import commands as scenarios
 from kvasir.cli.showing import help_words
@@ -28,6 +28,7 @@ app.command("up")(up.up)
 app.command("down")(group.down)
 app.command("status")(group.status)
 app.command("logs")(group.logs)
+app.command("reload")(reload.reload)
 app.command("audit")(audit.audit)
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)

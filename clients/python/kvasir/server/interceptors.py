@@ -220,6 +220,12 @@ class Authentication(_Interceptor):
         answering_s = _BEGINNING_S if handler.response_streaming else _ANSWERING_S
         return _guarded(handler, guard, partial(self._begun, answering_s=answering_s))
 
+    def take(self, credentials: Credentials) -> int:
+        """From now on these hold. Ends the running calls of callers who lost theirs; returns how many."""
+        before, self._credentials = self._credentials, credentials
+        lost = before.lost_in(credentials) if before is not None else frozenset()
+        return self.end_calls(lambda caller: caller in lost)
+
     def end_calls(self, is_over: Callable[[Principal], bool]) -> int:
         """End the running calls of callers whose right is over, with UNAUTHENTICATED; returns how many."""
         return self._calls.end(is_over)

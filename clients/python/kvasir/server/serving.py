@@ -168,6 +168,12 @@ class EdgeServer:
             raise
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
+    async def reload_credentials(self) -> int:
+        """Read the credential file again, if there is one; returns how many calls ended by it. Raises
+        CredentialFileError for a file that cannot be used: then the old credentials hold."""
+        file = self._listening.credentials_file
+        return 0 if file is None else self.authentication.take(await asyncio.to_thread(read_credentials, file))
+
     async def set_ready(self, is_ready: bool) -> None:
         """What health answers for the service names: a supervisor and load balancers wait for it."""
         serving = health_pb2.HealthCheckResponse.SERVING if is_ready else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -1,0 +1,65 @@
+"""SIGHUP: a service reads its credentials, and a store its peers, again, and goes on.
+
+Whoever was removed is refused from then on, and calls under way end. A file that cannot be used changes nothing: the
+old set stays, and log, audit and `/healthz` say so until a file is right again.
+"""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from kvasir.credentials import OWNER
+from kvasir.server.audit import ALLOWED, REFUSED, Audit
+
+_LOG = logging.getLogger("kvasir.reload")
+
+
+class Reloading:
+    """What one service reads again. On its event loop."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+        self._parts: dict[str, Callable[[], Awaitable[int]]] = {}
+        self._running: asyncio.Task[None] | None = None
+        self.problems: tuple[str, ...] = ()  # the parts that could not be read the last time
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For `/healthz`: lines of the audit, and what could not be read the last time."""
+        return {"audit": self._audit.counts, "not_reloaded": self.problems}
+
+    def add(self, part: str, read: Callable[[], Awaitable[int]]) -> None:
+        """`read` takes the new set and returns how many calls it ended. Raises ValueError for a file that is wrong."""
+        self._parts[part] = read
+
+    def on_hangup(self) -> None:
+        """From now on SIGHUP reloads, and does not end the process."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._begin)
+
+    async def reload(self) -> None:
+        """Read all parts, each by itself: one that is wrong does not keep the others from being read."""
+        problems, ended = [], 0
+        for part, read in self._parts.items():
+            try:
+                ended += await read()
+            except ValueError as error:
+                # It names a file of the operator's and what is wrong there, never a token.
+                _LOG.error("reload.refused part=%s the old set stays: %s", part, error)
+                problems.append(part)
+        self.problems = tuple(problems)
+        done = " ".join(part for part in self._parts if part not in problems)
+        _LOG.info("reload.done parts=%s ended_calls=%d", done or "none", ended)
+        outcome, reason = (REFUSED, f"UNUSABLE_{'_'.join(problems).upper()}") if problems else (ALLOWED, "")
+        self._audit.tell(OWNER, "reload", outcome, reason, {"parts": done, "ended_calls": str(ended)})
+
+    def _begin(self) -> None:
+        previous = self._running
+
+        async def after_previous() -> None:
+            if previous is not None:
+                await asyncio.wait((previous,))
+            await self.reload()
+
+        self._running = asyncio.get_running_loop().create_task(after_previous())
